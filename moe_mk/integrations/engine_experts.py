@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.errors import ShapeError, UnsupportedError, WeightError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
@@ -81,7 +81,7 @@ class EngineWeights:
         return tuple(tensor for tensor in found if tensor is not None)
 
     def experts(self) -> ExpertWeights | MappedExpertWeights:
-        """The same as views; raises ShapeError naming the tensor, see `ExpertWeights.from_engine`."""
+        """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
         return ExpertWeights.from_engine(
             self.w13,
             self.w2,
@@ -107,7 +107,8 @@ class EngineExperts:
 
     name: for messages. settings: bare keys of `MoEConfig.kernel`, for instance experts="torch_cpu".
     release: call `release()` at once where there is a copy.
-    Raises ShapeError for inconsistent weights, UnsupportedError with every reason if no backend is eligible.
+    Raises ShapeError for inconsistent weights, WeightError for invalid numbers in them, UnsupportedError with every
+    reason if no backend is eligible.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class EngineExperts:
             raise UnsupportedError(f"the weights of {name} were released", ["load them into the engine again"])
         try:
             given = weights.experts()
-        except ShapeError as problem:
-            raise ShapeError(f"{name}.{problem}") from None
+        except (ShapeError, WeightError) as problem:
+            raise type(problem)(f"{name}.{problem}") from None
         experts, hidden, _ = weights.w2.shape
         self.name, self.num_experts, self.hidden_size = name, int(experts), int(hidden)
         self.decision: Decision = select(

@@ -36,6 +36,7 @@ from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.scan import Contents
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def build_placement_state(
 def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[int, SlotWeights]) -> PlacementState:
     """Give a state its weights: those that arrived, else those that `old` holds on this rank. `old` is not changed.
 
-    arrived: by slot of the new state. Raises ConfigError naming every slot whose expert is neither here nor arrived.
+    arrived: by slot of the new state. Raises ConfigError naming every slot whose expert is neither here nor arrived,
+    WeightError for NaN codes and invalid scales in what arrived.
     """
     assert old.weights is not None
     rank = state.grid.ep.rank
@@ -191,10 +193,17 @@ def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[in
         raise ConfigError(
             f"rank {rank} holds neither {', nor '.join(missing[:8])}; pass them as arrived={{slot: weights}}"
         )
+    contents = Contents()
+    for slot, weights in arrived.items():
+        for name, q in (("gate", weights.gate_IH), ("up", weights.up_IH), ("down", weights.down_HI)):
+            if q is not None:
+                of = f"{name} of expert {wanted[slot]}"
+                contents.note(q, of, f"scales of {of}", f"global scale of {of}")
+    contents.expect_valid(f"weights that arrived at rank {rank} cannot be used")
     slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
     experts = MappedExpertWeights(slots, old.weights.experts.scheme)
-    weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
-    return replace(state, weights=weights, laid_out=state.kernel.experts.relayout(experts))
+    layer = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
+    return replace(state, weights=layer, laid_out=state.kernel.experts.relayout(experts))
 
 
 def try_out(state: PlacementState, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from moe_mk.errors import WeightError
+from torch import Tensor
+
+from moe_mk.errors import ShapeError, WeightError
 from moe_mk.weights.layer_spec import Expected
 from moe_mk.weights.names import Convention, Role
 from moe_mk.weights.safetensors_header import TensorEntry
@@ -71,6 +73,7 @@ def _surplus(unexpected: Sequence[str], num_experts: int, convention: Convention
 def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expected]) -> list[str]:
     """Wrong shapes, wrong dtypes, truncated and missing files among the tensors that will be read."""
     files: dict[str, int] = defaultdict(int)
+    entries: dict[str, TensorEntry] = {}
     shapes, dtypes, cut = [], [], []
     for local, want in wanted.items():
         try:
@@ -78,6 +81,7 @@ def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expec
         except WeightError as problem:
             files[str(problem)] += 1
             continue
+        entries[local] = entry
         if wrong := wrong_shape(local, entry, want):
             shapes.append(wrong)
         if wrong := wrong_dtype(local, entry, want):
@@ -92,7 +96,7 @@ def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expec
     ):
         if found:
             lines.append(f"{len(found)} tensors are {what}: {some(found)}")
-    return lines
+    return [*lines, *filter(None, [transposed(entries, wanted)])]
 
 
 def wrong_shape(name: str, entry: TensorEntry, want: Expected) -> str:
@@ -108,3 +112,47 @@ def wrong_dtype(name: str, entry: TensorEntry, want: Expected) -> str:
         return ""
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in want.dtypes)
     return f"{name} is {entry.dtype_name}, expected {names}"
+
+
+def transposed(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expected]) -> str:
+    """A line that names tensors stored as (in, out), and square ones, whose shapes cannot show it; "" without any."""
+    swapped = [
+        name
+        for name, entry in entries.items()
+        if (shape := expected[name].shape) != entry.shape == (*shape[:-2], *shape[-2:][::-1])
+    ]
+    roles = {expected[name].part.role for name in swapped}
+    square = [
+        name
+        for name, each in expected.items()
+        if each.part.role in roles and not each.part.is_scale and each.shape[-2:] == each.shape[-2:][::-1]
+        if len(each.shape) > 1
+    ]
+    if not swapped:
+        return ""
+    doubt = f"; shapes of square ones do not show whether they are as well: {some(square)}" if square else ""
+    return f"{len(swapped)} tensors are stored transposed, as (in, out): {some(swapped)}{doubt}"
+
+
+def expect_not_transposed(
+    w13: Tensor, w2: Tensor, halves: int, per_byte: int = 1, names: tuple[str, str] = ("w13", "w2")
+) -> None:
+    """Raise ShapeError, naming both stacks, where either has the axes of (L, in, out)."""
+    if w13.dim() != 3 or w2.dim() != 3:
+        return
+    rows, held = w13.shape[1] * per_byte, w2.shape[1] * per_byte  # four-bit values would be packed along the other axis
+    both = rows == w2.shape[2] and w13.shape[2] == halves * held
+    only_w13 = rows == w2.shape[1] and w13.shape[2] == halves * w2.shape[2] * per_byte
+    only_w2 = w13.shape[2] * per_byte == w2.shape[2] and w13.shape[1] == halves * held
+    is_right = w13.shape[1] == halves * w2.shape[2] * per_byte and w13.shape[2] * per_byte == w2.shape[1]
+    if is_right or not (both or only_w13 or only_w2):
+        return
+    square = [name for name, t in zip(names, (w13, w2), strict=True) if t.shape[1] == t.shape[2] * per_byte]
+    here = zip(names, (both or only_w13, both or only_w2), strict=True)
+    found = [name for name, is_swapped in here if is_swapped and name not in square]
+    which = f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} stored transposed, as (experts, in, out)"
+    doubt = f"; {square[0]} is square, so that its shape does not show whether it is as well" if square else ""
+    raise ShapeError(
+        f"{names[0]} is {list(w13.shape)} and {names[1]} is {list(w2.shape)}: {which}{doubt}; "
+        f"pass both as (experts, out, in), for instance {found[0]}.transpose(1, 2)"
+    )

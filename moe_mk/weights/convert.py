@@ -44,7 +44,7 @@ from moe_mk.weights.names import CONVENTIONS, OFFICIAL, SCALED, Convention, Part
 from moe_mk.weights.packed_layouts import pack
 from moe_mk.weights.requantise import is_kept, requantised, slot_held_as
 from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
-from moe_mk.weights.scan import Progress
+from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_inside
 
 SHARD_BYTES = 4 << 30
@@ -339,8 +339,7 @@ def _dropped(source: TensorSource, layer: LayerFacts, to: str) -> list[str]:
 def _check(reader: LayerReader, what: str) -> None:
     """Raise WeightError for NaN codes and invalid scales."""
     problems = reader.content_problems(None)
-    reader.values.clear()
-    reader.scales.clear()
+    reader.contents = Contents()
     if problems:
         raise WeightError(f"{what} is damaged:" + "".join(f"\n  - {line}" for line in problems))
 

@@ -22,7 +22,9 @@ from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
+from moe_mk.weights.completeness import expect_not_transposed
 from moe_mk.weights.layer_spec import FLOATS, ORDERS, VALUE_DTYPES, scale_dtypes
+from moe_mk.weights.scan import Contents
 
 CANONICAL = "canonical"
 MAPPED = "mapped"
@@ -120,14 +122,16 @@ class ExpertWeights:
         w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
         w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
         order: of w13: "gate_up", "up_gate", or "interleaved" rows.
-        Raises ShapeError naming the tensor, ConfigError for an unknown format or order.
+        Raises ShapeError naming the tensor, WeightError for NaN, infinities and scales that a checkpoint may not have,
+        with the tensor, the expert and the value, ConfigError for an unknown format or order.
         """
         scheme = _scheme_of_engine(quant, block, w2, w2_scale)
         _expect_order(order, scheme)
+        halves = 2 if gated else 1
+        expect_not_transposed(w13, w2, halves, scheme.per_byte)
         slots, hidden = int(w2.shape[0]), int(w2.shape[1]) if w2.dim() == 3 else -1
         inner = scheme.logical_columns(int(w2.shape[-1]))
         down = _stack_of_engine("w2", (w2, w2_scale, w2_global_scale, w2_zeros), scheme, (slots, hidden, inner), 1)
-        halves = 2 if gated else 1
         given = (w13, w13_scale, w13_global_scale, w13_zeros)
         first = _stack_of_engine("w13", given, scheme, (slots, inner, hidden), halves)
         for name, bias, width in (("w13_bias", w13_bias, halves * inner), ("w2_bias", w2_bias, hidden)):
@@ -135,6 +139,12 @@ class ExpertWeights:
                 expect(name, bias, "L I", FLOATS, w2.device, L=slots, I=width)
         if (w13_bias is None) != (w2_bias is None):
             raise ShapeError("w13_bias and w2_bias belong together; pass zeros for the one that does not exist")
+        contents = Contents(stacked=True)
+        for name, q in (("w13", first), ("w2", down)):
+            contents.note(q, name, f"{name}_scale", f"{name}_global_scale")
+        contents.values += [(n, b) for n, b in (("w13_bias", w13_bias), ("w2_bias", w2_bias)) if b is not None]
+        if not w2.is_meta:
+            contents.expect_valid("weights cannot be used")
         together = not isinstance(scheme, BlockedScheme) or scheme.rows == WHOLE or inner % scheme.rows == 0
         if w13_bias is None and (not gated or (order == "gate_up" and together)):
             return ExpertWeights(first, down, gated=gated)

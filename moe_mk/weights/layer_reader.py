@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import WeightError
-from moe_mk.quant import BlockedScheme, Fp8Block, Plain, QuantScheme, QuantTensor, plain
-from moe_mk.quant.gguf import GGUF, Gguf
+from moe_mk.quant import BlockedScheme, Plain, QuantScheme, QuantTensor, plain
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.microscaling import MXFP4
-from moe_mk.weights.completeness import some
 from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
     SlotBiases,
@@ -25,7 +24,7 @@ from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
 from moe_mk.weights.packed_layouts import Unpacked, of_gguf, unpack
-from moe_mk.weights.scan import Progress, count_bad_scales, count_non_finite
+from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import TensorSource
 
 
@@ -40,12 +39,9 @@ class LayerReader:
     tp_rank: int
     tp_size: int
     names: dict[str, None] = field(default_factory=dict)
-    values: list[tuple[str, Tensor]] = field(default_factory=list)
-    scales: list[tuple[str, Tensor]] = field(default_factory=list)
+    contents: Contents = field(default_factory=Contents)
     table: Tensor | None = None
     """The experts of every token of the vocabulary, once opened."""
-    codes: int = 0
-    """Bytes of formats without NaN, which need no check."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
         """Open everything."""
@@ -56,29 +52,19 @@ class LayerReader:
         logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if has_bias else None
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
-            self.codes += self.table.nbytes
+            self.contents.codes += self.table.nbytes
         shared = self._mlp(Role.SHARED, None) if self.spec.num_shared_experts else None
         slots = {e: self._mlp(Role.EXPERT, e) for e in dict.fromkeys(owned)}
         facts = LoadFacts(
             self.source.where, layer, self.prefix, self.convention.name, tuple(owned), self.tp_rank, self.tp_size,
-            sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes, tuple(self.names),
+            self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, self.table)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read every opened tensor once and list NaN codes and invalid scales."""
-        power_of_two = isinstance(self.spec.scheme, Fp8Block) and self.spec.scheme.ue8m0
-        broken, uneven = count_bad_scales(self.scales, power_of_two=power_of_two)
-        wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
-        findings = (
-            ("values are NaN or infinite", wild),
-            ("scales are not finite and positive", broken),
-            ("scales are no power of two, as UE8M0 needs,", uneven),
-        )
-        return self._table_problems() + [
-            f"{sum(bad.values())} {what} in {len(bad)} tensors: {_counts(bad)}" for what, bad in findings if bad
-        ]
+        return self._table_problems() + self.contents.problems(on_progress)
 
     def _table_problems(self) -> list[str]:
         if self.table is None:
@@ -197,20 +183,9 @@ class LayerReader:
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
         """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
-        if isinstance(q.scheme, Gguf):
-            self.values.append((f"{names[0]}, factors of blocks", q.scheme.factors(q)))
-        if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
-            self.values.append((names[0], q.values))
-        else:
-            self.codes += q.values.numel()
-        if q.scales is None:
+        self.contents.note(q, *names, f"{names[0]}, global scale")
+        if q.scales is None or q.scheme.family == "wna16":
             return q
-        if q.scheme.family == "wna16":  # a group of zeros may have a scale of 0
-            self.values.append((names[1], q.scales))
-            return q
-        self.scales.append((names[1], q.scales))
-        if q.global_scale is not None:
-            self.scales.append((f"{names[0]}, global scale", q.global_scale))
         assert isinstance(q.scheme, BlockedScheme)
         if q.scales.dtype is q.scheme.scale_dtype:
             return q
@@ -220,7 +195,7 @@ class LayerReader:
         """The biases of an expert, copied. With TP each rank has a share of gate and up; only rank 0 has down's."""
         name, gate_up = self._open(replace(both, extra="bias"), expert)
         down_name, down_H = self._open(replace(down, extra="bias"), expert)
-        self.values += [(name, gate_up), (down_name, down_H)]
+        self.contents.values += [(name, gate_up), (down_name, down_H)]
         start, length = share
         if self._order == "interleaved":
             gate_I, up_I = gate_up[0::2], gate_up[1::2]
@@ -237,7 +212,7 @@ class LayerReader:
         for projection in ("gate", "up", "down"):
             part = Part(Role.EXPERT, projection, None if self.convention.stacked else expert, extra="bias")
             found.append(self._open(part, row))
-        self.values += found
+        self.contents.values += found
         gate_I, up_I, down_H = (bias for _, bias in found)
         if order_I is not None:
             gate_I, up_I = gate_I[order_I], up_I[order_I]
@@ -246,7 +221,7 @@ class LayerReader:
 
     def _vector(self, part: Part) -> Tensor:
         name, tensor = self._open(part, None)
-        self.values.append((name, tensor))
+        self.contents.values.append((name, tensor))
         return tensor
 
     def _open(self, part: Part, row: int | None) -> tuple[str, Tensor]:
@@ -259,7 +234,3 @@ class LayerReader:
         num_bytes = tensor[row].numel() * tensor.element_size()
         self.source.read_ahead(self.prefix + name, row * num_bytes, num_bytes)
         return f"{name}[{row}]", tensor[row]
-
-
-def _counts(bad: dict[str, int]) -> str:
-    return some(f"{name} ({count})" for name, count in bad.items())

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.registry import did_you_mean
 from moe_mk.weights.checkpoint import expect_order, raise_if
-from moe_mk.weights.completeness import name_problems, some, wrong_dtype, wrong_shape
+from moe_mk.weights.completeness import name_problems, some, transposed, wrong_dtype, wrong_shape
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors, unnamed_parts
@@ -138,6 +138,7 @@ class LayerLoader:
         entry = MappingSource({name: tensor}).entry(name)
         wrong = [text for text in (wrong_shape(name, entry, want), wrong_dtype(name, entry, want)) if text]
         if wrong:
+            wrong += filter(None, [transposed({local: entry}, self._siblings(convention, local, want))])
             raise WeightError(f"{self._title}: {'; '.join(wrong)}")
         earlier = [self._kept[part][0] for part in self._parts_of(want.part) if part in self._kept]
         if name in self._names or earlier:
@@ -201,6 +202,11 @@ class LayerLoader:
             for name, each in table.items():
                 self._experts[convention.name, each.part.role, each.part.expert].append((name, each))
         return self._tables[convention.name]
+
+    def _siblings(self, convention: Convention, local: str, want: Expected) -> dict[str, Expected]:
+        """The tensors of the same expert, or of all where they are stacked."""
+        self._table(convention)
+        return {local: want, **dict(self._experts[convention.name, want.part.role, want.part.expert])}
 
     @property
     def _spelling(self) -> Convention:

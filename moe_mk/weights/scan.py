@@ -1,4 +1,6 @@
-"""Search for NaN codes and invalid scales at memory speed. Reading every byte once also pages a mapped file in.
+"""The one check of the numbers of weights, whoever hands them over: NaN codes, infinities and invalid scales.
+
+It runs at memory speed. Reading every byte once also pages a mapped file in.
 
 Two maxima find every non-finite number: as signed integers the positive ones are the largest, as unsigned integers the
 negative ones. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so on.
@@ -9,12 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moe_mk.errors import WeightError
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.gguf import Gguf
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.weights.completeness import some
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, total bytes) in the caller's thread."""
@@ -30,6 +39,82 @@ _PATTERNS: dict[torch.dtype, tuple[type[np.signedinteger[Any]], type[np.unsigned
     torch.float32: (np.int32, np.uint32, 0x7F800000),
 }
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass
+class Contents:
+    """Tensors to check, by name. Values must be finite, scales finite and positive, also those of blocks of zeros.
+
+    Scales of integers in groups and factors of GGUF count as values: they may be 0 and negative.
+    """
+
+    stacked: bool = False
+    """Whether the first axis of every tensor is the expert."""
+    values: list[tuple[str, Tensor]] = field(default_factory=list)
+    scales: list[tuple[str, Tensor]] = field(default_factory=list)
+    codes: int = 0
+    """Bytes of formats without NaN, which need no check."""
+    power_of_two: bool = False
+    """Whether scales must be powers of two."""
+
+    def note(self, q: QuantTensor, name: str, scale_name: str, global_name: str) -> None:
+        """Add a matrix or a stack of them; names for messages."""
+        if isinstance(q.scheme, Gguf):
+            self.values.append((f"{name}, factors of blocks", q.scheme.factors(q)))
+        if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
+            self.values.append((name, q.values))
+        else:
+            self.codes += q.values.numel()
+        if q.scales is not None:
+            (self.values if q.scheme.family == "wna16" else self.scales).append((scale_name, q.scales))
+        if q.global_scale is not None:
+            self.scales.append((global_name, q.global_scale))
+        self.power_of_two |= isinstance(q.scheme, Fp8Block) and q.scheme.ue8m0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes
+
+    def problems(self, on_progress: Progress | None = None) -> list[str]:
+        """Read everything once; one line for each kind of problem, with counts by tensor and the first bad value."""
+        broken, uneven = count_bad_scales(self.scales, power_of_two=self.power_of_two)
+        wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
+        findings = (
+            ("values are NaN or infinite", wild, self.values, torch.isfinite),
+            ("scales are not finite and positive", broken, self.scales, _is_scale),
+            ("scales are no power of two, as UE8M0 needs,", uneven, self.scales, _is_power_of_two),
+        )
+        return [
+            f"{sum(bad.values())} {what} in {len(bad)} tensors: {some(f'{name} ({n})' for name, n in bad.items())}; "
+            f"the first is {self._first(next((name, tensor) for name, tensor in held if name in bad), is_good)}"
+            for what, bad, held, is_good in findings
+            if bad
+        ]
+
+    def expect_valid(self, title: str) -> None:
+        """Raise WeightError with all problems, if there are any."""
+        if lines := self.problems():
+            raise WeightError(f"{title}:" + "".join(f"\n  - {line}" for line in lines))
+
+    def _first(self, named: tuple[str, Tensor], is_good: Callable[[Tensor], Tensor]) -> str:
+        name, tensor = named
+        for row, part in enumerate(tensor if tensor.dim() else tensor[None]):  # a stack as f32 may not fit in memory
+            wide = part.to(torch.float32)
+            bad = (~is_good(wide)).nonzero()
+            if len(bad):
+                place = [row, *bad[0].tolist()] if tensor.dim() else []
+                expert = f" (expert {row})" if self.stacked else ""
+                return f"{name}{place or ''}{expert} = {float(wide[tuple(bad[0])]):g}"
+        raise AssertionError(f"{name} was counted as bad")
+
+
+def _is_scale(wide: Tensor) -> Tensor:
+    return torch.isfinite(wide) & (wide > 0)
+
+
+def _is_power_of_two(wide: Tensor) -> Tensor:
+    return torch.frexp(wide)[0] == 0.5
 
 
 def count_non_finite(
@@ -67,14 +152,18 @@ def count_bad_scales(
     uneven: dict[str, int] = defaultdict(int)
     for name, tensor in scales:
         wide = tensor.to(torch.float32)
-        good = torch.isfinite(wide) & (wide > 0)
+        good = _is_scale(wide)
         broken[name] += int((~good).sum())
-        uneven[name] += int((good & (torch.frexp(wide)[0] != 0.5)).sum()) if power_of_two else 0
+        uneven[name] += int((good & ~_is_power_of_two(wide)).sum()) if power_of_two else 0
     return {name: n for name, n in broken.items() if n}, {name: n for name, n in uneven.items() if n}
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Jobs of a vector or matrix: runs of a contiguous one, bundles of rows of a slice."""
+    """Jobs of a tensor: runs of a contiguous one, bundles of rows of a slice, by expert of a stack of those."""
+    if tensor.dim() > 2 and not tensor.is_contiguous():
+        for matrix in tensor:
+            yield from _pieces(matrix)
+        return
     pieces = tensor.reshape(-1) if tensor.is_contiguous() else tensor
     step = max(1, JOB_BYTES // max(1, pieces[:1].numel() * pieces.element_size()))
     yield from (pieces[start : start + step] for start in range(0, len(pieces), step))
@@ -82,7 +171,10 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _count(piece: Tensor) -> int:
     signed_type, unsigned_type, threshold = _PATTERNS[piece.dtype]
-    bits: NDArray[Any] = piece.cpu().view(_INTEGER[piece.element_size()]).numpy()
+    codes = piece.detach().view(_INTEGER[piece.element_size()])
+    if not piece.is_cpu:
+        return int((codes & ((1 << (8 * piece.element_size() - 1)) - 1) >= threshold).sum())
+    bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed
     signed, unsigned = bits.view(signed_type), bits.view(unsigned_type)
     sign = 1 << (8 * bits.itemsize - 1)
     row_bytes = bits.itemsize if bits.ndim == 1 else bits.itemsize * bits.shape[1]

@@ -9,6 +9,7 @@ import copy
 import mmap
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_mk import DeepseekV3MoE, ExpertMap, MoELayer, ParallelGroups
+from moe_mk import DeepseekV3MoE, ExpertMap, MoELayer, ParallelGroups, WeightError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.layer.hot_swap import swap_backends
@@ -182,3 +183,30 @@ def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_released(checkpo
         if anonymous.data_ptr() in addresses:
             return
     raise AssertionError("no address was used again, so nothing was shown")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_weights_that_arrive_from_elsewhere_are_checked_like_a_checkpoint(
+    value: float, checkpoint: Callable[[str], Path]
+) -> None:
+    path = checkpoint("fp8")
+    layer = DeepseekV3MoE.from_checkpoint(path, LAYER, experts="torch_cpu", device="cpu")
+    slot = layer.export_slot(3)
+    assert slot.down_HI.scales is not None
+    scales = slot.down_HI.scales.clone()
+    scales[1, 0] = value
+    broken = replace(slot, down_HI=replace(slot.down_HI, scales=scales))
+    y_TH = layer(X_TH)
+    with pytest.raises(WeightError, match=rf"scales of down of expert 3\[1, 0\] = {value:g}"):
+        layer.set_placement(MOVED, {0: broken})
+    state = {name: tensor.clone() for name, tensor in official_state_dict(layer.weights).items()}
+    state["experts.2.up_proj.weight_scale_inv"][0, 1] = value
+    reported = rf"experts\.2\.up_proj\.weight_scale_inv\[0, 1\] = {value:g}"
+    with pytest.raises(WeightError, match=reported):
+        layer.load_weights(state)
+    loader = layer.loader()
+    for name, tensor in state.items():
+        loader.feed(name, tensor)
+    with pytest.raises(WeightError, match=reported):
+        loader.finish()
+    assert torch.equal(layer(X_TH), y_TH), "the layer is as it was"

@@ -92,10 +92,11 @@ def test_nan_codes_and_broken_scales_are_counted_with_five_examples(
     assert lines[1].startswith(
         "  - 17 values are NaN or infinite in 9 tensors: gate.weight (1), experts.0.gate_proj.weight (2)"
     )
-    assert lines[1].endswith(" and 4 more")
+    assert lines[1].endswith(" and 4 more; the first is gate.weight[3, 5] = nan")
     assert lines[2].startswith(
         "  - 2 scales are not finite and positive in 2 tensors: experts.3.up_proj.weight_scale_inv (1)"
     )
+    assert lines[2].endswith("; the first is experts.3.up_proj.weight_scale_inv[0, 0] = inf")
 
 
 def test_nan_codes_of_another_tensor_parallel_rank_do_not_matter(tiny: CheckpointShape, tiny_state: StateDict) -> None:

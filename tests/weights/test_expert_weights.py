@@ -1,10 +1,12 @@
 """One rank's experts: a stack, or views of files; both give the same matrices."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError, ShapeError, WeightError
 from moe_mk.quant import BF16, FP8_128x128, FP8_128x128_UE8M0, QuantScheme, QuantTensor, weight_scheme
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.weights.expert_weights import (
@@ -229,3 +231,70 @@ def test_zero_points_that_do_not_fit_are_refused(quant: str, zeros: Tensor | Non
 def test_tensors_that_do_not_fit_are_refused_by_name(change: dict[str, object], complaint: str) -> None:
     with pytest.raises((ShapeError, ConfigError), match=complaint):
         ExpertWeights.from_engine(**(of_engine("fp8_block", "gate_up")[1] | change))
+
+
+ENGINE_KINDS = [*KINDS, "int4_g32", "int4_g32_zp", "int8_row_zp"]
+BAD = (0.0, -1.0, float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("quant", ENGINE_KINDS)
+def test_numbers_that_a_checkpoint_may_not_have_are_refused_with_tensor_expert_and_value(quant: str) -> None:
+    draw, tried = random.Random(quant), 0
+    _, given = of_engine(quant, "gate_up")
+    held = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.dtype.is_floating_point}
+    held |= {name: torch.ones(3, rows) for name, rows in (("w13_bias", 128), ("w2_bias", 96))}
+    for name, tensor in held.items():
+        # Scales of integers in groups may be 0 and negative, as in files of GPTQ and AWQ.
+        is_value = "scale" not in name or quant.startswith(("int4_", "int8_row", "int8_g"))
+        for value in BAD:
+            place = tuple(draw.randrange(size) for size in tensor.shape)
+            changed = tensor.clone()
+            changed.view(torch.uint8 if tensor.element_size() == 1 else tensor.dtype)[place] = (
+                torch.tensor([value]).to(tensor.dtype).view(torch.uint8)[0] if tensor.element_size() == 1 else value
+            )
+            stored = float(changed[place].to(torch.float32))
+            if stored != value and not (stored != stored and value != value):
+                continue  # the dtype does not hold it
+            both = {key: held[key] for key in ("w13_bias", "w2_bias")}
+            if is_value and value in (0.0, -1.0):
+                ExpertWeights.from_engine(**(given | both | {name: changed}))
+                continue
+            tried += 1
+            with pytest.raises(WeightError) as refused:
+                ExpertWeights.from_engine(**(given | both | {name: changed}))
+            # Trailing axes of size 1 may be missing in what is given.
+            where = str(list(place)).removesuffix("]")
+            assert f"the first is {name}{where}" in str(refused.value)
+            assert f"(expert {place[0]}) = {value:g}" in str(refused.value)
+    assert tried >= 6
+
+
+def test_stacks_stored_transposed_are_refused_with_both_names_and_square_ones_named() -> None:
+    draw, tried = random.Random(1), 0
+    for _ in range(60):
+        inner, hidden, halves = draw.choice((8, 16, 24)), draw.choice((8, 16, 24)), draw.choice((1, 2))
+        quant = draw.choice(("", "mxfp4"))
+        if quant:
+            inner, hidden = 32 * inner, 32 * hidden
+        shapes = {"w13": [3, halves * inner, hidden], "w2": [3, hidden, inner]}
+        swapped = [name for name in shapes if draw.random() < 0.6]
+        given = {}
+        for name, (experts, rows, columns) in shapes.items():
+            held = columns // 2 if quant else columns  # two values along the axis of the inputs share a byte
+            axes = (held, rows) if name in swapped else (rows, held)
+            given[name] = torch.zeros(experts, *axes, dtype=torch.uint8 if quant else torch.bfloat16)
+        shown = [name for name in swapped if shapes[name][1] != shapes[name][2]]
+        if not shown or (halves == 1 and len(swapped) == 2):  # the latter are experts of the other sizes
+            continue
+        tried += 1
+        with pytest.raises(ShapeError) as refused:
+            ExpertWeights.from_engine(**given, gated=halves == 2, quant=quant)
+        text = str(refused.value)
+        assert f"w13 is {list(given['w13'].shape)} and w2 is {list(given['w2'].shape)}: " in text
+        named = set(text.partition(" stored transposed")[0].rpartition(": ")[2].split()) & {*shapes}
+        # A packed stack can look like one that is stored the other way round, and either stack of ungated experts.
+        is_ambiguous = bool(quant) or halves == 1
+        assert named == {*shown} or (is_ambiguous and named > {*shown})
+        for name in {*shapes} - named:
+            assert is_ambiguous or (f"{name} is square" in text) == (shapes[name][1] == shapes[name][2])
+    assert tried > 20

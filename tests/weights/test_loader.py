@@ -302,3 +302,20 @@ def test_loading_needs_at_most_one_expert_more_than_what_stays(tp_size: int, tmp
         stays = live.now
     assert stays - taken[0].num_bytes in range(1024), "what stays are the weights of this rank"
     assert 4 * expert_bytes // tp_size <= stays and live.most <= stays + expert_bytes
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tensors_stored_transposed_are_refused_and_square_ones_named(fused: bool) -> None:
+    down = "experts.down_proj" if fused else "experts.0.down_proj.weight"
+    first = "experts.gate_up_proj" if fused else "experts.0.up_proj.weight"
+    state = {name: tensor.T if "experts" in name else tensor for name, tensor in tensors(4).items()}
+    if fused:  # down is square, 16 x 16
+        state = {"gate.weight": state["gate.weight"], first: torch.zeros(4, 16, 32), down: torch.zeros(4, 16, 16)}
+    made = MoELayer(config(4, 2, **({"moe_intermediate_size": 16} if fused else {})))
+    expected = f"stored transposed, as \\(in, out\\): .*{first}"
+    with pytest.raises(WeightError, match=expected) as refused:
+        made.load_weights(state)
+    assert (f"square ones do not show whether they are as well: {down}" in str(refused.value)) == fused
+    with pytest.raises(WeightError, match=expected) as refused:
+        made.loader().feed(first, state[first])
+    assert (down in str(refused.value)) == fused

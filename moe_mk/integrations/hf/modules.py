@@ -19,7 +19,9 @@ from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.completeness import expect_not_transposed
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.scan import Contents
 
 WIDTH = 96
 """Columns of a probe: of the gate, and of the up projection."""
@@ -177,10 +179,18 @@ def _fp8_reasons(module: nn.Module, first: Tensor) -> list[str]:
 
 
 def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
-    """The module's experts as `Weights`, as views; (out, in) each, transposed ones by a view as well."""
-    first, down = _matrix(module, _first_name(module), facts), _matrix(module, "down_proj", facts)
+    """The module's experts as `Weights`, as views; (out, in) each, transposed ones by a view as well.
+
+    Raises WeightError for FP8 experts with NaN codes or invalid scales.
+    """
+    names = _first_name(module), "down_proj"
+    first, down = (_matrix(module, name, facts) for name in names)
+    expect_not_transposed(first, down, 2 if facts.gated else 1, names=names)
     if isinstance(facts.scheme, Fp8Block):
-        scales = [_tensor(module, f"{name}_scale_inv") for name in (_first_name(module), "down_proj")]
+        scales, contents = [_tensor(module, f"{name}_scale_inv") for name in names], Contents(stacked=True)
+        for name, values, each in zip(names, (first, down), scales, strict=True):
+            contents.note(QuantTensor(values, each, facts.scheme), name, f"{name}_scale_inv", "")
+        contents.expect_valid(f"the experts of {facts.name} cannot be used")
         slots = [_fp8_slot(facts, (first[e], scales[0][e]), (down[e], scales[1][e])) for e in range(facts.num_experts)]
         return MappedExpertWeights(tuple(slots), facts.scheme)
     w13, w2 = QuantTensor(first, None, facts.scheme), QuantTensor(down, None, facts.scheme)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, WeightError
 from moe_mk.integrations.engine_experts import (
     EngineExperts,
     EngineWeights,
@@ -230,3 +230,10 @@ def test_held_experts_are_those_of_the_tensors_of_now(name: str, change: str) ->
     fresh = Tiny(**{"w13": drawn.w13, "w2": drawn.w2, name: values})
     torch.testing.assert_close(run(), made(fresh)(*tokens))
     assert not torch.equal(run(), first)
+
+
+def test_invalid_numbers_are_refused_with_the_name_of_the_layer() -> None:
+    tiny = Tiny.drawn()
+    tiny.w2[1, 2, 3] = float("nan")
+    with pytest.raises(WeightError, match=r"(?s)^tiny\.weights cannot be used:.* w2\[1, 2, 3\] \(expert 1\) = nan"):
+        made(tiny)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 from transformers.integrations import finegrained_fp8
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
 from moe_mk.integrations.transformers import (
     cpu_fp8,
@@ -106,3 +106,13 @@ def test_fp8_checkpoints_that_cannot_be_computed_are_refused_while_loading(fp8_f
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="activation_scheme is 'static'"), cpu_fp8():
         load_fp8(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_invalid_scales_are_refused_by_name(fp8_folder: Path, value: float) -> None:
+    with cpu_fp8():
+        model, ids = load_fp8(fp8_folder, experts_implementation="moe_mk", dtype=torch.float32), prompt()
+        experts = next(module for module in model.modules() if hasattr(module, "down_proj_scale_inv"))
+        experts.down_proj_scale_inv.data[1].fill_(value)
+        with pytest.raises(WeightError, match=rf"down_proj_scale_inv\[1, 0, 0\] \(expert 1\) = {value:g}"):
+            model(ids)
