@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.registry import did_you_mean
+from moe_mk.shapes import expect_dense
 from moe_mk.weights.checkpoint import expect_order, raise_if
 from moe_mk.weights.completeness import name_problems, some, transposed, wrong_dtype, wrong_shape
 from moe_mk.weights.expert_weights import SlotWeights
@@ -69,9 +70,11 @@ class LayerLoader:
         """Take one tensor of the checkpoint, whole, by its name; returns whether this rank keeps any of it.
 
         Experts of other ranks are checked and dropped, and so are calibrated input scales. Raises WeightError, naming
-        the tensor, for a wrong shape or dtype and for a tensor that was fed before; nothing is changed then.
+        the tensor, for a wrong shape or dtype and for a tensor that was fed before, ShapeError for what is no dense
+        tensor; nothing is changed then.
         """
         self._expect_open()
+        expect_dense(name, tensor)
         local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
         found = None if local is None else self._find(local, tuple(tensor.shape))
         if local is None or found is None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_mk.errors import WeightError
 from moe_mk.files import INDEX_BYTES, read_json
+from moe_mk.shapes import expect_dense
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -113,8 +114,9 @@ class MappingSource(TensorSource):
         return self._tensors.keys()
 
     def entry(self, name: str) -> TensorEntry:
-        """Dtype and shape of the tensor; WeightError for tensors on the meta device, which have no data."""
+        """Dtype and shape; WeightError for tensors on the meta device, which have no data, ShapeError for no tensor."""
         tensor = self._tensors[name]
+        expect_dense(name, tensor)
         if tensor.is_meta:
             raise WeightError(f"{name} is on the meta device and holds no data")
         size, dtype = tensor.numel() * tensor.element_size(), tensor.dtype

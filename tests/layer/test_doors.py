@@ -156,6 +156,26 @@ def test_routers_and_kernels_take_it_or_name_what_is_wrong(door: str) -> None:
     try_door(kernel_doors()[door], door, MAY_WORK | {"meta", "a_column_less"})
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gate.weight", "experts.0.up_proj.weight", "shared_experts.down_proj.weight"])
+def test_what_is_no_weight_is_refused_when_it_is_loaded(name: str) -> None:
+    good = tensors(EXPERTS, shared=1)
+
+    def load(given: dict[str, Any]) -> MoELayer:
+        return MoELayer(layer("torch_cpu").config, dtype=torch.float32).load_weights(given)
+
+    def feed(given: dict[str, Any]) -> None:
+        loader = MoELayer(layer("torch_cpu").config, dtype=torch.float32).loader()
+        for key, tensor in given.items():
+            loader.feed(key, tensor)
+        loader.finish()
+
+    for other in set(OTHERS) - {"gradients", "float64"}:
+        for call in (load, feed):
+            with pytest.raises(MoEMKError):
+                call({**good, name: OTHERS[other](good[name])})
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize("experts", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

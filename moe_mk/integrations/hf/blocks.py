@@ -19,6 +19,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
 from moe_mk.layer import MoELayer
+from moe_mk.shapes import expect_dense
 from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.stamp import Stamp
@@ -219,6 +220,7 @@ class PatchedForward:
         self.stamp = Stamp(tensors)
 
     def _must_read(self, hidden_states: Tensor) -> None:
+        expect_dense("hidden_states", hidden_states)
         if hidden_states.dtype is not self.layer.dtype:
             raise UnsupportedError(
                 f"block {self.layer.name} is patched for {self.layer.dtype} and gets {hidden_states.dtype}",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.torch_cpu import decoded_block_rows
+from moe_mk.external.device import without_autocast
 from moe_mk.quant.fp8_block import activation_scheme, weight_scheme
 from moe_mk.quant.tensor import QuantTensor
 
@@ -89,6 +90,7 @@ def _check_dynamic(self: Any, *args: object, **kwargs: object) -> None:
         raise UnsupportedError("this FP8 checkpoint cannot run on a CPU", reasons)
 
 
+@without_autocast
 def matmul(
     input: Tensor,
     weight: Tensor,

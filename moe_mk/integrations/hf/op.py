@@ -14,6 +14,7 @@ from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, module_of, plan_of
+from moe_mk.layer.checks import FLOATS
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
@@ -115,6 +116,7 @@ def _check(
         )
     expect("hidden_states", x_TH, "T H", (torch.bfloat16, torch.float16, torch.float32))
     expect("top_k_index", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
+    expect("top_k_weights", weights_TK, "T K", FLOATS, x_TH.device)
     if weights_TK.shape != ids_TK.shape:
         raise ShapeError(f"top_k_weights is {tuple(weights_TK.shape)}, top_k_index is {tuple(ids_TK.shape)}")
 

@@ -38,6 +38,7 @@ from moe_mk.oracle.decide import check_pins
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
+from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
@@ -156,6 +157,8 @@ class ModulePlan:
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
         """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
+        if x_TH.shape[1] != self.facts.hidden_size:
+            expect("hidden_states", x_TH, "T H", H=self.facts.hidden_size)
         y_TH = wait(self.kernel.steps(x_TH, routing, self.weights))
         if self.kernel.prepare_finalize.traits.partial:
             y_TH = wait(self.ranks.comm.all_reduce(y_TH, "late reduce"))

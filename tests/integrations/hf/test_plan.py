@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, UnsupportedError
 from moe_mk.external.library import installed
 from moe_mk.integrations.hf import plan as plans
 from moe_mk.integrations.hf.tiny import tiny_model
@@ -27,6 +27,7 @@ from moe_mk.integrations.transformers import (
 )
 from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
 from tests.integrations.hf.classes import tiny_call, tiny_experts
+from tests.layer.test_doors import MAY_WORK, OTHERS
 from tests.support.ambient import AMBIENT
 from tests.support.replaced import CHANGES
 from tests.support.tiers import quick_where
@@ -141,6 +142,17 @@ def test_settings_of_torch_change_no_result(name: str, again: bool) -> None:
         with AMBIENT[name]():
             got = (copy.deepcopy(module) if again else module)(*call)
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # threads change the order of sums
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", range(3))
+def test_arguments_that_do_not_fit_are_refused_with_their_names(at: int) -> None:
+    register()
+    module, call = deepseek(), tiny_call()
+    for other in set(OTHERS) - MAY_WORK - ({"gradients", "meta"} if at == 0 else {"gradients"}):
+        given = [OTHERS[other](tensor) if i == at else tensor for i, tensor in enumerate(call)]
+        with torch.no_grad(), pytest.raises(MoEMKError, match=("hidden_states", "top_k_index", "top_k_weights")[at]):
+            module(*given)
 
 
 class Wrapped(nn.Module):
