@@ -21,7 +21,7 @@ from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128
-from moe_mk.quant.plain import BF16, FP32
+from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.runner import MonolithicKernel
 
 
@@ -114,6 +114,25 @@ def test_a_decision_is_a_function_of_its_problem(monkeypatch: pytest.MonkeyPatch
     second = oracle.select(asked)
     assert second == first and str(second) == str(first)
     assert json.dumps(second.as_dict(), sort_keys=True) == json.dumps(first.as_dict(), sort_keys=True)
+
+
+def test_ranks_compare_whatever_changes_their_numbers_or_their_messages() -> None:
+    def notes(asked: Problem) -> Mapping[str, str]:
+        return oracle.select(asked).notes()
+
+    pins = {"ep": 4, "prepare_finalize": "all_to_all", "experts": "reference"}
+    first = notes(problem(**pins))
+    for changed, names in (
+        ({}, set()), ({"tiles": 2}, {"tiles"}), ({"max_num_tokens": 64}, {"max_num_tokens"}),
+        ({"relay_tokens": 64}, {"relay_tokens"}), ({"top_k": 4}, {"router"}),
+        ({"on_lost_expert": "drop"}, {"parallel"}),
+        ({"moe_intermediate_size": 1024}, {"model"}), ({"prepare_finalize": "all_gather"}, {"prepare_finalize"}),
+        ({"experts": "torch_cpu"}, {"experts", "compute", "wire"}), ({"timeout_s": 7.0}, set()),
+    ):  # fmt: skip
+        second = notes(problem(**(pins | changed)))
+        assert {name for name in first if first[name] != second[name]} == names, changed
+    half = Problem(load_config("deepseek_v3").with_(**pins), device_profile("cpu"), FP16, 64)
+    assert {name for name in first if first[name] != notes(half)[name]} >= {"dtype"}
 
 
 @pytest.mark.parametrize("settings", [{}, {"ep": 4}, {"ep": 4, "tokens": "replicated"}, {"experts": "reference"}])

@@ -40,6 +40,17 @@ def test_q4_0_by_hand() -> None:
     assert values[0, 0] == 3.5 and values[0, 16] == 0.5 and values.count_nonzero() == 2
 
 
+def test_scales_of_one_and_of_zero_by_hand() -> None:
+    # Integers up to 127 have d = 1 in Q8_0 and come back as they are; a group of zeros has d = 0.
+    x = torch.cat((torch.arange(96, 128), torch.zeros(32)))[None].float()
+    q = GGUF["q8_0"].quantize(x)
+    assert GGUF["q8_0"].factors(q).tolist() == [[[1.0], [0.0]]] and torch.equal(q.dequantize(torch.float32), x)
+    # The largest magnitude has the code -8 in Q4_0, so that its sign is that of -d.
+    x = torch.arange(-8.0, 8.0).repeat(2)[None]
+    q = GGUF["q4_0"].quantize(x)
+    assert GGUF["q4_0"].factors(q).tolist() == [[[1.0]]] and torch.equal(q.dequantize(torch.float32), x)
+
+
 def test_q4_k_by_hand() -> None:
     # d = 1, dmin = 2. Group 0: scale 3, minimum 1; group 5: scale 16 + 2 = 18, minimum 32 + 7 = 39.
     block = torch.zeros(144, dtype=torch.uint8)

@@ -13,8 +13,10 @@ from moe_mk.weights.expert_weights import (
     ExpertWeights,
     MappedExpertWeights,
     SlotWeights,
+    digest,
     narrow_columns,
     narrow_rows,
+    on_device,
 )
 
 SCHEMES = [BF16, FP8_128x128, FP8_128x128_UE8M0]
@@ -57,6 +59,39 @@ def test_mapped_weights_are_the_same_slots_and_bytes(scheme: QuantScheme) -> Non
     assert mapped.num_slots == 3 and mapped.gated and mapped.num_bytes == weights.num_bytes
     assert mapped.slot(2).up_IH.values.data_ptr() == weights.slot(2).up_IH.values.data_ptr()
     assert weights.layout != mapped.layout
+
+
+def test_a_digest_depends_on_every_tensor_of_every_expert() -> None:
+    def weights(**changed: Tensor) -> ExpertWeights:
+        given = of_engine("int4_g32_zp", "gate_up")[1]
+        biases = {"w13_bias": torch.ones(3, 128), "w2_bias": torch.ones(3, 96)}
+        return ExpertWeights.from_engine(**(given | biases | changed))
+
+    given = of_engine("int4_g32_zp", "gate_up")[1]
+    given |= {"w13_bias": torch.ones(3, 128), "w2_bias": torch.ones(3, 96)}
+    found = {digest(weights())}
+    for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_zeros", "w2_zeros", "w13_bias", "w2_bias"):
+        for slot in (0, 2):
+            other = given[name].clone()
+            octets = other[slot].reshape(-1).view(torch.uint8)
+            octets[-1] ^= 1
+            found.add(digest(weights(**{name: other})))
+    assert len(found) == 17 and digest(weights()) in found
+
+
+def test_views_of_files_move_to_a_device_with_their_biases() -> None:
+    w13, w2 = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
+    stack = ExpertWeights.from_engine(w13, w2, w13_bias=torch.ones(2, 8), w2_bias=torch.ones(2, 4))
+    mapped = MappedExpertWeights([stack.slot(0), stack.slot(1)], stack.scheme)
+    assert on_device(mapped, torch.device("cpu")) is mapped
+    for moved in (on_device(mapped, torch.device("meta")), on_device(stack, torch.device("meta"))):
+        slot = moved.slot(1)
+        assert slot.gate_IH is not None
+        assert {q.values.device.type for q in (slot.gate_IH, slot.up_IH, slot.down_HI)} == {"meta"}
+        assert slot.up_IH.shape == (4, 4) and moved.num_slots == 2
+    moved = on_device(mapped, torch.device("meta"))
+    assert moved.slot(0).biases is not None
+    assert [bias.device.type for bias in moved.slot(0).biases.tensors] == ["meta"] * 3
 
 
 def test_a_private_layout_cannot_be_read_by_slot() -> None:

@@ -152,6 +152,9 @@ def test_shards_of_experts_without_names(tiny: CheckpointShape, tiny_state: Stat
     for wrong in ({"shard_id": "w4"}, {"kind": "scales"}, {"expert_id": 4}):
         with pytest.raises(ConfigError, match="w4|did you mean 'scale'|expert_id=4 is out of range"):
             loader.feed_shard(torch.zeros(1), **({"expert_id": 0, "shard_id": "w1"} | wrong))
+    assert loader.feed_shard(torch.zeros(1), expert_id=3, shard_id="w1", kind="order") is False
+    with pytest.raises(WeightError, match=r"(?s)unexpected: order of expert 3, w1"):
+        fed(loader, tiny_state).finish()
 
 
 def test_all_missing_and_all_unexpected_names_are_one_error_and_may_still_be_fed(

@@ -152,6 +152,28 @@ def test_packing_comes_back_bit_for_bit(packing: str, name: str, rows: int, wide
     assert torch.equal(back.q.dequantize(torch.float32), q.dequantize(torch.float32))
 
 
+def test_what_compressed_tensors_state_about_a_matrix_must_hold() -> None:
+    # The logical shape, and g_idx, which may only state that columns are in the order of their groups.
+    q = GROUPED["int4_g32"].quantize(normal(6, 64))
+    tensors = named(pack("compressed_tensors", q))
+    inside = ("g_idx", torch.arange(64, dtype=torch.int32) // 32)
+    assert torch.equal(unpack("compressed_tensors", q.scheme, tensors | {"order": inside}).q.values, q.values)
+    with pytest.raises(WeightError, match=r"g_idx orders columns by activation .*which is not supported"):
+        unpack("compressed_tensors", q.scheme, tensors | {"order": ("g_idx", inside[1].flip(0))})
+    for shape in ([6, 63], [7, 64]):
+        with pytest.raises(WeightError, match=rf"size is \[{shape[0]}, {shape[1]}\], and codes has \[6, 64\] codes"):
+            unpack("compressed_tensors", q.scheme, tensors | {"shape": ("size", torch.tensor(shape))})
+
+
+def test_awq_zero_points_of_symmetric_weights_are_all_the_middle() -> None:
+    q = GROUPED["int4_g32"].quantize(normal(8, 64))
+    tensors = named(pack("awq", q))
+    assert unpack("awq", q.scheme, tensors).q.zeros is None
+    tensors["zeros"][1][1, 0] ^= 1
+    with pytest.raises(WeightError, match=r"zeros: zero points differ from 8"):
+        unpack("awq", q.scheme, tensors)
+
+
 @pytest.mark.parametrize("packing", ["gptq", "awq"])
 def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
     with pytest.raises(ConfigError, match=f"{packing} packs 8 numbers of 4 bits into a word.* 12 x 128"):

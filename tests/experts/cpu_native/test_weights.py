@@ -70,16 +70,15 @@ def matrices(slot: SlotWeights) -> list[QuantTensor]:
     return [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
 
 
+def parts_of(slot: SlotWeights) -> list[torch.Tensor]:
+    """Values, scales, scales above them and zero points, as bytes."""
+    held = [part for q in matrices(slot) for part in (q.values, q.scales, q.global_scale, q.zeros) if part is not None]
+    return [part.contiguous().view(torch.uint8) for part in held]
+
+
 def same(mine: SlotWeights, theirs: SlotWeights) -> bool:
     """Values, scales and scales above them, bit for bit."""
-
-    def parts(slot: SlotWeights) -> list[torch.Tensor]:
-        held = [
-            part for q in matrices(slot) for part in (q.values, q.scales, q.global_scale, q.zeros) if part is not None
-        ]
-        return [part.contiguous().view(torch.uint8) for part in held]
-
-    return all(torch.equal(a, b) for a, b in zip(parts(mine), parts(theirs), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(parts_of(mine), parts_of(theirs), strict=True))
 
 
 def rows(count: int) -> RowTokens:
@@ -99,6 +98,25 @@ def test_unpacking_gives_values_and_scales_back_bit_for_bit(scheme: QuantScheme)
     made.copy_slot(2, 0)  # what EPLB moves: bytes
     assert digest(made) != digest(given)
     assert same(made.slot(0), given.slot(2)) and same(made.slot(1), given.slot(1))
+
+
+@pytest.mark.parametrize(("compute", "takes_fp8"), [(BF16, True), (FP8_1x128, True), (INT8_TOKEN, False)])
+def test_rows_in_fp8_are_taken_unless_rows_are_rounded_to_int8(compute: QuantScheme, takes_fp8: bool) -> None:
+    backend = EXPERTS["cpu_native"](context(compute))
+    rows = backend.fuse_rows(backend.relayout(experts(INT8_CHANNEL)), 4)
+    assert rows is not None and rows.takes_fp8 == takes_fp8
+
+
+def test_unpacked_tensors_are_copies() -> None:
+    for scheme in (FP8_128x128, MXFP4, GROUPED["int4_g64_zp"], Q8_0):
+        made = packed(experts(scheme))
+        before = [part.clone() for part in parts_of(made.slot(1))]
+        found = parts_of(made.slot(1))
+        for matrix in (made.w13, made.w2):
+            for memory in (matrix.values_LB, matrix.scales_LX, matrix.zeros_LX):
+                if memory is not None:
+                    memory.view(torch.uint8).zero_()
+        assert all(torch.equal(one, other) for one, other in zip(found, before, strict=True)), scheme.name
 
 
 def test_progress_is_reported_after_every_expert() -> None:

@@ -1,0 +1,37 @@
+"""The placement in use: what ranks compare of it, and maps that cannot replace it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk import MoELayer, ParallelGroups
+from moe_mk.comm import LockstepWorld
+from moe_mk.errors import ConfigError
+from moe_mk.layer.placement_state import check_sizes
+from moe_mk.placement.expert_map import ExpertMap
+from tests.support import layers as build
+
+TWICE = ((0, 1, 2), (3, 0))
+
+
+def test_ranks_compare_experts_shares_and_the_number_of_changes() -> None:
+    maps = [
+        ExpertMap(TWICE, 4), ExpertMap(TWICE, 4, (0.25, 1.0, 1.0, 1.0, 0.75)), ExpertMap(((0, 2, 1), (3, 0)), 4),
+    ]  # fmt: skip
+    notes = []
+    for expert_map in maps:
+        groups = ParallelGroups(ep=LockstepWorld(2).communicators()[0])
+        layer = MoELayer(build.config(4, 2), dtype=torch.float32, groups=groups)
+        layer.set_placement(expert_map)
+        notes.append(layer._placement.notes)
+    assert len({each["placement"] for each in notes}) == 3 and {each["epoch"] for each in notes} == {"1"}
+    layer.set_placement(maps[0])
+    assert layer._placement.notes == {"placement": notes[0]["placement"], "epoch": "2"}
+
+
+def test_a_map_of_other_sizes_is_refused_with_all_numbers() -> None:
+    serving, comm = ExpertMap(((0, 1), (2, 3)), 4), LockstepWorld(2).communicators()[0]
+    check_sizes(ExpertMap(((3, 1), (2, 0)), 4), serving, comm)
+    with pytest.raises(ConfigError, match=r"it places 3 experts, the layer has 4; it has 3 ranks, the group has 2$"):
+        check_sizes(ExpertMap(((0,), (1,), (2,)), 3), serving, comm)
