@@ -62,6 +62,9 @@ def run(
         Path, typer.Argument(help="a checkpoint folder in the official layout, with its config.json")
     ],
     layer: Annotated[int, typer.Option(help="which layer")] = 3,
+    prefix: Annotated[
+        str | None, typer.Option(help="names before experts.0, where several blocks have the layer's number")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="processes to start; default: as under torchrun, else 1")
     ] = None,
@@ -144,6 +147,7 @@ def run(
         record_trace=record_trace,
         threads=world.threads,
         ranks_per_node=ranks_per_node,
+        prefix=prefix,
     )
     plan = plan_run(order, world)
     show_plan(Screen(quiet=not world.prints), plan)

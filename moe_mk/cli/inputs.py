@@ -94,6 +94,8 @@ class RunSettings:
     """Of one rank."""
     ranks_per_node: int | None = None
     """Number of neighbouring ranks to treat as a node; None: those of this host."""
+    prefix: str | None = None
+    """The part of names before "experts.0..."; None: the only block of the layer."""
 
 
 @dataclass(frozen=True)

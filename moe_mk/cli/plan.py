@@ -19,6 +19,7 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.quant.plain import plain
 from moe_mk.verify import check_fault
 from moe_mk.weights.checkpoint import find_prefix
+from moe_mk.weights.completeness import some
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
 
@@ -54,11 +55,12 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     if settings.inject:
         check_fault(settings.inject, settings.config.model.quant.weight_scheme)
     _check_outputs(settings)
-    facts = _checked(inspect_checkpoint(settings.checkpoint), settings.layer)
+    facts = _checked(inspect_checkpoint(settings.checkpoint), settings.layer, settings.prefix)
     replicated = settings.config.parallel.tokens == "replicated"
     counts = token_counts(settings, 1 if replicated else world.ep)
     limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": _ranks_per_node(settings, world)}
-    config = stated(settings.config, settings.checkpoint, settings.layer).with_(ep=world.ep, tp=world.tp, **limits)
+    config = stated(settings.config, settings.checkpoint, settings.layer, settings.prefix)
+    config = config.with_(ep=world.ep, tp=world.tp, **limits)
     check_token_ids(replace(settings, config=config), counts)
     dtype = plain(DTYPES[settings.dtype])
     most = config.kernel.max_num_tokens
@@ -88,11 +90,13 @@ def _ranks_per_node(settings: RunSettings, world: World) -> int:
     return asked
 
 
-def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
+def _checked(facts: CheckpointFacts, layer: int, prefix: str | None) -> CheckpointFacts:
     """The facts of one layer; raises WeightError if it is not there or its headers are not sound."""
-    found = tuple(each for each in facts.layers if each.layer == layer)
-    if len(found) != 1:
-        find_prefix(open_source(facts.where), layer)  # raises with the existing layers
+    prefix = find_prefix(open_source(facts.where), layer) if prefix is None else prefix.replace("{N}", str(layer))
+    found = tuple(each for each in facts.layers if each.prefix == prefix)
+    if not found:
+        blocks = some(each.prefix for each in facts.layers)
+        raise WeightError(f"{facts.where} has no block under {prefix!r}; there are {blocks}")
     problems = [*facts.problems, *(problem for each in found for problem in each.problems)]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)

@@ -35,6 +35,7 @@ from moe_mk.external.library import COMPILER
 from moe_mk.flight import wait
 from moe_mk.kernels.native import compile_and_open, is_compiled
 from moe_mk.layer import DeepseekV3MoE, MoELayer
+from moe_mk.layer.settings import reading_of
 from moe_mk.trace.chrome import write_chrome_trace
 from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
@@ -194,7 +195,9 @@ def _load(rank: Rank) -> tuple[float, float]:
                 read = now()
             advance(stage, done, total)
 
-        layer.load_from_safetensors(settings.checkpoint, settings.layer, on_progress=on_progress)
+        layer.load_from_safetensors(
+            settings.checkpoint, settings.layer, prefix=settings.prefix, on_progress=on_progress
+        )
     seconds = read - start, now() - start
     if settings.inject:
         layer.take(faulty_weights(layer.weights, settings.inject))
@@ -246,11 +249,16 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
     everybody = range(settings.config.model.num_experts)
     source = open_source(settings.checkpoint)
     with rank.screen.progress("check") as advance:
-        weights = load_layer(source, settings.layer, layer.spec, owned=everybody, on_progress=advance)
+        weights = load_layer(
+            source, settings.layer, layer.spec, owned=everybody, prefix=settings.prefix, on_progress=advance
+        )
     with rank.screen.progress("verify", in_bytes=False) as advance:
         judged = verify(gathered_answer, layer.decision, weights, advance)
     rank.report.verification = judged.as_dict()
     show_verdict(rank.screen, judged, layer.decision)
+    rank.screen.fact(
+        "", f"  not verified, since the reference shares it: {reading_of(layer.config, settings.checkpoint)}"
+    )
     return OK if judged.passed else MISMATCH
 
 

@@ -141,22 +141,16 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
 
 
-def reading_of(hf: Mapping[str, Any]) -> str:
-    """How the router was read, each value with its key or "default"; for reports."""
+def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
+    """The router's settings as read, each with its key in a config.json or the family whose default it is."""
     text = hf.get("text_config")
     hf = text if isinstance(text, Mapping) else hf
-    family = str(hf.get("model_type", ""))
-    if family not in FAMILIES:
-        return f"model_type {family!r}"
-    router = _router({**DEFAULTS[family], **{k: v for k, v in hf.items() if v is not None}}, family, "")
-    names = {"scoring_func": ("scores", "scoring_func"), "num_expert_group": ("groups", "n_group"),
-             "topk_group": ("groups kept", "topk_group"), "routed_scaling_factor": ("scale", "routed_scaling_factor"),
-             "renormalize": ("renormalised", "norm_topk_prob")}  # fmt: skip
-    parts = [
-        f"{title} {router[ours]} ({key if hf.get(key) is not None else f'default of {family}'})"
-        for ours, (title, key) in names.items()
-    ]
-    return ", ".join(parts)
+    family, router = str(hf.get("model_type", "")), settings_from_hf(hf, where)["router"]
+    keys = {"scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
+            "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor"}  # fmt: skip
+    return {
+        ours: (router[ours], key if hf.get(key) is not None else f"default of {family}") for ours, key in keys.items()
+    }
 
 
 def _of_wrapper(hf: Mapping[str, Any], text: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -165,8 +165,7 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
         for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
             if section.get(key) not in (None, fitting):
                 problems.append(f"{title}.{key} is {section[key]!r}, {algorithm} has {fitting!r}")
-    if is_empty(tokens):
-        settings["activations"] = "none"
+    settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
     return settings, problems
 
 

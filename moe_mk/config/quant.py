@@ -52,7 +52,7 @@ class QuantConfig(Settings):
     """Zero points of GPTQ are stored as they are (checkpoint_format gptq_v2) instead of less one."""
     input_scale: float | None = Field(default=None, gt=0)
     """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
-    token by token, and is 1 for NVFP4."""
+    token by token, and is 1 for NVFP4 where a layer is not loaded from a checkpoint."""
     hidden_scale: float | None = Field(default=None, gt=0)
     """A calibrated FP8 scale of the rows between the two products of an expert; None is input_scale."""
 

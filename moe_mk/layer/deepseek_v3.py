@@ -36,15 +36,17 @@ class DeepseekV3MoE(MoELayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         groups: ParallelGroups | DeviceMesh | None = None,
+        prefix: str | None = None,
         on_progress: Progress | None = None,
         **overrides: Any,
     ) -> Self:
         """Build from a checkpoint folder's config.json and load one layer of it.
 
+        prefix: the part of names before "experts.0...", where several blocks have the number of the layer.
         overrides: settings by their bare key, such as experts="reference". Scales of activations that the checkpoint
         was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = stated(config_of(path, layer, **overrides), path, layer)
+        config = stated(config_of(path, layer, **overrides), path, layer, prefix)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
-        return built.load_from_safetensors(path, layer, on_progress=on_progress)
+        return built.load_from_safetensors(path, layer, prefix=prefix, on_progress=on_progress)

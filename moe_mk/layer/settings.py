@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.hf import read_config, router_keys, settings_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError, WeightError
@@ -47,7 +48,7 @@ def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decis
     )
 
 
-def hashed(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
+def hashed(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
     """The config with the vocabulary of one layer's table, where the checkpoint has one; such a layer has no bias.
 
     Only read for families with such layers, recognised by scoring_func = sqrtsoftplus. Raises WeightError for a layer
@@ -56,7 +57,7 @@ def hashed(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfi
     if config.router.scoring_func != "sqrtsoftplus" or config.router.hash_vocabulary is not None:
         return config
     source = open_source(path)
-    prefix, names = find_prefix(source, layer), source.names()
+    names, prefix = source.names(), find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     tables = {prefix + convention.table for convention in CONVENTIONS.values()}
     shapes = [source.entry(name).shape for name in sorted(tables) if name in names]
     if not shapes or len(shapes[0]) != 2:
@@ -87,18 +88,30 @@ def router_of_batch(
     return by_id.of(token_ids_T)
 
 
-def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
-    """The config with the input scales of one layer of a checkpoint, where it has any and its type can use them.
+def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
+    """The config with the input scales of one layer of a checkpoint, where it has any and a run uses them.
 
-    A scale that the config states is kept. FP8 gets one scale for tokens and one for the rows between the products;
-    NVFP4 gets the larger one for both, because its block scales cover the smaller one. Every rank reads the scales of
-    all experts, so that all ranks have the same settings. Raises WeightError for invalid scales.
+    A scale that the config states is kept, and with activations in the layer's dtype none is needed. FP8 gets one
+    scale for tokens and one for the rows between the products; NVFP4 gets the larger one for both, because its block
+    scales cover the smaller one. NVFP4 experts without input scales are weight-only. Every rank reads the scales of all
+    experts, so that all ranks have the same settings. Raises WeightError for invalid scales, and where they are missing
+    and NVFP4 activations are stated.
     """
-    quant = config.model.quant
+    quant, kernel = config.model.quant, config.kernel
     if quant.weights not in ("fp8_tensor", "fp8_channel", "nvfp4") or quant.input_scale is not None:
         return config
-    if quant.activations == "none" or (scales := read_input_scales(open_source(path), layer)) is None:
+    is_plain = kernel.activations == "plain" and kernel.wire in ("auto", "plain")
+    if quant.activations == "none" or is_plain:
         return config
+    if (scales := read_input_scales(open_source(path), layer, prefix=prefix)) is None:
+        if quant.weights != "nvfp4":
+            return config  # found token by token
+        if quant.activations == "nvfp4" or kernel.activations == "checkpoint":
+            raise WeightError(
+                f"layer {layer} of {path} has no input scales (input_scale), and its activations are to be NVFP4; "
+                "state quant.input_scale, or use kernel.activations='plain'"
+            )
+        return config.with_(quant={**quant.model_dump(), "activations": "none"})
     if quant.weights == "nvfp4":
         found = {"input_scale": max(scales.tokens, scales.hidden)}
     else:
@@ -185,6 +198,24 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
 
 
+def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
+    """One line on how the router of a checkpoint was read: each value, and its key, default or setting."""
+    if is_gguf(path):
+        source, router = GgufSource(path), type(config.router).model_fields
+        keys = router_keys(hf_from_gguf(source.metadata, str(path), source.names(), router), str(path))
+        origin = "metadata"
+    else:
+        root = Path(path)
+        keys, origin = router_keys(read_config(root / "config.json" if root.is_dir() else root), str(path)), ""
+    used = config.router.model_dump()
+    named = {"scoring_func": "scores", "num_expert_group": "groups", "topk_group": "kept",
+             "renormalize": "renormalised", "routed_scaling_factor": "scale"}  # fmt: skip
+    return ", ".join(
+        f"{named[ours]} {used[ours]} ({origin or key if used[ours] == value else 'setting'})"
+        for ours, (value, key) in keys.items()
+    )
+
+
 def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
     """The config with the types of one layer of a GGUF model, and without a bias of the router if it has none."""
     if not is_gguf(path):
@@ -199,9 +230,11 @@ def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> 
     return config.with_(quant=quant, has_correction_bias=facts.has_gate_bias)
 
 
-def stated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
+def stated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
     """The config with what one layer of a checkpoint states: a table of experts by token id, scales, types of GGUF.
 
-    Values that the config states are kept. Raises WeightError for a layer that the checkpoint does not have.
+    Values that the config states are kept. prefix: as of `load_layer`. Raises WeightError for a layer that the
+    checkpoint does not have.
     """
-    return calibrated(hashed(_types_of_gguf(config, path, layer), path, layer), path, layer)
+    config = hashed(_types_of_gguf(config, path, layer), path, layer, prefix)
+    return calibrated(config, path, layer, prefix)

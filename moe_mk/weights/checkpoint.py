@@ -58,9 +58,13 @@ def load_layer(
 
 
 def find_prefix(source: TensorSource, layer: int) -> str:
-    """The prefix of a layer's MoE block; WeightError names the layers that have one."""
+    """The prefix of a layer's MoE block; WeightError names the layers that have one.
+
+    Blocks of multi-token prediction (mtp.0.mlp.) count only where no other block has the number.
+    """
     prefixes = block_prefixes(source.names())
-    found = [prefix for prefix in prefixes if layer_of(prefix) == layer]
+    numbered = [prefix for prefix in prefixes if layer_of(prefix) == layer]
+    found = [prefix for prefix in numbered if "mtp" not in prefix.split(".")] or numbered
     if len(found) == 1:
         return found[0]
     if found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.flight import Flight, interleave
+from moe_mk.layer.settings import stated
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.base import TransportContext
@@ -24,6 +26,7 @@ from moe_mk.quant import FP8_TENSOR
 from moe_mk.quant.fp8_whole import fp8_static
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.convert import convert_checkpoint
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.source import MappingSource
@@ -53,12 +56,12 @@ def tensors() -> dict[str, Tensor]:
 def checkpoint(tmp_path: Path) -> Callable[[dict[str, Tensor]], Path]:
     def write(content: dict[str, Tensor]) -> Path:
         save_file(content, tmp_path / "model.safetensors")
-        stated = {
+        hf = {
             "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS,
             "num_experts_per_tok": 2, "norm_topk_prob": True,
             "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"},
         }  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps(stated))
+        (tmp_path / "config.json").write_text(json.dumps(hf))
         return tmp_path
 
     return write
@@ -101,6 +104,57 @@ def test_experts_round_with_the_scales_of_the_checkpoint(checkpoint: Callable[[d
     assert not torch.allclose(big, 1000 * layer(x_TH), rtol=0.5)
     dynamic = MoEConfig.from_hf(folder)
     assert dynamic.model.quant.activation_scheme.name == "fp8_token"  # type: ignore[union-attr]
+
+
+def test_weight_only_runs_need_no_input_scales(checkpoint: Callable[[dict[str, Tensor]], Path]) -> None:
+    partial = tensors()
+    del partial[PREFIX + "experts.2.up_proj.input_scale"]
+    folder, x_TH = checkpoint(partial), normal(5, HIDDEN, seed=5)
+    layer = DeepseekV3MoE.from_checkpoint(folder, 3, dtype=torch.float32, experts="reference", activations="plain")
+    none = {name: tensor for name, tensor in tensors().items() if not name.endswith("input_scale")}
+    assert torch.equal(layer(x_TH), layer.load_weights(none, 3, prefix=PREFIX)(x_TH))
+    with pytest.raises(WeightError, match="1 of 12 input scales are missing"):
+        DeepseekV3MoE.from_checkpoint(folder, 3, experts="reference", activations="checkpoint")
+
+
+@pytest.mark.parametrize("tokens", [None, {"num_bits": 4, "type": "float", "group_size": 16}])
+def test_nvfp4_without_input_scales_is_weight_only_and_never_scaled_by_one(
+    tmp_path: Path, tokens: dict[str, Any] | None
+) -> None:
+    write_checkpoint(tmp_path, CheckpointShape(4, HIDDEN, 32, layers=(3,), top_k=2, num_groups=1, top_k_groups=1,
+                                               quant="nvfp4"))  # fmt: skip
+    plain = MoEConfig.from_hf(tmp_path)
+    assert stated(plain, tmp_path, 3).model.quant.activation_scheme is None
+    hf = json.loads((tmp_path / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}, "input_activations": tokens}
+    hf["quantization_config"]["config_groups"] = {"g": group}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = MoEConfig.from_hf(tmp_path)
+    if tokens is None:
+        assert stated(config.with_(activations="checkpoint"), tmp_path, 3).model.quant.activation_scheme is None
+        return
+    with pytest.raises(WeightError, match=r"no input scales \(input_scale\), and its activations are to be NVFP4"):
+        stated(config, tmp_path, 3)
+    assert stated(config.with_(activations="plain"), tmp_path, 3) == config.with_(activations="plain")
+    scaled = config.with_(quant={**config.model.quant.model_dump(), "input_scale": 0.5})
+    assert stated(scaled, tmp_path, 3) == scaled
+
+
+def test_a_block_of_prediction_gives_way_and_is_reached_by_its_prefix(
+    checkpoint: Callable[[dict[str, Tensor]], Path],
+) -> None:
+    main, x_TH = tensors(), normal(5, HIDDEN, seed=5)
+    other = {name.replace(PREFIX, "mtp.layers.3.mlp."): t.clone() for name, t in main.items()}
+    for name in other:
+        if name.endswith("weight_scale"):
+            other[name] *= 2
+    folder = checkpoint({**main, **other})
+    first, second = (
+        DeepseekV3MoE.from_checkpoint(folder, 3, dtype=torch.float32, experts="reference", prefix=prefix)(x_TH)
+        for prefix in (None, "mtp.layers.{N}.mlp.")
+    )
+    alone = DeepseekV3MoE.from_checkpoint(checkpoint(main), 3, dtype=torch.float32, experts="reference")(x_TH)
+    assert torch.equal(first, alone) and not torch.allclose(first, second)
 
 
 def by_hand(x_TH: Tensor, routing: Routing) -> Tensor:
