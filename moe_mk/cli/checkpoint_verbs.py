@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,9 @@ def inspect_checkpoint_command(
     """List the contents of a checkpoint and its defects; reads headers only."""
     from moe_mk.cli.checkpoints import inspect
     from moe_mk.cli.screen import Screen
+    from moe_mk.layer.settings import config_problems
     from moe_mk.weights.inspect import inspect_checkpoint
 
-    return inspect(Screen(), inspect_checkpoint(directory), as_json=as_json)
+    facts = inspect_checkpoint(directory)
+    facts = replace(facts, problems=(*facts.problems, *config_problems(directory, facts)))
+    return inspect(Screen(), facts, as_json=as_json)

@@ -27,7 +27,7 @@ from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
-from moe_mk.weights.inspect import inspect_checkpoint
+from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS
 
@@ -196,6 +196,31 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
     source = GgufSource(path)
     hf = hf_from_gguf(source.metadata, str(path), source.names(), overrides.keys())
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
+
+
+def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[str]:
+    """Why the layers of a checkpoint cannot be built from its config.json or metadata, or what the two contradict."""
+    if not facts.model_type:
+        return []
+    found: dict[str, None] = {}
+    for each in facts.layers:
+        try:
+            config = config_of(path, each.layer)
+        except ConfigError as problem:
+            found[str(problem)] = None
+            continue
+        model = config.model
+        pairs = {
+            "experts": (model.num_experts, each.num_experts), "hidden size": (model.hidden_size, each.hidden_size),
+            "intermediate size": (model.moe_intermediate_size, each.intermediate_size),
+            "shared intermediate size": (model.shared_size, each.shared_intermediate_size),
+            "format": (model.quant.weights, model.quant.weights if is_gguf(path) else each.kind),
+        }  # fmt: skip
+        for what, (by_config, by_tensors) in pairs.items():
+            if by_config != by_tensors and each.kind:
+                text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
+                found[f"{what}: {text}"] = None
+    return list(found)
 
 
 def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.completeness import entry_problems, name_problems, some
+from moe_mk.weights.inspect import describe_block, kind_of_scheme
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.layer_weights import LayerWeights
@@ -44,17 +45,27 @@ def load_layer(
     convention = recognise(local)
     expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
-    raise_if(f"{title} cannot be loaded", unnamed_parts(spec, convention))
+    if nameless := unnamed_parts(spec, convention):
+        raise_if(f"{title} cannot be loaded", [*nameless, *_other_format(source, prefix, spec)])
     expected = expected_tensors(spec, convention)
     problems = name_problems(local, expected, convention)
     needed, present = {*owned, None}, set(local)
     wanted = {name: each for name, each in expected.items() if name in present and each.part.expert in needed}
     problems += entry_problems(source, prefix, wanted)
-    raise_if(f"{title} cannot be loaded", problems)
+    if problems:
+        raise_if(f"{title} cannot be loaded", [*problems, *_other_format(source, prefix, spec)])
     reader = LayerReader(source, prefix, convention, spec, tp_rank, tp_size)
     weights = reader.layer(owned, layer)
     raise_if(f"{title} is damaged", reader.content_problems(on_progress))
     return weights
+
+
+def _other_format(source: TensorSource, prefix: str, spec: LayerSpec) -> list[str]:
+    """The format that the tensors have and the one that was stated, where they differ."""
+    found, stated = describe_block(source, prefix, None, {}).kind, kind_of_scheme(spec.scheme)
+    if found in ("", stated):
+        return []
+    return [f"the tensors have {found} experts, the settings state {stated}: see quantization_config of config.json"]
 
 
 def find_prefix(source: TensorSource, layer: int) -> str:

@@ -20,6 +20,7 @@ from moe_mk.quant import (
     MXFP8,
     NVFP4,
     WHOLE,
+    BlockedScheme,
     QuantScheme,
     plain,
     weight_scheme,
@@ -28,7 +29,7 @@ from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPS, Grouped, grouped
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
-from moe_mk.weights.completeness import entry_problems, name_problems
+from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
@@ -135,9 +136,11 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
             num_bytes += source.header(file).num_bytes
         except WeightError as problem:
             problems.append(str(problem))
-    layers = tuple(_layer(source, prefix, block, quantization) for prefix in block_prefixes(source.names()))
+    layers = tuple(describe_block(source, prefix, block, quantization) for prefix in block_prefixes(source.names()))
     if not layers:
-        problems.append("no name has a part 'experts.': this checkpoint has no MoE layer")
+        stacks = [name for name in sorted(source.names()) if not problems and len(source.entry(name).shape) == 3]
+        like = f"; stacks of matrices that are not read: {some(stacks)}" if stacks else ""
+        problems.append(f"no name has a part 'experts.': this checkpoint has no MoE layer that is read{like}")
     return CheckpointFacts(
         source.where, str(config.get("model_type", "")), str(quantization.get("quant_method", "")), block,
         len(source.files), len(source.names()), num_bytes, layers, tuple(problems),
@@ -166,9 +169,10 @@ def _block(sides: object) -> tuple[int, int] | None:
     return None
 
 
-def _layer(
+def describe_block(
     source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object]
 ) -> LayerFacts:
+    """Describe the block under a prefix from its headers. block, quantization: what config.json states of them."""
     local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
     convention = recognise(local)
     entries, unreadable = _entries(source, prefix, local)
@@ -193,8 +197,8 @@ def _layer(
         spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
         _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
         _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
-        _kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
-        _kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
+        kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
+        kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         spec is not None and spec.gptq_v2, None if spec is None else spec.table,
     )  # fmt: skip
 
@@ -228,19 +232,27 @@ def _guess(
         shape = (*shape[:2], shape[2] * shape[3])
     if len(shape) != (3 if convention.fused else 2):
         return None, f"down projections have shape {list(shape)}"
+    if router is not None and len(router.shape) == 2 and shape[-2] != router.shape[1] == shape[-1]:
+        return None, (
+            f"down projections have shape {list(shape)} and the router {list(router.shape)}: "
+            "matrices are stored transposed"
+        )
     num_experts = (
         router.shape[0] if router is not None and router.shape else shape[0] if convention.fused else 1 + max(experts)
     )
     scheme = _scheme(dtype, shape[-2:], parts, block)
     if scheme is None:
         return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
-    width = shared.shape[1] * scheme.per_byte if shared is not None and len(shared.shape) == 2 else 0
+    plain_dtype = shared.dtype if shared is not None and isinstance(scheme, BlockedScheme) else None
+    shared_scheme = plain(plain_dtype) if plain_dtype in FLOATS and plain_dtype is not None else None
+    per_byte = 1 if shared_scheme else scheme.per_byte
+    width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
     try:
         spec = LayerSpec(
             num_experts, shape[-2], shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
             Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
-            table=_table_of(parts),
+            table=_table_of(parts), shared_scheme=shared_scheme,
         )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
@@ -375,10 +387,11 @@ def _block_of(spec: LayerSpec | None) -> tuple[int, int] | None:
 
 
 def _kind_of(spec: LayerSpec | None) -> str:
-    return "" if spec is None else _kind_of_scheme(spec.scheme)
+    return "" if spec is None else kind_of_scheme(spec.scheme)
 
 
-def _kind_of_scheme(scheme: QuantScheme) -> str:
+def kind_of_scheme(scheme: QuantScheme) -> str:
+    """The value of `model.quant.weights` for a scheme; empty if there is none."""
     if scheme.family in ("wna16", "gguf"):
         return scheme.name
     for kind in KINDS:

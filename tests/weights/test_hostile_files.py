@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_mk.errors import WeightError
+from moe_mk import DeepseekV3MoE
+from moe_mk.errors import MoEMKError, WeightError
+from moe_mk.external.gguf_file import read_gguf
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.weights import (
     CheckpointShape,
@@ -141,3 +145,82 @@ def test_a_conversion_copies_nothing_from_outside(tmp_path: Path) -> None:
     (tmp_path / "from" / "own.json").write_text("{}")
     convert_checkpoint(tmp_path / "from", tmp_path / "to", "fp8")
     assert (tmp_path / "to" / "own.json").exists() and not (tmp_path / "to" / "tokenizer.json").exists()
+
+
+def outcome_of(path: Path) -> str:
+    """What reading a checkpoint ends in: "same layer" as of `tiny`, or a typed error. Errors of other types pass on."""
+    try:
+        inspect_checkpoint(path)
+        layer = DeepseekV3MoE.from_checkpoint(path, 3, experts="reference", activations="plain")
+    except MoEMKError as refusal:
+        return type(refusal).__name__
+    with torch.no_grad():
+        return str(layer(torch.ones(3, layer.config.model.hidden_size, dtype=torch.bfloat16)).float().sum().item())
+
+
+@pytest.mark.parametrize("shape", [(), (0, 64)])
+def test_a_tensor_that_is_missing_or_of_another_shape_is_refused(
+    tiny_directory: Path, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    whole = {name: t for file in tiny_directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    (tmp_path / "config.json").write_bytes((tiny_directory / "config.json").read_bytes())
+    for name in [name for name in whole if "1.down" in name or "expert" not in name or "shared_experts.up" in name]:
+        for changed in (torch.zeros(shape, dtype=whole[name].dtype), None):
+            state = {n: changed if n == name else t for n, t in whole.items() if n != name or changed is not None}
+            save_file(state, tmp_path / "model.safetensors")
+            assert outcome_of(tmp_path) == "WeightError", f"{name} {shape} {changed is None}"
+
+
+HEADER_VALUES: tuple[Any, ...] = (None, -1, 2**63, 1.5, "x", [], {}, True, [0, 0], [0], ["U8"], "F64", "BOOL")
+
+
+@pytest.mark.thorough
+def test_no_change_of_an_index_a_header_or_a_file_ends_in_an_error_of_another_kind(
+    tiny_directory: Path, tmp_path: Path
+) -> None:
+    random, right = Random(31), outcome_of(tiny_directory)
+    folder = tmp_path / "changed"
+    for trial in range(40):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tiny_directory, folder)
+        index = folder / INDEX
+        if trial % 3 == 0 and index.exists():
+            content = json.loads(index.read_text())
+            name = random.choice(sorted(content["weight_map"]))
+            value = random.choice((None, 3, "none.safetensors", "../a", "", [], {}, "config.json", "\0"))
+            changed = random.choice(
+                ([content], {}, {"weight_map": value}, {"weight_map": content["weight_map"] | {name: value}}, value)
+            )
+            index.write_text(json.dumps(changed))
+        else:
+            file = random.choice(sorted(folder.glob("*.safetensors")))
+            octets = bytearray(file.read_bytes())
+            length = int.from_bytes(octets[:8], "little")
+            header = json.loads(octets[8 : 8 + length])
+            name = random.choice([each for each in header if each != "__metadata__"])
+            key = random.choice(("dtype", "shape", "data_offsets"))
+            header[name][key] = random.choice(HEADER_VALUES)
+            if trial % 3 == 2:
+                del header[name]
+            text = json.dumps(header).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + octets[8 + length :])
+        found = outcome_of(folder)
+        assert found in ("WeightError", right), f"trial {trial}: {found}"
+
+
+@pytest.mark.thorough
+def test_no_change_of_a_gguf_file_ends_in_an_error_of_another_kind(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
+    shape = CheckpointShape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="q8_0")
+    write_checkpoint(tmp_path / "whole", shape)
+    right, octets = outcome_of(tmp_path / "whole"), (tmp_path / "whole" / "model.gguf").read_bytes()
+    # The header alone: data that change are other weights, not another format.
+    end = min(entry.start for entry in read_gguf(tmp_path / "whole" / "model.gguf").tensors)
+    random, file = Random(34), tmp_path / "model.gguf"
+    for trial in range(100):
+        changed = bytearray(octets)
+        at = random.randrange(end)
+        changed[at] = random.choice((0, 1, 255, changed[at] ^ (1 << random.randrange(8))))
+        file.write_bytes(changed if trial % 10 else octets[: random.randrange(len(octets))])
+        found = outcome_of(file)
+        assert found in ("WeightError", "ConfigError", right), f"trial {trial}, byte {at}: {found}"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_mk.errors import WeightError
+from moe_mk.layer.settings import config_problems
 from moe_mk.weights import CheckpointShape, SafetensorsSource, inspect_checkpoint, load_layer, write_checkpoint
 
 PREFIX = "model.layers.3.mlp."
@@ -134,3 +135,49 @@ def test_a_dense_checkpoint_and_a_broken_config_are_problems(tmp_path: Path) -> 
 def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"holds no model.safetensors.index.json"):
         inspect_checkpoint(tmp_path)
+
+
+def rewritten(source: Path, target: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    """A copy in one file with other tensors."""
+    state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(change(state), target / "model.safetensors")
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+def test_plain_shared_experts_of_quantised_ones_are_described_and_loaded(tiny_directory: Path, tmp_path: Path) -> None:
+    def plain_shared(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {name: t for name, t in state.items() if "shared" not in name or not name.endswith("scale_inv")}
+        return {name: t.to(torch.bfloat16) if "shared" in name else t for name, t in kept.items()}
+
+    folder = rewritten(tiny_directory, tmp_path, plain_shared)
+    facts = inspect_checkpoint(folder)
+    assert facts.sound and facts.layers[0].shared == "bf16" and facts.layers[0].shared_intermediate_size == 32
+    loaded = load_layer(SafetensorsSource(folder), 3, facts.layers[0].layer_spec(), owned=[0])
+    assert loaded.shared is not None and loaded.shared.gate_IH.scheme.name == "bf16"
+
+
+def test_a_config_that_contradicts_the_tensors_is_a_problem(tiny_directory: Path, tmp_path: Path) -> None:
+    folder = rewritten(tiny_directory, tmp_path, lambda state: state)
+    assert config_problems(folder, inspect_checkpoint(folder)) == []
+    hf = json.loads((folder / "config.json").read_text())
+    hf |= {"hidden_size": 128, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    (folder / "config.json").write_text(json.dumps(hf))
+    assert config_problems(folder, inspect_checkpoint(folder)) == [
+        "hidden size: the configuration states 128, the tensors of layer 3 have 64",
+        "format: the configuration states nvfp4, the tensors of layer 3 have fp8_block",
+    ]
+    (folder / "config.json").write_text(json.dumps({**hf, "moe_latent_size": 8}))
+    assert "moe_latent_size is 8" in config_problems(folder, inspect_checkpoint(folder))[0]
+
+
+def test_stacks_of_other_names_and_transposed_ones_are_named(tmp_path: Path) -> None:
+    save_file({"a.input_linear.weight": torch.zeros(4, 8, 16)}, tmp_path / "model.safetensors")
+    assert (
+        inspect_checkpoint(tmp_path)
+        .problems[-1]
+        .endswith("stacks of matrices that are not read: a.input_linear.weight")
+    )
+    stacks = {"experts.gate_up_proj": (4, 16, 64), "experts.down_proj": (4, 32, 16), "gate.weight": (4, 16)}
+    save_file({PREFIX + name: torch.zeros(shape) for name, shape in stacks.items()}, tmp_path / "model.safetensors")
+    assert "matrices are stored transposed" in inspect_checkpoint(tmp_path).layers[0].problems[0]
