@@ -22,7 +22,7 @@ class Routing:
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     """f32 scalars by name, only while training."""
     logits_TE: Tensor | None = None
-    """f32, or the layer's dtype with router_dtype = "model"; set by `MoELayer.route` only."""
+    """f32, or the layer's dtype with router_dtype = "model"; always set by `MoELayer.route`."""
 
     @property
     def num_tokens(self) -> int:

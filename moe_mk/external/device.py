@@ -26,7 +26,7 @@ def without_autocast(call: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+        if not torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():
             return call(*args, **kwargs)
         with torch._C._DisableAutocast():
             return call(*args, **kwargs)

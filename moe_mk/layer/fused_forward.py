@@ -20,7 +20,7 @@ from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
 from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.router import Router
-from moe_mk.weights.stamp import address_of
+from moe_mk.weights.stamp import places_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,11 @@ class FusedForward:
     """Dispatch, experts and combine, without shared experts; None: tokens are not dispatched, or stage by stage."""
     kernel: FusedMoEKernel | None
     load_shape: torch.Size
-    weight_at: object
-    bias_at: object
+    gate_at: object
 
     def is_current(self, parts: tuple[object, ...], gate: Gate) -> bool:
         """Whether these are the same objects that it was prepared from, and the gate's memory was not replaced."""
-        same = all(map(is_, self.made_from, parts)) and self.weight_at == address_of(gate.weight_EH)
-        return same and self.bias_at == address_of(gate.bias_E)
+        return all(map(is_, self.made_from, parts)) and self.gate_at == places_of(gate.weight_EH, gate.bias_E)
 
     def takes(self, x_TH: Tensor, load_E: Tensor) -> bool:
         """Whether the calls may use these tensors' memory directly; the stages handle strides and check errors."""
@@ -101,8 +99,8 @@ def build_fused_forward(
         torch.Size((state.expert_map.num_experts,)),
         kernel if isinstance(kernel, FusedMoEKernel) else None,
     )
-    at = address_of(gate.weight_EH), address_of(gate.bias_E)
-    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, *at)
+    at = places_of(gate.weight_EH, gate.bias_E)
+    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, at)
 
 
 def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> ExchangedCall | None:

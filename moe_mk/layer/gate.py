@@ -15,7 +15,7 @@ from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.native import mode_of, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
-from moe_mk.weights.stamp import address_of
+from moe_mk.weights.stamp import places_of
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class _PreparedRoute:
 
     router: object
     logit_bias_E: Tensor | None
-    weight_at: object
-    bias_at: object
+    at: object
     call: RouteCall | None
 
 
@@ -82,13 +81,12 @@ class Gate:
             prepared is None
             or prepared.router is not router
             or prepared.logit_bias_E is not self.logit_bias_E
-            or prepared.weight_at != address_of(self.weight_EH)
-            or prepared.bias_at != address_of(self.bias_E)
+            or prepared.at != places_of(self.weight_EH, self.bias_E)
         ):
             prepared = self._prepare(router)
         if prepared.call is not None:
             ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
-            return Routing(ids_TK, weights_TK), logits_TE
+            return Routing(ids_TK, weights_TK, logits_TE=logits_TE), logits_TE
         logits_TE = self(x_TH)
         return router(logits_TE, self.bias_E), logits_TE
 
@@ -96,8 +94,7 @@ class Gate:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None if gating is None else RouteCall(loaded(), gating.gate_EH, gating.bias_E, gating.mode)
-        at = address_of(self.weight_EH), address_of(self.bias_E)
-        made = _PreparedRoute(router, self.logit_bias_E, *at, call)
+        made = _PreparedRoute(router, self.logit_bias_E, places_of(self.weight_EH, self.bias_E), call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 

@@ -600,21 +600,21 @@ class MoELayer(nn.Module):
         _ = self.weights  # raises WeightError before loading
         x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
         assert load_E is not None
-        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
+        top_k = self.config.router.top_k
         if self.spans.recorder is None and self._placement.is_direct and is_untraced(x_TH):
             fused = self._fused_forward()
-            fits = can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]
+            fits = can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == top_k
             if fused.routed_alone is not None and fits and fused.takes(x_TH, load_E):
                 try:
                     y_TH = fused.routed_alone(x_TH, topk_ids, topk_weights, load_E)
                 except ShapeError:
-                    check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
+                    self._check_routing(x_TH, topk_weights, topk_ids)  # names the ids
                     raise
                 self._tokens[0] += x_TH.shape[0]
                 if self.on_routing is not None:
                     self.on_routing(Routing(topk_ids.to(torch.int32), topk_weights))
                 return fused.ran(y_TH)
-        check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self._is_of_router(topk_ids))
+        self._check_routing(x_TH, topk_weights, topk_ids, read_ids=not self._is_of_router(topk_ids))
         if isinstance(self.kernel, MonolithicKernel):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
@@ -622,6 +622,10 @@ class MoELayer(nn.Module):
         if is_untraced(x_TH) and (found := self._exchanged(x_TH, load_E)) is not None:
             return self._run_exchanged(*found, x_TH, load_E, routing)
         return wait(self._routed_steps(x_TH, routing))
+
+    def _check_routing(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, *, read_ids: bool = True) -> None:
+        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
+        check_routing(weights_TK, ids_TK, self.device, sizes, read_ids=read_ids)
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         placed = self._placement
@@ -649,7 +653,7 @@ class MoELayer(nn.Module):
         ids_TK = routing.ids_TK
         if not ids_TK.is_inference():  # those have no version
             self._routed_ids = weakref.ref(ids_TK), ids_TK._version, ids_TK.data_ptr()
-        return Routing(ids_TK, routing.weights_TK, routing.losses, logits_TE)
+        return routing if routing.logits_TE is not None else replace(routing, logits_TE=logits_TE)
 
     def _is_of_router(self, topk_ids: Tensor) -> bool:
         """Whether these are the ids that the last `route` returned, not written to since."""

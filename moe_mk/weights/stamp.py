@@ -38,9 +38,11 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
 
 
-def address_of(tensor: Tensor | None) -> tuple[int, bool] | None:
-    """Where a tensor is and whether it is contiguous: `.data = ` and share_memory_() give an object other memory.
+def places_of(weight: Tensor | None, bias: Tensor | None) -> tuple[object, ...]:
+    """Where two tensors are, and whether contiguous: `.data = ` and share_memory_() give an object other memory.
 
-    For prepared calls, which read a tensor of a fixed shape at its address: they need no more to be right.
+    For prepared calls, which read tensors of fixed shapes at their addresses: they need no more to be right.
     """
-    return None if tensor is None else (tensor.data_ptr(), tensor.is_contiguous())
+    if weight is None or bias is None:
+        return None if weight is None else (weight.data_ptr(), weight.is_contiguous()), bias is None
+    return weight.data_ptr(), weight.is_contiguous(), bias.data_ptr(), bias.is_contiguous()
