@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
-from moe_mk.weights.completeness import entry_problems, name_problems, some
+from moe_mk.weights.completeness import entry_problems, name_problems, raise_if, some
 from moe_mk.weights.inspect import describe_block, kind_of_scheme
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
@@ -121,9 +121,3 @@ def expect_order(spec: LayerSpec, convention: Convention) -> None:
             f"gate_up_proj of intermediate size {spec.intermediate_size} has scale blocks of {scheme.rows} rows "
             "that span gate and up; such a checkpoint cannot be split"
         )
-
-
-def raise_if(what: str, problems: Sequence[str]) -> None:
-    """Raise one WeightError with all problems, if there are any."""
-    if problems:
-        raise WeightError(f"{what}:" + "".join(f"\n  - {line}" for line in problems))

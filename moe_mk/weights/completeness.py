@@ -140,19 +140,29 @@ def expect_not_transposed(
     """Raise ShapeError, naming both stacks, where either has the axes of (L, in, out)."""
     if w13.dim() != 3 or w2.dim() != 3:
         return
-    rows, held = w13.shape[1] * per_byte, w2.shape[1] * per_byte  # four-bit values would be packed along the other axis
-    both = rows == w2.shape[2] and w13.shape[2] == halves * held
-    only_w13 = rows == w2.shape[1] and w13.shape[2] == halves * w2.shape[2] * per_byte
-    only_w2 = w13.shape[2] * per_byte == w2.shape[2] and w13.shape[1] == halves * held
-    is_right = w13.shape[1] == halves * w2.shape[2] * per_byte and w13.shape[2] * per_byte == w2.shape[1]
-    if is_right or not (both or only_w13 or only_w2):
+
+    def sides(tensor: Tensor, swapped: bool) -> tuple[int, int]:  # values that share a byte are inputs
+        a, b = tensor.shape[1:]
+        return (b, a * per_byte) if swapped else (a, b * per_byte)
+
+    def fits(swaps: tuple[bool, bool]) -> bool:
+        (rows, hidden), (outputs, inner) = map(sides, (w13, w2), swaps)
+        return rows == halves * inner and hidden == outputs
+
+    readings = (False, False), (True, False), (False, True), (True, True)
+    found = [name for name, swapped in zip(names, next(filter(fits, readings), ()), strict=False) if swapped]
+    if not found:
         return
+    shown = " and ".join(f"{name} {list(t.shape)}" for name, t in zip(names, (w13, w2), strict=True))
     square = [name for name, t in zip(names, (w13, w2), strict=True) if t.shape[1] == t.shape[2] * per_byte]
-    here = zip(names, (both or only_w13, both or only_w2), strict=True)
-    found = [name for name, is_swapped in here if is_swapped and name not in square]
-    which = f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} stored transposed, as (experts, in, out)"
     doubt = f"; {square[0]} is square, so that its shape does not show whether it is as well" if square else ""
     raise ShapeError(
-        f"{names[0]} is {list(w13.shape)} and {names[1]} is {list(w2.shape)}: {which}{doubt}; "
-        f"pass both as (experts, out, in), for instance {found[0]}.transpose(1, 2)"
+        f"{shown}: stored transposed, as (experts, in, out): {' and '.join(found)}{doubt}; pass both as "
+        f"(experts, out, in), for instance {found[0]}.transpose(1, 2)"
     )
+
+
+def raise_if(what: str, problems: Sequence[str]) -> None:
+    """Raise one WeightError with all problems, if there are any."""
+    if problems:
+        raise WeightError(f"{what}:" + "".join(f"\n  - {line}" for line in problems))

@@ -29,7 +29,7 @@ from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.checkpoint_plan import matrices
 from moe_mk.weights.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGUF, PACKED
-from moe_mk.weights.completeness import some
+from moe_mk.weights.completeness import raise_if, some
 from moe_mk.weights.conversion_report import ConversionReport, ExpertError
 from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.expert_weights import SlotWeights
@@ -340,8 +340,7 @@ def _check(reader: LayerReader, what: str) -> None:
     """Raise WeightError for NaN codes and invalid scales."""
     problems = reader.content_problems(None)
     reader.contents = Contents()
-    if problems:
-        raise WeightError(f"{what} is damaged:" + "".join(f"\n  - {line}" for line in problems))
+    raise_if(f"{what} is damaged", problems)
 
 
 def _projection(slot: SlotWeights, projection: str) -> QuantTensor:

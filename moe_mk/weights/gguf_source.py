@@ -79,15 +79,10 @@ class GgufSource(TensorSource):
 
     def open(self, name: str) -> Tensor:
         """A view of the memory-mapped file."""
-        file, entry = self._entries[name]
-        if self.entry(name).missing_bytes:
-            raise WeightError(f"{name} is cut off: {file.path.name} is truncated")
-        if entry.start % _DTYPES.get(entry.type_name, torch.uint8).itemsize:
-            raise WeightError(f"{name} starts at byte {entry.start} of {file.path.name}, between two values")
+        file = self._entries[name][0]
         if file.path not in self._maps:
             self._maps[file.path] = MappedFile(file.path, file.num_bytes)
-        dtype = _DTYPES.get(entry.type_name, torch.uint8)
-        return self._maps[file.path].view(entry.start, entry.num_bytes, dtype, entry.shape)
+        return self._maps[file.path].view(self.entry(name))
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """No effect: pages are read at first access."""

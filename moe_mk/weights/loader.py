@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect_dense
-from moe_mk.weights.checkpoint import expect_order, raise_if
-from moe_mk.weights.completeness import name_problems, some, transposed, wrong_dtype, wrong_shape
+from moe_mk.weights.checkpoint import expect_order
+from moe_mk.weights.completeness import name_problems, raise_if, some, transposed, wrong_dtype, wrong_shape
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors, unnamed_parts

@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.errors import WeightError
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.completeness import some
+from moe_mk.weights.completeness import raise_if, some
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, total bytes) in the caller's thread."""
@@ -78,12 +77,12 @@ class Contents:
 
     def problems(self, on_progress: Progress | None = None) -> list[str]:
         """Read everything once; one line for each kind of problem, with counts by tensor and the first bad value."""
-        broken, uneven = count_bad_scales(self.scales, power_of_two=self.power_of_two)
         wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
+        uneven = count_bad(self.scales, is_no_other_scale) if self.power_of_two else {}
         findings = (
             ("values are NaN or infinite", wild, self.values, torch.isfinite),
-            ("scales are not finite and positive", broken, self.scales, _is_scale),
-            ("scales are no power of two, as UE8M0 needs,", uneven, self.scales, _is_power_of_two),
+            ("scales are not finite and positive", count_bad(self.scales, is_scale), self.scales, is_scale),
+            ("scales are no power of two, as UE8M0 needs,", uneven, self.scales, is_no_other_scale),
         )
         return [
             f"{sum(bad.values())} {what} in {len(bad)} tensors: {some(f'{name} ({n})' for name, n in bad.items())}; "
@@ -94,8 +93,7 @@ class Contents:
 
     def expect_valid(self, title: str) -> None:
         """Raise WeightError with all problems, if there are any."""
-        if lines := self.problems():
-            raise WeightError(f"{title}:" + "".join(f"\n  - {line}" for line in lines))
+        raise_if(title, self.problems())
 
     def _first(self, named: tuple[str, Tensor], is_good: Callable[[Tensor], Tensor]) -> str:
         name, tensor = named
@@ -109,12 +107,14 @@ class Contents:
         raise AssertionError(f"{name} was counted as bad")
 
 
-def _is_scale(wide: Tensor) -> Tensor:
+def is_scale(wide: Tensor) -> Tensor:
+    """Where scales are finite and positive."""
     return torch.isfinite(wide) & (wide > 0)
 
 
-def _is_power_of_two(wide: Tensor) -> Tensor:
-    return torch.frexp(wide)[0] == 0.5
+def is_no_other_scale(wide: Tensor) -> Tensor:
+    """Where scales are powers of two, or no scales at all."""
+    return ~is_scale(wide) | (torch.frexp(wide)[0] == 0.5)
 
 
 def count_non_finite(
@@ -141,21 +141,12 @@ def count_non_finite(
     return {name: bad[name] for name, _ in tensors if bad[name]}
 
 
-def count_bad_scales(
-    scales: Sequence[tuple[str, Tensor]], *, power_of_two: bool
-) -> tuple[dict[str, int], dict[str, int]]:
-    """How many scales of each tensor are not finite and positive, and how many of the others are not powers of two.
-
-    power_of_two: whether to check the latter; else the second result is empty.
-    """
-    broken: dict[str, int] = defaultdict(int)
-    uneven: dict[str, int] = defaultdict(int)
-    for name, tensor in scales:
-        wide = tensor.to(torch.float32)
-        good = _is_scale(wide)
-        broken[name] += int((~good).sum())
-        uneven[name] += int((good & ~_is_power_of_two(wide)).sum()) if power_of_two else 0
-    return {name: n for name, n in broken.items() if n}, {name: n for name, n in uneven.items() if n}
+def count_bad(tensors: Sequence[tuple[str, Tensor]], is_good: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """How many elements of each tensor are not good as f32; tensors without any are left out."""
+    bad: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors:
+        bad[name] += int((~is_good(tensor.to(torch.float32))).sum())
+    return {name: n for name, n in bad.items() if n}
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -10,8 +10,7 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from weakref import WeakSet
 
@@ -36,15 +35,18 @@ class MappedFile:
     def __init__(self, path: Path, num_bytes: int) -> None:
         """Raises WeightError if the file cannot be mapped, or has fewer bytes."""
         try:
-            self._octets = torch.UntypedStorage.from_file(str(path), False, num_bytes)
+            self._name, self._octets = path.name, torch.UntypedStorage.from_file(str(path), False, num_bytes)
         except (OSError, RuntimeError) as problem:
             raise WeightError(f"{path.name} cannot be opened: {problem}") from problem
 
-    def view(self, start: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Bytes of the file as a tensor. Its storage is these bytes alone: a copy of it does not copy the file."""
-        storage = self._octets[start : start + num_bytes]
+    def view(self, entry: TensorEntry) -> Tensor:
+        """A tensor of the file. Its storage is these bytes alone: a copy of it does not copy the file."""
+        if entry.dtype is None or entry.missing_bytes:
+            why = "its file is truncated" if entry.missing_bytes else f"torch has no {entry.dtype_name}"
+            raise WeightError(f"{self._name} cannot be opened: {entry.name}: {why}")
+        storage = self._octets[entry.start : entry.start + entry.num_bytes]
         _MAPPED.add(storage)
-        return torch.asarray(storage, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
+        return torch.asarray(storage, dtype=torch.uint8, device="cpu").view(entry.dtype).view(entry.shape)
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -159,12 +161,9 @@ class SafetensorsSource(TensorSource):
     def open(self, name: str) -> Tensor:
         """A view of the memory-mapped file."""
         file, entry = self._file_of[name], self.entry(name)
-        if entry.dtype is None or entry.missing_bytes:
-            why = "the file is truncated" if entry.missing_bytes else f"torch has no dtype {entry.dtype_name}"
-            raise WeightError(f"{file.name} cannot be opened: {name}: {why}")
         if file not in self._maps:
             self._maps[file] = MappedFile(file, self.header(file).num_bytes)
-        return self._maps[file].view(entry.start, entry.num_bytes, entry.dtype, entry.shape)
+        return self._maps[file].view(entry)
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Request the bytes from the system's page cache, if supported and not yet cached."""
@@ -172,7 +171,8 @@ class SafetensorsSource(TensorSource):
         if hasattr(os, "posix_fadvise"):
             first = entry.start + start
             size = entry.num_bytes - start if num_bytes is None else num_bytes
-            with _descriptor(self._file_of[name]) as fd:
+            with self._file_of[name].open("rb", buffering=0) as file:
+                fd = file.fileno()
                 if not (_is_cached(fd, first) and _is_cached(fd, first + size - 1)):
                     os.posix_fadvise(fd, first, size, os.POSIX_FADV_WILLNEED)
 
@@ -268,12 +268,3 @@ def _is_cached(fd: int, offset: int) -> bool:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):
         return False
-
-
-@contextmanager
-def _descriptor(file: Path) -> Iterator[int]:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -26,6 +26,7 @@ from moe_mk.weights import CheckpointShape, load_layer, official_state_dict, wri
 from moe_mk.weights.checkpoint_shape import FORMATS, GGUF_FILES
 from moe_mk.weights.expert_weights import MappedExpertWeights, digest
 from moe_mk.weights.gguf_source import open_source
+from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import MappedFile, is_mapped, release_pages
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.tiers import quick_where
@@ -173,7 +174,7 @@ def test_only_unchanged_views_of_a_mapped_file_are_released(checkpoint: Callable
 def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_released(checkpoint: Callable[[str], Path]) -> None:
     file, size, addresses = next(checkpoint("bf16").glob("*.safetensors")), 1 << 20, set()
     for _ in range(20):  # the system usually places the second mapping where the first was
-        view = MappedFile(file, size).view(0, size, torch.uint8, (size,))
+        view = MappedFile(file, size).view(TensorEntry("all", torch.uint8, "U8", (size,), size))
         assert is_mapped(view)
         addresses.add(view.data_ptr())
         del view

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk.weights.scan import CACHE_BYTES, JOB_BYTES, count_bad_scales, count_non_finite
+from moe_mk.weights.scan import CACHE_BYTES, JOB_BYTES, count_bad, count_non_finite, is_no_other_scale, is_scale
 
 
 def test_of_the_256_codes_of_fp8_two_are_nan() -> None:
@@ -82,12 +82,12 @@ def test_scales_must_be_finite_and_positive_and_powers_of_two_where_asked() -> N
     scales = torch.tensor(
         [0.5, 2.0**-127, 0.75, 0.0, -1.0, float("nan"), float("inf")], dtype=torch.float32, device="cpu"
     )
-    assert count_bad_scales([("s", scales)], power_of_two=False) == ({"s": 4}, {})
-    assert count_bad_scales([("s", scales)], power_of_two=True) == ({"s": 4}, {"s": 1})  # 0.75
-    assert count_bad_scales([("s", scales[:2])], power_of_two=True) == ({}, {})
+    assert count_bad([("s", scales)], is_scale) == {"s": 4}
+    assert count_bad([("s", scales)], is_no_other_scale) == {"s": 1}  # 0.75
+    assert count_bad([("s", scales[:2])], is_scale) == count_bad([("s", scales[:2])], is_no_other_scale) == {}
 
 
 @pytest.mark.row(97)
 def test_the_nan_code_of_ue8m0_is_a_broken_scale() -> None:
     codes = torch.tensor([0, 127, 254, 255], dtype=torch.uint8, device="cpu").view(torch.float8_e8m0fnu)
-    assert count_bad_scales([("s", codes)], power_of_two=True) == ({"s": 1}, {})
+    assert count_bad([("s", codes)], is_scale) == {"s": 1} and count_bad([("s", codes)], is_no_other_scale) == {}

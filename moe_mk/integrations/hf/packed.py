@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import UnsupportedError, WeightError
+from moe_mk.errors import UnsupportedError
 from moe_mk.files import read_json
 from moe_mk.integrations.hf.modules import activation_of, free_weights, is_experts
 from moe_mk.integrations.hf.op import routing_of
@@ -30,6 +30,7 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS
 from moe_mk.text import amount
 from moe_mk.weights.checkpoint import load_layer
+from moe_mk.weights.completeness import raise_if
 from moe_mk.weights.gguf_source import is_gguf, open_source
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.names import layer_of
@@ -244,8 +245,7 @@ def _layers_of(
 ) -> dict[str, tuple[MoELayer, LayerFacts]]:
     """An empty layer for each module, and the block of the checkpoint to load it from. Reads headers only."""
     checkpoint, stated = inspect_checkpoint(path), _stated_kind(path)
-    if checkpoint.problems:
-        raise WeightError(f"{path} cannot be read:" + "".join(f"\n  - {line}" for line in checkpoint.problems))
+    raise_if(f"{path} cannot be read", checkpoint.problems)
     layers, refused = {}, []
     for name, module in found.items():
         facts, reasons = _block_of(name, checkpoint.layers)
