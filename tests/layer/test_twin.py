@@ -87,6 +87,9 @@ def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep:
     for y_TH in run_together(layers, [twin.x_TH] * (ep * tp)):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
     assert {phase for layer in layers for phase in layer.ep.traffic.calls_by_phase} == {"agreement", "late reduce"}
+    once = [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers]
+    run_together(layers, [twin.x_TH] * (ep * tp))
+    assert [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers] == once, "notes are compared once"
 
 
 @pytest.mark.row(29)

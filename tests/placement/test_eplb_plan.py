@@ -21,6 +21,8 @@ def test_every_policy_returns_the_same_kind_of_plan(policy: Policy):
     check(placed, load)
     assert isinstance(placed, PlacementPlan) and placed.phy2log.dtype == np.int64 and placed.share.dtype == np.float32
     assert placed.offsets.dtype == placed.slots.dtype == np.int16
+    layers, experts = load.shape
+    assert placed.map_bytes == 2 * layers * (experts + 1 + 288 + 288)
     assert (placed.balance_X <= placed.bound_X + 1e-9).all() and "balance mean" in placed.reason
 
 

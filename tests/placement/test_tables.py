@@ -101,6 +101,10 @@ def test_tables_are_overwritten_in_place_or_refused() -> None:
     assert tables.edges_X is edges_X and torch.equal(edges_X, other.edges_X)
     with pytest.raises(ConfigError, match="tables of 6 choices cannot take those of 4"):
         tables.overwrite(ExpertMap.linear(4, 2).tables(CPU))
+    turned, straight = ExpertMap(((2, 3), (1, 0)), 4).tables(CPU), ExpertMap.linear(4, 2).tables(CPU)
+    assert straight.is_identity and not turned.is_identity
+    straight.overwrite(turned)
+    assert not straight.is_identity and straight.to_physical(torch.arange(4)[None], 0).tolist() == [[3, 2, 0, 1]]
 
 
 @pytest.mark.gpu

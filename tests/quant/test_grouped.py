@@ -63,6 +63,16 @@ def test_bytes_are_those_that_were_promised(scheme: Grouped, shape: tuple[int, .
             assert torch.equal(q[part].dequantize(torch.float32), alone)
 
 
+@pytest.mark.parametrize(("low", "high"), [(1, 14), (0, 14), (-4, 10), (-13, 1), (-14, 0), (-14, -2)])
+def test_groups_with_zero_points_hold_zero_and_both_extremes(low: int, high: int) -> None:
+    # 14 steps of 1 from min(low, 0) to max(high, 0), and a shorter group with a step of 0.5: all values are codes.
+    x = torch.cat((torch.linspace(low, high, 32).round(), torch.tensor([-7.0, -3.5])))[None]
+    q = GROUPED["int4_g32_zp"].quantize(x)
+    assert q.zeros is not None and q.zeros.tolist() == [[-min(low, 0), 14]]
+    assert q.scales is not None and q.scales.tolist() == [[1.0, 0.5]]
+    assert torch.equal(q.dequantize(torch.float32), x)
+
+
 @ALL
 def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: Grouped) -> None:
     x = normal(256, 1024)

@@ -7,7 +7,16 @@ import torch
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.router import grouped_topk
+from moe_mk.router.topk import group_problems
 from tests.router.draws import normal
+
+
+def test_problems_at_the_edges() -> None:
+    assert group_problems(12, 12, 4, 4) == group_problems(12, 6, 4, 2) == group_problems(12, 1, 12, 1) == []
+    for top_k, both in ((12, False), (13, True), (1, False), (0, True)):  # 8 groups do not divide 12 experts
+        assert len(group_problems(12, top_k, 8, 4)) == 1 + both
+    for given in ((12, 7, 4, 2), (12, 1, 4, 5), (12, 1, 4, 0), (12, 1, 13, 1)):
+        assert len(group_problems(*given)) == 1 + (given == (12, 1, 4, 0)), given
 
 
 def test_numbers_that_do_not_fit_are_named_with_the_way_out() -> None:

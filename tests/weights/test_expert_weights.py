@@ -42,6 +42,7 @@ def test_a_slot_is_gate_rows_then_up_rows_then_down(scheme: QuantScheme) -> None
         assert torch.equal(slot.up_IH.dequantize(torch.float32), w13[index, 256:])
         assert torch.equal(slot.down_HI.dequantize(torch.float32), w2[index])
     assert weights.scheme == scheme and weights.gated and weights.num_slots == 3
+    assert ExpertWeights(weights.w13, weights.w2).gated
     assert weights.num_bytes == 3 * (scheme.num_bytes(512, 384) + scheme.num_bytes(384, 256))
 
 

@@ -60,6 +60,18 @@ def test_the_name_depends_on_source_flags_and_compiler(tmp_path: Path) -> None:
     assert len(names) == 4
 
 
+def test_emulated_tiles_are_compiled_without_their_instructions() -> None:
+    def flags(**settings: bool) -> set[str]:
+        by_name = {unit.source.name: set(unit.flags) for unit in units("x86_64", **settings)}
+        return {flag for flag in by_name["isa_amx.cpp"] if flag.startswith("-m")}
+
+    real, around, portable = flags(), flags(emulate_amx=True, tiles_only=True), flags(emulate_amx=True)
+    assert real > around > portable and real - around == {"-mamx-tile", "-mamx-bf16"}
+    assert "-mgfni" in around and "-mavx512f" in around - portable
+    other = {unit.source.name: unit.flags for unit in units("x86_64", emulate_amx=True)}
+    assert "-mavx512f" in other["isa_avx512bf16.cpp"] and not units("aarch64")[0].source.name.startswith("isa_avx")
+
+
 def test_the_name_depends_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(tmp_path)
     here = recipe.key()
