@@ -138,6 +138,8 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     stated = {**DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
+    if "n_shared_experts" in hf and hf["n_shared_experts"] is None:
+        stated["n_shared_experts"] = 0  # null is the families' own way to state none
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
 
 
@@ -176,7 +178,12 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
         values = [str(value).removeprefix("torch.") for value in found.values()]
         if len(set(values)) > 1:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
+    for key in ("n_group", "topk_group"):
+        if key in hf and hf[key] is None and DEFAULTS[family][key] != 1:
+            problems.append(f"{key} is null, and {family} has groups; state 1 for none")
     method = hf.get("topk_method")
+    if method is None and family in SOFTMAX_GROUPED and hf.get("n_group") not in (None, 1):
+        problems.append(f"n_group is {hf['n_group']!r} and topk_method is absent: state group_limited_greedy or greedy")
     if method is not None and family not in _TOPK_METHODS.get(str(method), ()):
         fitting = [name for name, families in _TOPK_METHODS.items() if family in families]
         problems.append(f"topk_method is {method!r}, {family} has {' or '.join(fitting) or 'none'}")

@@ -221,7 +221,7 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
         weights,
         {
             "num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None), "dynamic": (False, None),
-            "actorder": (None, False, "weight", "static"), "zp_dtype": (None,),
+            "actorder": (None, False, "weight", "static"),
         },
         "weights.",
     )  # fmt: skip

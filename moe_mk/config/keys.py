@@ -32,14 +32,16 @@ ANY: Kind = ("any value", lambda v: True)
 _CHANGES_LAYER = re.compile(
     r"moe|expert|rout|gat(?:e|ing)(?:_|$)|top_?k|_group|swiglu|limit|clamp|clip|latent|shared|zero_|scal(?:e|ing)|factor"
     r"|norm_topk|scor(?:e|ing)|rotat|hadamard|transform|spars|quant|compress(?:ion|ed)|activation|mlp|ffn|feed_forward"
-    r"|(?:^|_)act(?:_|$)|bias|hash|identity|smooth|jitter|temperature_"
+    r"|(?:^|_)act(?:_|$)|bias|hash|identity|smooth|jitter"
+    r"|glu|silu|relu|swish|renorm|normaliz|softmax|sinkhorn|intermediate|capacity|temperature_"
 )
 _NEUTRAL_AT_ONE = re.compile(r"scal(?:e|ing)|factor|_group|freq|multiplier")
 
 CONFIG_JSON = frozenset({
     "transformers_version", "attention_bias", "qkv_bias", "output_router_logits",
     "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "moe_layer_freq", "mlp_only_layers",
-    "mlp_layer_types", "decoder_sparse_step", "partial_rotary_factor", "top_k", "clip_qkv", "num_hash_layers",
+    "mlp_layer_types", "intermediate_size", "num_key_value_groups", "use_qkv_bias",
+    "decoder_sparse_step", "partial_rotary_factor", "top_k", "clip_qkv", "num_hash_layers",
 })  # fmt: skip
 """Keys of a config.json without effect on an MoE layer, among those whose names suggest one. `top_k` is that of
 sampling; layers with a table of experts by token id are recognised by their tensors, not by `num_hash_layers`."""
@@ -50,7 +52,7 @@ GGUF = frozenset({
 """The same of the keys of an architecture in GGUF files. Widths of shared experts are read from their tensors."""
 _OTHERS = re.compile(
     r"(?:attn|attention|rope|index|indexer|vision|audio|mtp|nextn|hc|linear|ssm|mamba|q|k|v|o|qk|kv|head|embedding|logits?"
-    r"|rms|sliding|initializer)[_.]"
+    r"|rms|sliding|initializer|lm|yarn|projector|mm|image|video)[_.]"
 )
 """Prefixes of other parts of a model."""
 

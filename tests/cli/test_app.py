@@ -199,8 +199,10 @@ def test_hidden_states_come_from_files(invoke: Invoke, tiny: Path, tmp_path: Pat
     ),
 )  # fmt: skip
 def test_settings_reach_the_layer_and_verify(invoke: Invoke, tiny: Path, words: str) -> None:
-    result = invoke("run", tiny, "--tokens", 5, "--repeats", 1, *words.split())
+    result = invoke("run", tiny, "--tokens", 5, "--repeats", 1, "--prefix", "model.layers.{N}.mlp.", *words.split())
     assert result.exit_code == 0 and "PASS" in result.stdout, result.output
+    printed = " ".join(result.stdout.split())
+    assert "not verified, since the reference shares it: scores sigmoid (scoring_func), groups 8 (n_group)" in printed
 
 
 def test_verification_can_be_left_out(invoke: Invoke, tiny: Path) -> None:

@@ -36,7 +36,9 @@ BASES: dict[str, dict[str, Any]] = {
 OF_OTHERS = (
     "swiglu_limits", "moe_swiglu_limit", "expert_clamp", "zero_expert_num", "moe_latent_size", "shared_expert_rank",
     "router_scale", "gate_temperature_scaling", "num_null_experts", "topk_softmax_first", "latent_size", "mlp_bias",
-    "activation_limit", "norm_topk_prob_eps", "expert_rotation", "ffn_hadamard", "score_correction", "shared_gate",
+    "activation_limit", "norm_topk_prob_eps",
+    "swish_beta", "renormalise", "router_sinkhorn", "intermediate_sizes",
+    "expert_rotation", "ffn_hadamard", "score_correction", "shared_gate",
 )  # fmt: skip
 """Keys that no family here reads."""
 WRONG: tuple[Any, ...] = ("3", True, math.nan, -1, 2.5, [], {}, "", [1], {"a": 1}, math.inf, 0)
@@ -86,7 +88,8 @@ def changed_values(family: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     base = full(family)
     for key in BASES[family]:
         yield key, {k: v for k, v in base.items() if k != key}, "same or refused"
-        yield key, {**base, key: None}, "same or refused"
+        if key != "n_shared_experts":  # null is none
+            yield key, {**base, key: None}, "same or refused"
         for value in WRONG:
             valid = key in ("routed_scaling_factor", "swiglu_limit", "swiglu_alpha") and value == 2.5
             valid |= (key, value) == ("n_shared_experts", 0) and type(value) is int
@@ -201,6 +204,15 @@ def test_lists_of_modules_are_matched_as_their_writer_does(section: dict[str, An
 def test_sections_that_contradict_themselves_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read({**TEXT, "quantization_config": section})
+
+
+def test_null_is_none_for_shared_experts_and_no_statement_about_groups() -> None:
+    assert read(full("deepseek_v3", n_shared_experts=None)).model.num_shared_experts == 0
+    with pytest.raises(ConfigError, match=r"n_group is null, and deepseek_v3 has groups; state 1 for none"):
+        read(full("deepseek_v3", n_group=None))
+    grouped_v2 = {k: v for k, v in full("deepseek_v2", n_group=8, topk_group=3).items() if k != "topk_method"}
+    with pytest.raises(ConfigError, match="n_group is 8 and topk_method is absent"):
+        read(grouped_v2)
 
 
 def test_one_meaning_under_two_names_must_agree() -> None:
