@@ -5,6 +5,7 @@ A Problem reads nothing from the machine: a laptop can plan for 18 nodes of H200
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,21 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.text} [{self.fix}]" if self.fix else self.text
+
+
+class Installed(frozenset[str]):
+    """Names of optional libraries of this machine, with the reasons against those that are there and do not work."""
+
+    against: Mapping[str, str]
+
+    def __new__(cls, names: Iterable[str], against: Mapping[str, str]) -> Installed:
+        """against: by name of a library."""
+        found = super().__new__(cls, names)
+        found.against = against
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Installed, (tuple(self), self.against)
 
 
 @dataclass(frozen=True)

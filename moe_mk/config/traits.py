@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.problem import Installed, Problem, Reason
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
@@ -104,4 +104,6 @@ def _library_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     fix = traits.extra or f"pip install {traits.library}"
     if emulated and problem.device.kind == "cpu":  # an emulation runs on the host
         fix += ", or kernel.allow_emulated = true"
+    if isinstance(problem.installed, Installed) and (against := problem.installed.against.get(traits.library)):
+        return [Reason("library", against)]
     return [Reason("library", f"{traits.library} is not installed", fix)]

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from moe_mk.comm.network.nixl import has_rdma_device
+from moe_mk.config.problem import Installed
 from moe_mk.errors import LibraryMissing
 from moe_mk.kernels.native.selfcheck import reasons_against
 from moe_mk.kernels.native.toolchain import find_compiler
@@ -87,9 +88,9 @@ EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "
 """Libraries that can be emulated, a module of the same name."""
 
 
-def installed() -> frozenset[str]:
+def installed() -> Installed:
     """Optional libraries that could be used; none is imported or compiled to find out."""
-    return frozenset(name for name in LIBRARIES if _is_there(name))
+    return Installed((name for name in LIBRARIES if _is_there(name)), {COMPILER: "; ".join(reasons_against())})
 
 
 def emulated() -> frozenset[str]:

@@ -14,6 +14,7 @@ import os
 import platform
 import select
 import selectors
+import shutil
 import signal
 import stat
 import subprocess
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from moe_mk.errors import UnsupportedError
@@ -35,6 +37,7 @@ from moe_mk.kernels.native.toolchain import (
     damage,
     digest,
     digest_file,
+    load_error,
     record_digest,
 )
 
@@ -51,6 +54,8 @@ LOCK_TIMEOUT_S = 900.0
 """Seconds a process waits for another one that compiles, which may take minutes on a loaded machine."""
 POLL_S, GONE_POLLS = 0.05, 20
 """Seconds between attempts to take the lock, and attempts that find its holder ended before it is taken over."""
+LEFTOVER_S = 86_400.0
+"""Age from which temporary files without a lock, of processes that were killed, are removed."""
 DRAIN_S = 5.0
 """Seconds to wait for programs outside the process group of a compiler that hold its pipe open."""
 
@@ -85,9 +90,73 @@ def processor_has(*flags: str) -> bool:
 
 
 def default_cache_dir(home: Path | None = None) -> Path:
-    """The default cache directory of compiled kernels. home: the user's home directory; None: that of the system."""
-    base = home or Path.home()
+    """The cache directory of compiled kernels below a home directory; None: that of the system.
+
+    Raises UnsupportedError if the user has no home directory.
+    """
+    try:
+        base = home or Path.home()
+    except RuntimeError as problem:  # no HOME, and no entry of this user in the list of users
+        raise UnsupportedError("there is no home directory for the kernel cache", [f"{problem}; set HOME"]) from problem
+    if not base.is_absolute():
+        raise UnsupportedError(f"the home directory {str(base)!r} is not an absolute path", ["set HOME"])
     return base / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "moe_mk" / "kernels"
+
+
+def temporary_cache_dir() -> Path:
+    """The private folder of this user in the system's temporary folder, for users whose home cannot hold the cache.
+
+    Raises UnsupportedError if another user could replace it, or there is no temporary folder.
+    """
+    try:
+        base = Path(tempfile.gettempdir()).resolve()
+        state = base.stat()
+        path = base / f"moe_mk-kernels-{os.getuid()}"
+        if state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX:
+            raise UnsupportedError(f"the temporary folder {base} lets other users replace files", ["chmod +t it"])
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink():
+            raise UnsupportedError(f"the kernel cache {path} is a symbolic link", ["delete it"])
+    except OSError as problem:
+        raise UnsupportedError("no temporary folder can hold the kernel cache", [str(problem)]) from problem
+    return path
+
+
+@cache
+def usable_library(recipe: Recipe, cache_dir: Path | None = None) -> tuple[Path | None, tuple[str, ...]]:
+    """The path of the compiled library, which may not exist yet, and the reasons against other folders. Tried once.
+
+    None if no folder can be used, with all reasons.
+
+    cache_dir: the only folder to try; None: the user's cache directory, then the private temporary folder.
+    A folder with the undamaged library is used. In another one, an empty source is compiled with the flags of the
+    recipe and loaded: this finds a full disk, a folder that must not hold programs, and a compiler that fails.
+    """
+    places = (default_cache_dir, temporary_cache_dir) if cache_dir is None else (lambda: cache_dir,)
+    reasons: list[str] = []
+    for place in places:
+        try:
+            folder = own_directory(place())
+            library = folder / f"moe_mk-{recipe.key()}.so"
+            if reason_against(library):
+                _try_compiling(recipe, folder)
+            elif problem := load_error(library):
+                raise UnsupportedError(f"the compiled kernels {library} cannot be loaded", [problem])
+            return library, tuple(reasons)
+        except UnsupportedError as error:
+            reasons += [f"{error.what}: {reason}" for reason in error.reasons]
+    return None, tuple(reasons)
+
+
+def _try_compiling(recipe: Recipe, folder: Path) -> None:
+    """Compile and load an empty library of one page. Raises UnsupportedError."""
+    with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix="try-", ignore_cleanup_errors=True) as made:
+        source, library = Path(made) / "empty.cpp", Path(made) / "empty.so"
+        source.write_text('extern "C" int moe_mk_empty() { return 0; }\n')
+        flags = dict.fromkeys(flag for unit in recipe.units for flag in unit.flags)
+        _run([[recipe.compiler.path, *flags, *recipe.link_flags, "-o", str(library), str(source)]])
+        if problem := load_error(library):
+            raise UnsupportedError(f"libraries in the kernel cache {folder} cannot be loaded", [problem])
 
 
 def own_directory(path: Path) -> Path:
@@ -306,8 +375,9 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
     if progress is not None:
         progress(f"compiling {len(recipe.units)} CPU kernel sources with {recipe.compiler.version}")
     with _writing(library.parent):
-        made = tempfile.TemporaryDirectory(dir=library.parent, prefix="build-")
+        made = tempfile.TemporaryDirectory(dir=library.parent, prefix=f"build-{library.stem}-")
     with made as folder:
+        _remove_leftovers(Path(folder), library)
         objects = [Path(folder) / f"{unit.source.stem}.o" for unit in recipe.units]
         compiler = recipe.compiler.path
         _run(
@@ -327,6 +397,29 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
             _write_through(library.parent)
     if progress is not None:
         progress(f"compiled CPU kernels -> {library}")
+
+
+def _remove_leftovers(built: Path, library: Path) -> None:
+    """Remove what killed processes left next to the folder `built`, whose builder holds the lock of `library`.
+
+    A folder is named after its library, and its builder holds the library's lock: a folder whose lock is free has no
+    builder, on any host. Others are removed when they are LEFTOVER_S old by the clock of the file system.
+    """
+    for folder in (*built.parent.glob("build-*"), *built.parent.glob("try-*")):
+        key = folder.name.removeprefix("build-").rpartition("-")[0]
+        lock = built.parent / f"{key}.lock"
+        try:
+            if folder == built:
+                continue
+            if lock == library.with_suffix(".lock"):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif lock.is_file():
+                with only_one(lock, timeout_s=0.0):
+                    shutil.rmtree(folder, ignore_errors=True)
+            elif built.stat().st_mtime - folder.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, UnsupportedError):
+            continue  # it is being built, or another process has removed it
 
 
 def _write_through(folder: Path) -> None:

@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, default_cache_dir
+from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, usable_library
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
@@ -217,7 +217,11 @@ def compile_and_open(
         compiler = find_compiler(which)
         if compiler is None:
             raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER, *refused])
-        path = build(Recipe(compiler, listed), cache_dir or default_cache_dir(), progress, on_unit)
+        recipe = Recipe(compiler, listed)
+        library, against = usable_library(recipe, cache_dir)
+        if library is None:
+            raise UnsupportedError("the native CPU kernels cannot be built", [*against, *refused])
+        path = build(recipe, library.parent, progress, on_unit)
         functions = open_library(path)
     isas = tuple(isa for isa in Isa if functions["isa_supported"](int(isa)))
     absent = {isa: "this processor or its operating system does not offer it" for isa in Isa if isa not in isas}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import MoEMKError
-from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, reason_against
+from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, reason_against, usable_library
 from moe_mk.kernels.native.experts import experts_rows
 from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
@@ -38,7 +38,7 @@ def load(
 
     Every instruction set is compared with the scalar one.
 
-    cache_dir: where compiled libraries are kept, default_cache_dir() if not given. which: how compilers are found.
+    cache_dir: where compiled libraries are kept; None: as in `build.usable_library`. which: how compilers are found.
     emulate_amx, tiles_only: as in `toolchain.units`, for tests.
     An instruction set with other results is rejected, with the difference as the reason, and never used.
     Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
@@ -54,10 +54,17 @@ def loaded(cache_dir: Path | None = None) -> Native:
 
 
 def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> list[str]:
-    """List reasons why load() would fail, without compiling; empty if it should succeed."""
-    if prebuilt_here() is not None or find_compiler(which) is not None:
+    """List reasons why load() would fail; empty if it should succeed.
+
+    The kernels are not compiled for it; where they are in no cache, an empty source is, once per process.
+    """
+    if prebuilt_here() is not None:
         return []
-    return [NO_COMPILER]
+    compiler = find_compiler(which)
+    if compiler is None:
+        return [NO_COMPILER]
+    library, against = usable_library(_recipe_with(compiler), cache_dir)
+    return list(against) if library is None else []
 
 
 def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> bool:
@@ -67,13 +74,14 @@ def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None
     compiler = find_compiler(which)
     if compiler is None:
         return False
-    return not reason_against((cache_dir or default_cache_dir()) / f"moe_mk-{_key_with(compiler)}.so")
+    library, _ = usable_library(_recipe_with(compiler), cache_dir)
+    return library is not None and not reason_against(library)
 
 
 @cache
-def _key_with(compiler: Compiler) -> str:
-    """The key of this machine's library, computed once; it is needed for every new exchange window."""
-    return Recipe(compiler, units()).key()
+def _recipe_with(compiler: Compiler) -> Recipe:
+    """The recipe of this machine's library, made once; it is needed for every new exchange window."""
+    return Recipe(compiler, units())
 
 
 def checked(native: Native) -> Native:

@@ -5,6 +5,7 @@ Only the standard library is imported here: `hatch_build.py` loads this file by 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -202,9 +203,18 @@ def prebuilt(units: Sequence[Unit], folder: Path = PREBUILT) -> Path | None:
 
 @cache
 def prebuilt_here() -> Path | None:
-    """The undamaged library of the wheel for this machine, looked for once: a wheel does not change under a process."""
+    """The library of the wheel that loads on this machine, looked for once: a wheel does not change under a process."""
     library = prebuilt(units())
-    return None if library is None or damage(library) else library
+    return None if library is None or damage(library) or load_error(library) else library
+
+
+def load_error(library: Path) -> str:
+    """Why the system does not load an undamaged library, as from a file system without programs; empty if it does."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as problem:
+        return str(problem)
+    return ""
 
 
 def prebuilt_name(units: Sequence[Unit]) -> str:

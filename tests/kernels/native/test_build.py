@@ -13,16 +13,22 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from moe_mk import oracle
+from moe_mk.cli.doctor import findings
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import UnsupportedError
+from moe_mk.external.library import installed
 from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native import load, reasons_against
-from moe_mk.kernels.native.build import Recipe, build, default_cache_dir, own_directory, reason_against
+from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
 from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
+from moe_mk.quant.plain import BF16
 from tests.support.tiers import quick_where
 
 
@@ -442,6 +448,114 @@ def test_other_processors_compile_the_portable_kernels_only() -> None:
     assert not any(flag.startswith("-m") for unit in units("aarch64") for flag in unit.flags)
 
 
-def test_the_default_cache_lies_in_the_home_directory(tmp_path: Path) -> None:
-    assert default_cache_dir(tmp_path).is_relative_to(tmp_path)
-    assert default_cache_dir().is_relative_to(Path.home())
+def user_folders(folder: Path) -> dict[str, Path | None]:
+    """A directory of the user for each way in which it can hold the cache or not; None: there is none."""
+    (folder / "file").write_text("mine")
+    (folder / "wrong" / ".cache" / "moe_mk").mkdir(parents=True)
+    (folder / "wrong" / ".cache" / "moe_mk" / "kernels").write_text("mine")
+    (folder / "loop").symlink_to("loop")
+    (folder / "lost" / ".cache" / "moe_mk").mkdir(parents=True)
+    (folder / "lost" / ".cache" / "moe_mk" / "kernels").symlink_to(folder / "nowhere")
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to(folder / "real")
+    return {
+        **{name: folder / name for name in ("new", "file", "wrong", "loop", "lost", "link")},
+        "none": None, "relative": Path("relative"), "no writes": Path("/proc/1/user"), "no programs": folder / "noexec",
+    }  # fmt: skip
+
+
+HOME = Path.home.__name__
+GOOD = {"new", "link"}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_kernels_lie_in_the_cache_of_the_user_else_in_a_private_temporary_folder_else_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    recipe = tiny_recipe(tmp_path)
+    made, compiler = build(recipe, tmp_path / "made"), tmp_path / "c++"
+    copies = f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"'  # fast, so that all combinations can be tried
+    compiler.write_text(f"#!/bin/sh\n{copies if compiles else 'echo no space left >&2; exit 1'}\n")
+    compiler.chmod(0o700)
+    recipe = Recipe(Compiler(str(compiler), "1"), recipe.units)
+    load_error = build_module.load_error
+    monkeypatch.setattr(
+        build_module, "load_error", lambda path: "no programs here" if "noexec" in str(path) else load_error(path)
+    )
+    for name, given in user_folders(tmp_path).items():
+
+        def user_folder(given: Path | None = given) -> Path:
+            if given is None:
+                raise RuntimeError("Could not determine it")
+            return given
+
+        monkeypatch.setattr(Path, HOME, user_folder)
+        for temporary in ("private", "wide", "planted", "missing"):
+            base = tmp_path / f"{name} {temporary}"
+            if temporary != "missing":
+                base.mkdir(mode=0o700)
+            base.exists() and base.chmod(0o777 if temporary == "wide" else 0o700)
+            planted = base / f"moe_mk-kernels-{os.getuid()}"
+            if temporary == "planted":
+                (tmp_path / "target").mkdir(exist_ok=True)
+                planted.symlink_to(tmp_path / "target")
+            monkeypatch.setattr(tempfile, "tempdir", str(base))
+            build_module.usable_library.cache_clear()
+            library, reasons = build_module.usable_library(recipe)
+            if compiles and (name in GOOD or temporary == "private"):
+                assert library is not None and bool(reasons) == (name not in GOOD), (name, temporary, reasons)
+                assert ctypes.CDLL(str(build(recipe, library.parent))).answer() == 42
+                assert library.parent.stat().st_mode & 0o777 == 0o700
+                assert library.is_relative_to(planted if name not in GOOD else tmp_path)
+                assert not list(library.parent.glob("try-*"))
+            else:
+                assert library is None and len(reasons) >= 2, (name, temporary)
+                assert not any((tmp_path / "target").glob("*"))
+    build_module.usable_library.cache_clear()
+
+
+def test_a_temporary_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = build_module.temporary_cache_dir()
+    monkeypatch.setattr(Path, HOME, lambda: Path("/proc/1/user"))
+    owner = planted.stat().st_uid
+    if owner == 0:
+        os.chown(planted, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+        planted.rename(tmp_path / f"moe_mk-kernels-{owner + 1}")
+    build_module.usable_library.cache_clear()
+    library, reasons = build_module.usable_library(tiny_recipe(tmp_path))
+    assert library is None and "pass a cache_dir of your own" in reasons[-1]
+
+
+def test_what_killed_builds_left_is_removed_and_what_lives_stays(tmp_path: Path) -> None:
+    recipe, cache = tiny_recipe(tmp_path), own_directory(tmp_path / "cache")
+    other = f"moe_mk-{'0' * 24}"
+    names = {
+        "dead": f"build-moe_mk-{recipe.key()}-abcd", "other": f"build-{other}-abcd", "live": "build-moe_mk-live-abcd",
+        "young": "build-abcd", "old": "build-efgh", "young try": "try-abcd", "old try": "try-efgh",
+    }  # fmt: skip
+    for name in names.values():
+        (cache / name).mkdir()
+        (cache / name / "half.o").write_text("x")
+    for name in ("old", "old try"):
+        os.utime(cache / names[name], (1, 1))
+    (cache / f"{other}.lock").touch()
+    with build_module.only_one(cache / "moe_mk-live.lock"):
+        build(recipe, cache)
+        left = {path.name for path in (*cache.glob("build-*"), *cache.glob("try-*"))}
+    assert left == {names[name] for name in ("live", "young", "young try")}
+
+
+def test_kernels_that_cannot_be_kept_leave_auto_to_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is in the decision and in the error of a pin, and `moe-mk doctor` prints it."""
+    monkeypatch.setattr("moe_mk.external.library.reasons_against", lambda: ["the disk is full; pass another cache_dir"])
+    config = load_config("deepseek_v3")
+    problem = Problem(config, device_profile("cpu"), BF16, 8, installed())
+    decision = oracle.select(problem)
+    assert decision.chosen.experts == "torch_cpu" and "the disk is full" in str(decision)
+    with pytest.raises(UnsupportedError, match="the disk is full"):
+        oracle.select(replace(problem, config=config.with_(experts="cpu_native")))
+    rows = {row["name"]: row["reasons"] for row in findings()["backends"]}
+    assert any("the disk is full" in reason for reason in rows["cpu_native"]) and not rows["torch_cpu"]
