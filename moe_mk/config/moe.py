@@ -176,6 +176,9 @@ class KernelConfig(Settings):
     """Whether weights that only the reference backend reads may be requantised at load; recorded in the Decision."""
     fused_router: bool = True
     """Whether the router may run as one native call, with native experts; false: torch operators."""
+    threads: Literal["auto", "engine", "own"] = "auto"
+    """Threads of the native CPU kernels. engine: the OpenMP threads of torch's operators. own: a pool of the kernels.
+    auto: engine where torch has an OpenMP runtime, else own."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)

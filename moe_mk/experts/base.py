@@ -104,6 +104,8 @@ class ExpertsContext:
     spans: Spans = field(default_factory=Spans)
     batch_invariant: bool = False
     """Whether the result of a row must not depend on the other rows of its batch."""
+    own_threads: bool = False
+    """Whether native CPU kernels use threads of their own, not those of torch."""
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,7 +93,10 @@ class Gate:
     def _prepare(self, router: Router | HashedTokens) -> _PreparedRoute:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
-        call = None if gating is None else RouteCall(loaded(), gating.gate_EH, gating.bias_E, gating.mode)
+        call = None
+        if gating is not None:
+            native = replace(loaded(), own_threads=self.decision.problem.config.kernel.threads == "own")
+            call = RouteCall(native, gating.gate_EH, gating.bias_E, gating.mode)
         made = _PreparedRoute(router, self.logit_bias_E, places_of(self.weight_EH, self.bias_E), call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made

@@ -102,6 +102,7 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         swiglu_limit=decision.problem.config.model.swiglu_limit,
         swiglu_alpha=decision.problem.config.model.swiglu_alpha,
         batch_invariant=kernel.batch_invariant or kernel.invariant,
+        own_threads=kernel.threads == "own",
     )
 
 

@@ -60,11 +60,13 @@ from moe_mk.kernels.native import (
     Stack,
     Tuning,
     allocate,
+    engine_runtime,
     experts_batched,
     experts_grouped,
     touch_slot,
     wrong_formats,
 )
+from moe_mk.kernels.native import described as threads_described
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -174,7 +176,7 @@ class CpuNativeExperts(FusedExperts):
 
     def __init__(self, context: ExpertsContext) -> None:
         super().__init__(context)
-        self.native = native_kernels()
+        self.native = native_kernels(own_threads=context.own_threads)
         self.mode = ExpertsMode(
             ACTIVATIONS[context.activation],
             alpha=context.swiglu_alpha,
@@ -191,6 +193,8 @@ class CpuNativeExperts(FusedExperts):
         """Adds to the traits: plain weights in bf16, INT8 blocks of 128, FP8 tokens with a scale per 128 values."""
         reasons, stored = super().reasons_against(problem), problem.weights
         quant = problem.config.model.quant
+        if problem.config.kernel.threads == "engine" and isinstance(missing := engine_runtime(), str):
+            reasons.append(Reason("threads", f"kernel.threads = engine: {missing}", "kernel.threads = auto"))
         if stored.block is None and storage_of(stored) is None:
             reasons.append(Reason("weights", f"reads no {stored.name} weights; of plain ones only bf16"))
         elif quant.weights == "int8_block" and storage_of(stored) is None:
@@ -254,8 +258,8 @@ class CpuNativeExperts(FusedExperts):
         for index in range(weights.num_slots):
             slot = weights.slot(index)
             large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
-            pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
-            pack_matrix(packed.w2, index, [slot.down_HI], "w2")
+            pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
+            pack_matrix(packed.w2, index, [slot.down_HI], "w2", self.native)
             release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
             if on_progress is not None:
                 on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
@@ -263,8 +267,8 @@ class CpuNativeExperts(FusedExperts):
         return packed
 
     def parameters(self) -> str:
-        """Where the parameters of the kernels are from, and the cut-over that was measured."""
-        return self._parameters
+        """Where the parameters of the kernels are from, the cut-over that was measured, and the threads."""
+        return f"{self._parameters}; {threads_described('own' if self.context.own_threads else 'auto')}"
 
     def _choose_parameters(self, packed: PackedExpertWeights) -> None:
         """Load the tuned file, or measure the cut-over between kernels if the experts are too large for the caches."""

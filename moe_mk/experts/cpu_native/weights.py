@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ _SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
 _GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
 
 
-def native_kernels() -> Native:
+def native_kernels(*, own_threads: bool = False) -> Native:
     """The compiled kernels of this process; compiled on the first use by this user."""
-    return loaded()
+    return replace(loaded(), own_threads=True) if own_threads else loaded()
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,15 @@ def stored_as(weights: Weights) -> tuple[tuple[QuantScheme, torch.dtype], tuple[
     return first, second
 
 
-def pack_matrix(packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str) -> None:
+def pack_matrix(
+    packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str, native: Native | None = None
+) -> None:
     """Pack one projection of one expert: gate and up, or one matrix alone."""
     scales = [part.scales for part in parts if part.scales is not None]
     if not packed.layout.format.group and packed.layout.parts is None:
         scales = [each.to(torch.float32) for each in scales]
     pack_slot(
-        native_kernels(),
+        native or native_kernels(),
         packed,
         index,
         tuple(part.values for part in parts),

@@ -1,5 +1,6 @@
 // The C ABI: plain pointers and sizes, mirrored field by field in native/library.py. No torch header, no C++ type.
 // Every function returns 0 or one of the Status codes; none throws, none reads the environment.
+// threads: how many a call may use, not 0; a negative number: that many, of the kernels' own threads.
 #pragma once
 #include <cstdint>
 
@@ -122,6 +123,12 @@ int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threa
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes);
 int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32_t threads, int32_t isa, uint64_t* checksum);
 int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);
+// Names the OpenMP runtime of this process's other operators by its functions GOMP_parallel_start,
+// GOMP_parallel_end, omp_get_thread_num, omp_in_parallel and omp_get_max_threads. Calls then run on its threads, except calls with a negative number of threads,
+// calls inside a parallel region, beside another call or from another thread than the last ones, and calls after a fork.
+void moe_mk_use_openmp(void* start, void* end, void* thread_num, void* in_parallel, void* max_threads);
+// How many calls have run on the threads of OpenMP, or on other ones.
+int64_t moe_mk_pool_calls(int32_t on_openmp);
 int64_t moe_mk_scratch_bytes(void);
 void moe_mk_release_scratch(void);
 }

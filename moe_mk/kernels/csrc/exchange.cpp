@@ -39,9 +39,9 @@ const RowOps* row_ops_of(int isa) {
 template <typename Body>
 void each_piece(int64_t tokens, int threads, Body body) {
   const int64_t pieces = (tokens + kTokensAPiece - 1) / kTokensAPiece;
-  const int members = int(std::max<int64_t>(1, std::min<int64_t>(threads, pieces)));
+  const int members = int(std::max<int64_t>(1, std::min<int64_t>(std::abs(threads), pieces)));
   if (members == 1) return body(0, tokens);
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(threads);
   std::atomic<int64_t> next{0};
   pool->run(members, [&](int) {
     for (int64_t piece; (piece = next.fetch_add(1)) < pieces;)

@@ -119,7 +119,7 @@ bool well_formed(const MoeMkExperts& c) {
   const bool int8 = c.quantize != kInt8Rows || (may_be_int8(c.w13, c.w2) && (c.shared_w13.data == nullptr ||
                                                                             may_be_int8(c.shared_w13, c.shared_w2)));
   const bool rounding = c.quantize >= kAsIs && c.quantize <= kInt8PartRows && (c.quantize != kInt8PartRows || may_be_int8_parts(c));
-  const bool sizes = c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  const bool sizes = c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads != 0;
   return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && rounding && sizes;
 }
 
@@ -129,8 +129,9 @@ bool well_formed(const MoeMkExperts& c) {
 using namespace moe_mk;
 
 int32_t moe_mk_experts(const MoeMkExperts* call) try {
-  const MoeMkExperts& c = *call;
-  if (!well_formed(c)) return kBadShape;
+  if (!well_formed(*call)) return kBadShape;
+  MoeMkExperts c = *call;
+  c.threads = std::abs(c.threads);
   const Kernels* kernels = kernels_of(c.isa);
   if (kernels == nullptr) return kNoIsa;
   std::vector<Set> sets;
@@ -140,7 +141,7 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
     sets.emplace_back(c.shared_w13, c.shared_w2, c.gated != 0);
     sets.back().plan.fill_with_all(c.num_rows);
   }
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(call->threads);
   Layer layer = {c, *kernels, pool, sets, up(c.w13.num_inputs, kStep)};
   return run_layer(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {

@@ -9,7 +9,7 @@
 
 using namespace moe_mk;
 
-int32_t moe_mk_abi_version(void) { return 11; }
+int32_t moe_mk_abi_version(void) { return 12; }
 
 int32_t moe_mk_isa_supported(int32_t isa) { return isa_supported(isa) ? 1 : 0; }
 
@@ -49,6 +49,12 @@ int32_t moe_mk_advise_huge(void* address, int64_t num_bytes) {
   return -1;
 #endif
 }
+
+void moe_mk_use_openmp(void* start, void* end, void* thread_num, void* in_parallel, void* max_threads) {
+  use_openmp(start, end, thread_num, in_parallel, max_threads);
+}
+
+int64_t moe_mk_pool_calls(int32_t on_openmp) { return pool_calls(on_openmp != 0); }
 
 int64_t moe_mk_scratch_bytes(void) { return int64_t(scratch_bytes()); }
 

@@ -319,9 +319,9 @@ bool blocks_fit(int64_t num_outputs, int64_t num_inputs, int32_t type) {
 
 template <typename Body>
 void each_pair(int64_t pairs, int threads, Body body) {
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(threads);
   std::atomic<int64_t> next{0};
-  pool->run(int(std::max<int64_t>(1, std::min<int64_t>(threads, pairs))), [&](int) {
+  pool->run(int(std::max<int64_t>(1, std::min<int64_t>(std::abs(threads), pairs))), [&](int) {
     for (int64_t pair; (pair = next.fetch_add(1)) < pairs;) body(pair);
   });
 }

@@ -11,9 +11,9 @@ namespace {
 
 template <typename Body>
 void each_piece(int64_t pieces, int threads, Body body) {
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(threads);
   std::atomic<int64_t> next{0};
-  pool->run(int(std::max<int64_t>(1, std::min<int64_t>(threads, pieces))), [&](int) {
+  pool->run(int(std::max<int64_t>(1, std::min<int64_t>(std::abs(threads), pieces))), [&](int) {
     for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) body(piece);
   });
 }
@@ -85,9 +85,9 @@ int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32
 int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops) {
   const Kernels* kernels = kernels_of(isa);
   if (kernels == nullptr) return kNoIsa;
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(threads);
   std::atomic<int64_t> total{0};
-  pool->run(threads, [&](int) {
+  pool->run(std::abs(threads), [&](int) {
     total += int64_t(kernels->peak(iterations));
     kernels->leave();
   });

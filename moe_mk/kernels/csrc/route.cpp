@@ -173,14 +173,15 @@ void choose_all(const MoeMkRoute& c, ThreadPoolLease& pool) {
 using namespace moe_mk;
 
 int32_t moe_mk_route(const MoeMkRoute* call) try {
-  const MoeMkRoute& c = *call;
+  MoeMkRoute c = *call;
+  c.threads = std::abs(c.threads);
   const Kernels* kernels = kernels_of(c.isa);
   if (kernels == nullptr) return kNoIsa;
   if (c.num_experts <= 0 || c.hidden <= 0 || c.num_groups <= 0 || c.num_experts % c.num_groups != 0 || c.top_k <= 0 ||
-      c.top_k > c.num_experts || c.top_groups <= 0 || c.top_groups > c.num_groups || c.threads <= 0)
+      c.top_k > c.num_experts || c.top_groups <= 0 || c.top_groups > c.num_groups || c.threads == 0)
     return kBadShape;
   if (c.num_tokens <= 0) return kOk;
-  ThreadPoolLease pool;
+  ThreadPoolLease pool(call->threads);
   gate_logits(c, *kernels, pool);
   choose_all(c, pool);
   return kOk;

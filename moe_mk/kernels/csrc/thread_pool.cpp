@@ -3,6 +3,9 @@
 // next run (on a busy or virtual machine a thread may wake up late).
 // A thread that is woken on the caller's processor is moved to another one: Linux moves it only after milliseconds, in which
 // one of the two waits. Virtual machines have this often, since their idle processors look as if the host had taken them.
+// OpenMP: one parallel region lends its threads to all runs of a lease. At its end every thread is waited for, at the end of a
+// run only those that have joined it. It is as large as the regions of other operators of this process: libgomp ends threads
+// that a smaller one does not use, and starts them again for the next one.
 // Memory: each arena only grows; arenas of 1 MiB and more request 2 MiB pages.
 #include "thread_pool.h"
 
@@ -12,6 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -91,6 +95,37 @@ int this_processor() { return -1; }
 void move_off(int, int) {}
 #endif
 
+// Functions of the OpenMP runtime.
+struct OpenMp {
+  void (*start)(void (*)(void*), void*, unsigned);
+  void (*end)();
+  int (*thread_num)();
+  int (*in_parallel)();
+  int (*max_threads)();
+};
+OpenMp openmp{};
+std::atomic<bool> has_openmp{false}, openmp_busy{false};
+std::atomic<int64_t> calls_on[2];  // threads of pools, threads of OpenMP
+
+// A region of a second thread would create a second team of workers beside those of the thread that runs the operators. So
+// OpenMP serves one thread; another one takes its place after this many calls in which that thread made none.
+constexpr int kCallsOfOthers = 64;
+std::atomic<pthread_t> openmp_caller{};
+std::atomic<int> calls_of_others{kCallsOfOthers};
+
+bool take_openmp() {
+  if (!has_openmp.load(std::memory_order_acquire) || openmp.in_parallel() != 0) return false;
+  const bool same = pthread_equal(openmp_caller.load(std::memory_order_relaxed), pthread_self()) != 0;
+  if (!same && calls_of_others.load(std::memory_order_relaxed) < kCallsOfOthers) {
+    calls_of_others.fetch_add(1, std::memory_order_relaxed);
+    return false;
+  }
+  if (openmp_busy.exchange(true, std::memory_order_acquire)) return false;
+  openmp_caller.store(pthread_self(), std::memory_order_relaxed);
+  calls_of_others.store(0, std::memory_order_relaxed);
+  return true;
+}
+
 class StdThreadPool final : public ThreadPool {
  public:
   void run(int threads, const std::function<void(int)>& body) override {
@@ -135,6 +170,10 @@ class StdThreadPool final : public ThreadPool {
   // Returns the number of members, which is less than `threads` if the system cannot create another thread.
   int grow(int threads) {
     while (members_.size() < size_t(threads)) members_.push_back(new Member);
+    if (region_threads_ > 0) {
+      if (!in_region_) open_region();
+      return std::min(threads, region_threads_);
+    }
     try {
       while (workers_ + 1 < threads) {
         const int member = workers_ + 1;
@@ -147,6 +186,21 @@ class StdThreadPool final : public ThreadPool {
       return workers_ + 1;
     }
     return threads;
+  }
+  // Between these two the threads are those of an OpenMP region, which begins with the first run that needs them.
+  void begin_openmp(int threads) { region_threads_ = threads; }
+  void end_openmp() {
+    if (in_region_) {
+      {
+        std::lock_guard<std::mutex> hold(mutex_);
+        closing_.store(true, std::memory_order_relaxed);
+        state_.store((run_of(state_.load(std::memory_order_relaxed)) + 1) << kRunBit, std::memory_order_release);
+      }
+      wake_.notify_all();
+      openmp.end();
+    }
+    in_region_ = false;
+    region_threads_ = 0;
   }
   void release() {
     for (Member* member : members_)
@@ -161,6 +215,22 @@ class StdThreadPool final : public ThreadPool {
   static uint64_t run_of(uint64_t state) { return state >> kRunBit; }
   bool any_inside() const { return (state_.load(std::memory_order_acquire) & kInside) != 0; }
 
+  void open_region() {
+    closing_.store(false, std::memory_order_relaxed);
+    region_began_ = run_of(state_.load(std::memory_order_relaxed));
+    in_region_ = true;
+    const auto enter = [](void* pool) { static_cast<StdThreadPool*>(pool)->work_in_region(openmp.thread_num()); };
+    openmp.start(enter, this, unsigned(std::max(region_threads_, openmp.max_threads())));
+  }
+  void work_in_region(int member) {
+    if (member >= region_threads_) return;
+    for (uint64_t seen = region_began_; !closing_.load(std::memory_order_acquire);) {
+      wait_for_another(seen);
+      if (!join(&seen)) continue;
+      if (member < threads_) (*body_)(member);
+      leave();
+    }
+  }
   [[noreturn]] void work(int member, Member* self, uint64_t seen) {
     const int thread = this_thread();
     self->thread = thread;
@@ -198,6 +268,10 @@ class StdThreadPool final : public ThreadPool {
 
   std::vector<Member*> members_{new Member};
   int workers_ = 0, threads_ = 0;
+  int region_threads_ = 0;          // above 0: workers are those of an OpenMP region, at most so many with the caller
+  bool in_region_ = false;
+  uint64_t region_began_ = 0;       // the run before the first one of the region
+  std::atomic<bool> closing_{false};
   bool moved_ = false;              // whether late threads of this run have been
   std::atomic<int> processor_{-1};  // of the caller, when it started this run
   const std::function<void(int)>* body_ = nullptr;
@@ -210,6 +284,7 @@ class StdThreadPool final : public ThreadPool {
 struct IdlePools {
   std::mutex mutex;
   std::vector<StdThreadPool*> pools;
+  StdThreadPool* const of_openmp = new StdThreadPool;  // leased by whoever has set openmp_busy
 };
 IdlePools* idle_pools = nullptr;
 pthread_once_t created = PTHREAD_ONCE_INIT;
@@ -219,6 +294,7 @@ void after_fork_in_parent() { idle_pools->mutex.unlock(); }
 void after_fork_in_child() {
   // The child has no copies of the threads: the old pools are abandoned, and the new list has an unlocked mutex.
   idle_pools = new IdlePools;
+  has_openmp = false;  // its workers are gone as well
 }
 void create_idle_pools() {
   idle_pools = new IdlePools;
@@ -227,21 +303,50 @@ void create_idle_pools() {
 
 }  // namespace
 
-ThreadPoolLease::ThreadPoolLease() {
+thread_local StdThreadPool* leased_here = nullptr;
+
+ThreadPoolLease::ThreadPoolLease(int threads) : inner_(leased_here != nullptr) {
   pthread_once(&created, create_idle_pools);
-  std::lock_guard<std::mutex> hold(idle_pools->mutex);
-  if (idle_pools->pools.empty()) {
-    pool_ = new StdThreadPool;
-    return;
+  if (!inner_) {
+    const bool on_openmp = threads > 1 && take_openmp();
+    calls_on[on_openmp].fetch_add(1, std::memory_order_relaxed);
+    std::unique_lock<std::mutex> hold(idle_pools->mutex);
+    if (on_openmp) {
+      leased_here = idle_pools->of_openmp;
+      leased_here->begin_openmp(threads);
+    } else if (!idle_pools->pools.empty()) {
+      leased_here = idle_pools->pools.back();
+      idle_pools->pools.pop_back();
+    } else {
+      leased_here = new StdThreadPool;
+    }
   }
-  pool_ = idle_pools->pools.back();
-  idle_pools->pools.pop_back();
+  pool_ = leased_here;
 }
 
 ThreadPoolLease::~ThreadPoolLease() {
+  if (inner_) return;
+  StdThreadPool* pool = leased_here;
+  leased_here = nullptr;
+  if (pool == idle_pools->of_openmp) {
+    pool->end_openmp();
+    openmp_busy.store(false, std::memory_order_release);
+    return;
+  }
   std::lock_guard<std::mutex> hold(idle_pools->mutex);
-  idle_pools->pools.push_back(static_cast<StdThreadPool*>(pool_));
+  idle_pools->pools.push_back(pool);
 }
+
+void use_openmp(void* start, void* end, void* thread_num, void* in_parallel, void* max_threads) {
+  pthread_once(&created, create_idle_pools);
+  if (has_openmp) return;
+  openmp = {reinterpret_cast<void (*)(void (*)(void*), void*, unsigned)>(start), reinterpret_cast<void (*)()>(end),
+            reinterpret_cast<int (*)()>(thread_num), reinterpret_cast<int (*)()>(in_parallel),
+            reinterpret_cast<int (*)()>(max_threads)};
+  has_openmp.store(true, std::memory_order_release);
+}
+
+int64_t pool_calls(bool on_openmp) { return calls_on[on_openmp].load(); }
 
 size_t scratch_bytes() { return total_scratch.load(); }
 
@@ -249,6 +354,9 @@ void release_scratch() {
   pthread_once(&created, create_idle_pools);
   std::lock_guard<std::mutex> hold(idle_pools->mutex);
   for (StdThreadPool* pool : idle_pools->pools) pool->release();
+  if (openmp_busy.exchange(true)) return;
+  idle_pools->of_openmp->release();
+  openmp_busy = false;
 }
 
 }  // namespace moe_mk

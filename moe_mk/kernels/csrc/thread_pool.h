@@ -1,8 +1,10 @@
 // A pool of threads with scratch memory, used by one call at a time.
 // Concurrent calls get different pools (re-entrant); after fork() the child starts without pools, as it has no threads.
+// The threads of one call at a time are those of the process's OpenMP runtime, if it was named (moe_mk_use_openmp).
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 
 #include "kernels.h"
@@ -24,9 +26,11 @@ class ThreadPool {
 };
 
 // Takes an idle thread pool, or creates one, and returns it in the destructor.
+// threads: of the call, as in abi.h; a negative number asks for threads of the pool itself. A lease inside a lease of the same
+// thread is the same pool.
 class ThreadPoolLease {
  public:
-  ThreadPoolLease();
+  explicit ThreadPoolLease(int threads);
   ~ThreadPoolLease();
   ThreadPoolLease(const ThreadPoolLease&) = delete;
   ThreadPoolLease& operator=(const ThreadPoolLease&) = delete;
@@ -34,7 +38,12 @@ class ThreadPoolLease {
 
  private:
   ThreadPool* pool_;
+  const bool inner_;
 };
+
+// The functions of abi.h.
+void use_openmp(void* start, void* end, void* thread_num, void* in_parallel, void* max_threads);
+int64_t pool_calls(bool on_openmp);
 
 size_t scratch_bytes();
 void release_scratch();

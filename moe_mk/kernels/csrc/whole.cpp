@@ -5,7 +5,7 @@
 #include <new>
 #include <vector>
 
-#include "abi.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -59,6 +59,7 @@ int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens,
   route.num_tokens = num_tokens;
   route.x_stride = route.hidden;
   route.threads = threads;
+  moe_mk::ThreadPoolLease pool(threads);
   const int32_t routed = moe_mk_route(&route);
   if (routed != kOk) return routed;
   if (!place_and_count(*layer, route.ids, choices, false, load, slots.data())) return kBadId;

@@ -31,7 +31,7 @@
                                                                           # cpu_route, cpu_quantize_1x128
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 
-`threads` is an argument of every function; results do not depend on it.
+`threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).
 """
 
 from __future__ import annotations
@@ -82,3 +82,6 @@ from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
 from moe_mk.kernels.native.selfcheck import loaded as loaded
 from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
+from moe_mk.kernels.native.threads import Threads as Threads
+from moe_mk.kernels.native.threads import described as described
+from moe_mk.kernels.native.threads import engine_runtime as engine_runtime

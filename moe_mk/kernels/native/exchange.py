@@ -326,7 +326,7 @@ class ExchangeCalls:
         call.ids, call.weights = ids_TK.data_ptr(), weights_TK.data_ptr()
         call.token_of, call.epoch = self.exchange.token_of(tokens), epoch % EPOCHS
         moved = tokens * self._form.value_bytes
-        call.threads = 1 if moved < BYTES_FOR_THREADS else torch.get_num_threads()
+        call.threads = 1 if moved < BYTES_FOR_THREADS else self.exchange.native.threads(torch.get_num_threads())
         self._call("exchange_dispatch", self._send_at)
         return self.exchange.counts[:] if call.sent else None
 
@@ -376,7 +376,8 @@ class ExchangeCalls:
         y_TH = torch.empty((tokens, self._hidden), dtype=self._dtype, device="cpu")
         call.token_of, call.own, call.out, call.num_tokens = self._send.token_of, own, y_TH.data_ptr(), tokens
         call.epoch, call.microseconds = epoch % EPOCHS, microseconds
-        call.threads = 1 if tokens * self._row_bytes < BYTES_FOR_THREADS else torch.get_num_threads()
+        small = tokens * self._row_bytes < BYTES_FOR_THREADS
+        call.threads = 1 if small else exchange.native.threads(torch.get_num_threads())
         exchange.epoch = epoch
         if not self._call("exchange_collect", self._add_up_at):
             self.sums_begin_at(wait())  # loaded and checked by wait; the kernel does not load them again
@@ -440,7 +441,7 @@ def add_rows(
     call = CAddUp(
         token_of=place_PR.data_ptr(), counts=addressof(counts), firsts=addressof(firsts), out=out_RH.data_ptr(),
         num_tokens=len(out_RH), columns=out_RH.shape[1], row_type=ROW_TYPES[out_RH.dtype],
-        threads=1 if small else torch.get_num_threads(), isa=int(native.isa_or_best(isa)),
+        threads=1 if small else native.threads(torch.get_num_threads()), isa=int(native.isa_or_best(isa)),
     )  # fmt: skip
     native.call("exchange_add_up", byref(windows), byref(call))
     return out_RH

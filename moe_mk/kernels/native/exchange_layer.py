@@ -138,7 +138,7 @@ class ExchangeLayer:
         if tokens > self._tokens:
             self._make_room_for_tokens(tokens)
         ids, weights = (None, None) if routing is None else (routing[0].data_ptr(), routing[1].data_ptr())
-        load = None if load_E is None else load_E.data_ptr()
+        load, threads = None if load_E is None else load_E.data_ptr(), self._native.threads(threads)
         self.exchange.epoch = epoch
         return self._begin(
             self._at, x_TH.data_ptr(), tokens, load, ids, weights, out_TH.data_ptr(), threads, epoch % EPOCHS,

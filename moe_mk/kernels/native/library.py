@@ -16,9 +16,10 @@ from pathlib import Path
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, usable_library
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
+from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 
 class Isa(IntEnum):
@@ -125,6 +126,8 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "advise_huge": (c_int32, (c_void_p, c_int64)),
     "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, c_int32, POINTER(c_uint64))),
     "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),
+    "use_openmp": (None, (c_void_p,) * 5),
+    "pool_calls": (c_int64, (c_int32,)),
     "scratch_bytes": (c_int64, ()),
     "release_scratch": (None, ()),
     **EXCHANGE_SIGNATURES,
@@ -139,6 +142,16 @@ class Native:
     functions: Mapping[str, Callable[..., int]]
     isas: tuple[Isa, ...]
     refused: Mapping[Isa, str]
+    own_threads: bool = False
+    """Whether calls use threads of the kernels where they could use those of torch."""
+
+    def threads(self, count: int) -> int:
+        """A number of threads as the kernels read it."""
+        return -count if self.own_threads else count
+
+    def calls_on(self, *, engine: bool) -> int:
+        """How many calls of this process used the threads of torch, or those of the kernels."""
+        return self.functions["pool_calls"](int(engine))
 
     @property
     def best(self) -> Isa:
@@ -194,6 +207,8 @@ def open_library(path: Path) -> dict[str, Callable[..., int]]:
     version = functions["abi_version"]()
     if version != ABI_VERSION:
         raise UnsupportedError(f"the compiled kernels {path} speak interface {version}, not {ABI_VERSION}")
+    if isinstance(runtime := engine_runtime(), Runtime):
+        functions["use_openmp"](*runtime.functions)
     return functions
 
 

@@ -132,7 +132,7 @@ def pack_slot(
             int(layout.block_type),
             packed.values_LB[slot].data_ptr(),
             packed.scales_LX[slot].data_ptr(),
-            threads,
+            native.threads(threads),
             ctypes.byref(num_nans),
         )
         _expect_finite(num_nans.value, layout.block_type.name, name)
@@ -146,7 +146,7 @@ def pack_slot(
         layout.num_inputs,
         int(layout.format),
         packed.values_LB[slot].data_ptr(),
-        threads,
+        native.threads(threads),
         ctypes.byref(num_nans),
     )
     if num_nans.value:
@@ -240,7 +240,7 @@ def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int
             layout.num_outputs,
             layout.num_inputs,
             int(layout.block_type),
-            threads,
+            native.threads(threads),
         )
         return tuple(targets)
     native.call(
@@ -252,7 +252,7 @@ def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int
         layout.num_outputs,
         layout.num_inputs,
         int(layout.format),
-        threads,
+        native.threads(threads),
     )
     return tuple(targets)
 

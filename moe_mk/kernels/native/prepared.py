@@ -56,7 +56,7 @@ class RouteCall:
         call = CRoute.from_buffer_copy(self._block)
         call.x, call.num_tokens, call.x_stride = x_TH.data_ptr(), tokens, x_TH.stride(0)
         call.ids, call.weights, call.logits = ids_TK.data_ptr(), weights_TK.data_ptr(), logits_TE.data_ptr()
-        call.threads = threads
+        call.threads = self._native.threads(threads)
         status = self._function(ctypes.byref(call))
         if status != Status.OK:
             self._native.check("route", status)
@@ -135,7 +135,7 @@ class ExpertsCall:
         x_RH, ids_RK = x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous(), ids_RK.contiguous()
         call = CExperts.from_buffer_copy(self._block)
         call.x, call.ids, call.out = x_RH.data_ptr(), ids_RK.data_ptr(), out_RH.data_ptr()
-        call.num_rows, call.top_k, call.threads = rows, ids_RK.shape[1], threads
+        call.num_rows, call.top_k, call.threads = rows, ids_RK.shape[1], self._native.threads(threads)
         call.x_stride, call.out_stride = x_RH.stride(0), out_RH.stride(0)
         call.out_f32 = out_RH.dtype == torch.float32
         if weights_RK is not None:
@@ -292,6 +292,7 @@ class FusedLayer:
         out_TH = torch.empty_like(x_TH)
         ids, weights = (None, None) if routing is None else (routing[0].data_ptr(), routing[1].data_ptr())
         x, load, out = x_TH.data_ptr(), load_E.data_ptr(), out_TH.data_ptr()
+        threads = self._held[0].threads(threads)
         status = self._function(self._at, x, x_TH.shape[0], load, ids, weights, out, threads)
         if status != Status.OK:
             self._held[0].check("layer", status)
@@ -316,6 +317,7 @@ class FusedLayer:
         x, ids, weights, out = x_TH.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), out_TH.data_ptr()
         load, (tokens, top_k) = None if load_E is None else load_E.data_ptr(), ids_TK.shape
         wide = ids_TK.dtype is torch.int64
+        threads = self._held[0].threads(threads)
         status = self._routed(self._at, x, tokens, ids, weights, top_k, wide, skip, load, out, threads)
         if status == Status.BAD_ID:
             raise ShapeError(

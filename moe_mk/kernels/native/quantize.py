@@ -35,7 +35,7 @@ def quantize_1x128(
         int(ue8m0),
         values_TH.data_ptr(),
         scales_TX.data_ptr(),
-        threads,
+        native.threads(threads),
         int(native.isa_or_best(isa)),
     )
     return values_TH, scales_TX
@@ -47,5 +47,5 @@ def count_nans(native: Native, codes: torch.Tensor, *, threads: int = 1, isa: Is
         raise ShapeError(f"codes are {codes.dtype}, strides {codes.stride()}; expected dense float8_e4m3fn or uint8")
     found = ctypes.c_int64(0)
     chosen = int(native.isa_or_best(isa))
-    native.call("count_nans", codes.data_ptr(), codes.numel(), threads, chosen, ctypes.byref(found))
+    native.call("count_nans", codes.data_ptr(), codes.numel(), native.threads(threads), chosen, ctypes.byref(found))
     return found.value

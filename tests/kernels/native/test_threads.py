@@ -1,23 +1,198 @@
-"""Native threads may be moved to another processor when they wake up, and keep the processors they may use."""
+"""Native calls run on the OpenMP threads of torch or on their own: the same bits on both, and nothing waits forever.
+
+Own threads may be moved to another processor when they wake up, and keep the processors they may use.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Native, experts_rows
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import load_config
+from moe_mk.experts.cpu_native import experts as cpu_native
+from moe_mk.external.device import profile_here
+from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native, described, engine_runtime, experts_rows
+from moe_mk.kernels.native.threads import Runtime
+from moe_mk.quant.plain import BF16
 from tests.kernels.native.layers import Layer, Storage, batch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are moved on Linux only")
 
 THREADS = 3
+Call = Callable[[int], Tensor]
+"""A call with a number of threads."""
+
+
+def prepared(native: Native) -> tuple[Call, Tensor]:
+    """A call, and what it returns on one thread."""
+    w13, w2 = Layer(4, 192, 288, Storage.FP8).pack(native)
+    x_RH, ids_RK, weights_RK = batch(19, 192, 4, 3)
+    call = ExpertsCall(native, w13, w2, None, ExpertsMode())
+    return lambda threads: call(x_RH, None, ids_RK, weights_RK, None, threads), experts_rows(
+        native, x_RH, ids_RK, weights_RK, w13, w2, threads=1
+    )
+
+
+@pytest.fixture
+def on_engine(native: Native) -> Native:
+    """Calls of this thread run on torch's OpenMP threads."""
+    if isinstance(reason := engine_runtime(), str):
+        pytest.skip(reason)
+    call, _ = prepared(native)
+    for _ in range(70):  # the calls of earlier tests came from another thread
+        call(2)
+    before = native.calls_on(engine=True)
+    call(2)
+    assert native.calls_on(engine=True) == before + 1
+    return native
+
+
+def test_calls_have_the_same_bits_on_any_threads(on_engine: Native) -> None:
+    (call, wanted), (own, _) = prepared(on_engine), prepared(replace(on_engine, own_threads=True))
+    chance, before = random.Random(5), torch.get_num_threads()
+    before_own, num_own = on_engine.calls_on(engine=False), 0
+    try:
+        for _ in range(60):
+            torch.set_num_threads(chance.randint(1, 3))  # regions of other sizes between the calls
+            torch.ones(40_000).sin()
+            run, threads = chance.choice((call, own)), chance.randint(2, 5)
+            num_own += run is own
+            assert torch.equal(run(threads), wanted)
+    finally:
+        torch.set_num_threads(before)
+    assert on_engine.calls_on(engine=False) - before_own == num_own
+
+
+def test_one_of_several_calls_at_once_has_the_engine_threads(on_engine: Native) -> None:
+    call, wanted = prepared(on_engine)
+    with ThreadPoolExecutor(3) as callers:
+        found = list(callers.map(lambda _: [call(THREADS) for _ in range(30)], range(3)))
+    assert all(torch.equal(each, wanted) for some in found for each in some)
+
+
+def test_another_thread_takes_the_engine_threads_when_the_first_stops_calling(on_engine: Native) -> None:
+    call, wanted = prepared(on_engine)
+    seen: list[int] = []
+
+    def serve() -> None:
+        for _ in range(80):
+            before = on_engine.calls_on(engine=True)
+            assert torch.equal(call(2), wanted)
+            seen.append(on_engine.calls_on(engine=True) - before)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    server.join(60)
+    assert seen == [0] * 64 + [1] * 16
+
+
+def test_a_call_inside_a_parallel_region_uses_own_threads(on_engine: Native) -> None:
+    call, wanted = prepared(on_engine)
+    runtime = engine_runtime()
+    assert isinstance(runtime, Runtime)
+    parallel = ctypes.CDLL(runtime.path).GOMP_parallel
+    found: list[Tensor] = []
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(call(THREADS)))
+    before = on_engine.calls_on(engine=True)
+    parallel(region, None, 2, 0)
+    assert len(found) == 2 and all(torch.equal(each, wanted) for each in found)
+    assert on_engine.calls_on(engine=True) == before
+
+
+def test_a_forked_process_uses_own_threads(on_engine: Native) -> None:
+    call, wanted = prepared(on_engine)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        before = on_engine.calls_on(engine=True)
+        right = all(torch.equal(call(THREADS), wanted) for _ in range(3))
+        told = "fork" in described()
+        os._exit(0 if right and told and on_engine.calls_on(engine=True) == before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(call(THREADS), wanted)
+
+
+def call_until_interrupted(call: Call, seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    while True:
+        call(THREADS)
+
+
+def test_calls_go_on_after_interrupts(on_engine: Native) -> None:
+    call, wanted = prepared(on_engine)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                call_until_interrupted(call, 0.001 + 0.0007 * number)
+            assert torch.equal(call(THREADS), wanted)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+LIMITED = """
+import ctypes, os, shutil, sys
+import torch
+from moe_mk.kernels.native.threads import engine_runtime
+runtime = engine_runtime()
+for number, mode in enumerate((ctypes.RTLD_LOCAL, ctypes.RTLD_GLOBAL)):
+    copy = shutil.copy(runtime.path, f"{sys.argv[1]}/libgomp-{number}.so.1.0.0")
+    other = ctypes.CDLL(copy, mode=mode)
+engine_runtime.__globals__["_runtime"].cache_clear()
+assert engine_runtime() == runtime
+torch.set_num_threads(3)
+max_threads = ctypes.CFUNCTYPE(ctypes.c_int)(runtime.functions[-1])
+assert max_threads() == 3 and other.omp_get_max_threads() != 3, (max_threads(), other.omp_get_max_threads())
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from moe_mk.kernels.native import compile_and_open
+from tests.kernels.native.test_threads import prepared
+native = compile_and_open()
+call, wanted = prepared(native)
+for threads in (2, 3, 5):
+    assert torch.equal(call(threads), wanted)
+    torch.ones(40_000).sin()
+print(native.calls_on(engine=True))
+"""
+
+
+def test_limits_of_the_process_and_other_copies_of_the_runtime(on_engine: Native, tmp_path: Path) -> None:
+    """A second and a third libgomp, two threads allowed, threads bound to processors, workers that never sleep."""
+    limits = {"OMP_THREAD_LIMIT": "2", "OMP_PROC_BIND": "true", "OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "2"}
+    command, environment = [sys.executable, "-c", LIMITED, str(tmp_path)], os.environ | limits
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3"]
+
+
+def test_a_pinned_engine_that_is_not_there_is_a_reason_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(
+        load_config("deepseek_v3").with_(threads="engine"), profile_here(torch.device("cpu")), BF16, 1,
+        frozenset({"c++"}), frozenset(),
+    )  # fmt: skip
+    assert not cpu_native.CpuNativeExperts.reasons_against(problem)
+    monkeypatch.setattr(cpu_native, "engine_runtime", lambda: "torch is built without OpenMP")
+    reasons = list(map(str, cpu_native.CpuNativeExperts.reasons_against(problem)))
+    assert len(reasons) == 1 and "kernel.threads = engine: torch is built without OpenMP" in reasons[0], reasons
 
 
 def workers() -> list[int]:
@@ -26,8 +201,9 @@ def workers() -> list[int]:
     return [int(task.name) for task in tasks.iterdir() if (task / "comm").read_text().strip() == "moe_mk"]
 
 
-def calls(native: Native, number: int) -> list[Tensor]:
-    """The same call again and again; before each one the threads fall asleep."""
+def own_calls(native: Native, number: int) -> list[Tensor]:
+    """The same call again and again on own threads; before each one they fall asleep."""
+    native = replace(native, own_threads=True)
     w13, w2 = Layer(4, 192, 288, Storage.FP8).pack(native)
     made = []
     for _ in range(number):
@@ -47,21 +223,21 @@ def processors() -> Iterator[set[int]]:
 
 def test_threads_may_use_the_same_processors_after_calls(native: Native, processors: set[int]) -> None:
     torch.manual_seed(0)
-    calls(native, 20)
+    own_calls(native, 20)
     assert len(workers()) >= THREADS - 1
     assert all(os.sched_getaffinity(worker) == processors for worker in workers())
 
 
 def test_threads_that_the_user_has_bound_stay_where_they_are(native: Native, processors: set[int]) -> None:
-    calls(native, 1)
+    own_calls(native, 1)
     own = min(processors)
     for thread in (0, *workers()):  # all of them on the processor of the caller: there is no other one
         os.sched_setaffinity(thread, {own})
     torch.manual_seed(0)
-    bound = calls(native, 10)
+    bound = own_calls(native, 10)
     assert all(os.sched_getaffinity(thread) == {own} for thread in (0, *workers()))
 
     for thread in (0, *workers()):
         os.sched_setaffinity(thread, processors)
     torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(bound, calls(native, 10), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bound, own_calls(native, 10), strict=True))
