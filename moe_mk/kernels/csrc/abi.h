@@ -125,7 +125,7 @@ int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32
 int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);
 // Names the OpenMP runtime of this process's other operators by its functions GOMP_parallel_start,
 // GOMP_parallel_end, omp_get_thread_num, omp_in_parallel and omp_get_max_threads. Calls then run on its threads, except calls with a negative number of threads,
-// calls inside a parallel region, beside another call or from another thread than the last ones, and calls after a fork.
+// calls inside a parallel region, during another call or from another thread than the last ones, and calls after a fork.
 void moe_mk_use_openmp(void* start, void* end, void* thread_num, void* in_parallel, void* max_threads);
 // How many calls have run on the threads of OpenMP, or on other ones.
 int64_t moe_mk_pool_calls(int32_t on_openmp);

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "exchange.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -146,7 +147,9 @@ int32_t moe_mk_exchange_layer(MoeMkExchangeLayer* call, const void* x, int64_t n
   return status;
 }
 
+// One lease for all stages: its threads sleep while this rank waits for peers, those of OpenMP would spin between regions.
 int32_t moe_mk_exchange_layer_resume(MoeMkExchangeLayer* call, int32_t first, int32_t stop) {
+  moe_mk::ThreadPoolLease pool(call->threads);
   for (call->stage = first; call->stage < stop; ++call->stage) {
     if (call->stage == kReceiveRows && !has_room(*call)) return kOk;
     if (const int32_t status = run_stage(*call); status != kOk) return status;

@@ -107,7 +107,7 @@ OpenMp openmp{};
 std::atomic<bool> has_openmp{false}, openmp_busy{false};
 std::atomic<int64_t> calls_on[2];  // threads of pools, threads of OpenMP
 
-// A region of a second thread would create a second team of workers beside those of the thread that runs the operators. So
+// A region of a second thread would create a second team of workers, in addition to that of the thread that runs the operators. So
 // OpenMP serves one thread; another one takes its place after this many calls in which that thread made none.
 constexpr int kCallsOfOthers = 64;
 std::atomic<pthread_t> openmp_caller{};

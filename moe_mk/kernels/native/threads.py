@@ -67,7 +67,7 @@ def _runtime() -> Runtime | str:
     The linker prefers global symbols, so a preloaded runtime precedes the one that libtorch_cpu depends on. Copies that
     other packages load later do not count, even with global symbols: those of libtorch_cpu are bound by then.
     """
-    if not torch.backends.openmp.is_available():
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return "torch is built without OpenMP"
     process = ctypes.CDLL(None)
     try:

@@ -121,8 +121,8 @@ def test_a_forked_process_uses_own_threads(on_engine: Native) -> None:
         signal.alarm(30)
         before = on_engine.calls_on(engine=True)
         right = all(torch.equal(call(THREADS), wanted) for _ in range(3))
-        told = "fork" in described()
-        os._exit(0 if right and told and on_engine.calls_on(engine=True) == before else 1)
+        stated = "fork" in described()
+        os._exit(0 if right and stated and on_engine.calls_on(engine=True) == before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(call(THREADS), wanted)
 
