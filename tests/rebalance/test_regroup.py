@@ -37,6 +37,8 @@ def test_disagreements_are_listed_by_rank() -> None:
     assert disagreements([state(member, agreed, layers="a") for member in agreed]) == []
     found = disagreements([state(0, agreed, layers="a"), state(None, agreed, layers="b"), state(2, agreed)])
     assert found == ["layers of rank 0: a", "layers of rank 1: b", "layers of rank 2: (nothing)"]
+    found = disagreements([state(member, agreed, layers=of) for member, of in zip(agreed, "aab", strict=True)])
+    assert found == ["layers of rank 0: a", "layers of rank 1: a", "layers of rank 2: b"]
     found = disagreements([state(2, agreed), state(None, agreed), state(0, agreed, "a problem")])
     assert found == ["rank 2: a problem"]
     found = disagreements([state(2, agreed), state(None, agreed), state(0, agreed)])

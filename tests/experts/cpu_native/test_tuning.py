@@ -182,6 +182,13 @@ def test_gains_below_the_margin_keep_the_built_in_cut_over(cut_over: CutOver) ->
         assert measured_anew(cut_over, crossing, gain=0.01).tuning == Tuning(), crossing
 
 
+def test_a_built_in_cut_over_between_two_measured_numbers_of_rows_is_kept() -> None:
+    # Measured at 64, 128 and 200 rows. The second kernel that is faster at 128 becomes so at some number from 65 on.
+    between = replace(STREAMED, built_in=100, rows=(64, 128, 200))
+    found = {crossing: measured_anew(between, crossing).rows for crossing in (64, 128, 200, 201)}
+    assert found == {64: 64, 128: 100, 200: 200, 201: 201}
+
+
 def test_a_second_kernel_that_is_never_faster_is_not_used_where_it_was_measured() -> None:
     assert measured_anew(PANELS, 1000).tuning == Tuning()  # the built-in cut-over is above all of them
     of_bf16 = cut_over_of(Isa.AVX512_BF16, Format.BF16, ExpertsMode())
