@@ -2,7 +2,8 @@
 
 Key names as of transformers 5.23 configurations of DeepSeek V2, V3 and V4, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and
 gpt-oss. The first layers of DeepSeek-V4 have the sizes of the others and choose experts by token id: `router.hashed`.
-A key that is absent or null has the default of the family's class; what no table of `config.keys` lists is refused.
+A key that is absent or null has the default of the family's class, except scale and groups, which models of one family
+have different values of; what no table of `config.keys` lists is refused.
 """
 
 from __future__ import annotations
@@ -178,9 +179,14 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
         values = [str(value).removeprefix("torch.") for value in found.values()]
         if len(set(values)) > 1:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
-    for key in ("n_group", "topk_group"):
-        if key in hf and hf[key] is None and DEFAULTS[family][key] != 1:
+    for key, other in (("n_group", "topk_group"), ("topk_group", "n_group"), ("routed_scaling_factor", "")):
+        default = DEFAULTS[family][key]
+        if key not in _READ[family] or hf.get(key) is not None:
+            continue
+        if key in hf and other and default != 1:
             problems.append(f"{key} is null, and {family} has groups; state 1 for none")
+        elif key not in hf and (not other or default != 1 or hf.get(other) is not None):
+            problems.append(f"{key} is absent, which every {family} states; its class has {default}")
     method = hf.get("topk_method")
     if method is None and family in SOFTMAX_GROUPED and hf.get("n_group") not in (None, 1):
         problems.append(f"n_group is {hf['n_group']!r} and topk_method is absent: state group_limited_greedy or greedy")

@@ -210,6 +210,11 @@ def test_null_is_none_for_shared_experts_and_no_statement_about_groups() -> None
     assert read(full("deepseek_v3", n_shared_experts=None)).model.num_shared_experts == 0
     with pytest.raises(ConfigError, match=r"n_group is null, and deepseek_v3 has groups; state 1 for none"):
         read(full("deepseek_v3", n_group=None))
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):
+        with pytest.raises(ConfigError, match=f"{key} is absent, which every kimi_k2 states"):
+            read({k: v for k, v in full("kimi_k2").items() if k != key})
+    without = {k: v for k, v in full("glm4_moe").items() if k not in ("n_group", "topk_group")}
+    assert read(without) == read(full("glm4_moe"))
     grouped_v2 = {k: v for k, v in full("deepseek_v2", n_group=8, topk_group=3).items() if k != "topk_method"}
     with pytest.raises(ConfigError, match="n_group is 8 and topk_method is absent"):
         read(grouped_v2)
