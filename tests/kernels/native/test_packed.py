@@ -18,7 +18,7 @@ from moe_mk.kernels.native import (
     unpack_scales,
     unpack_slot,
 )
-from tests.kernels.native.layers import Storage
+from tests.kernels.native.layers import Storage, spaced
 
 FP8 = torch.float8_e4m3fn
 
@@ -167,6 +167,33 @@ def test_whole_blocks_take_exactly_the_bytes_of_the_checkpoint(native: Native) -
 def test_packed_memory_starts_on_a_huge_page(native: Native) -> None:
     packed = allocate(native, MatrixLayout(64, 64, True, Format.FP8), 2)
     assert packed.values_LB.data_ptr() % (2 << 20) == 0
+
+
+@pytest.mark.parametrize("storage", [Storage.BF16, Storage.FP8, Storage.INT8, Storage.MXFP4, Storage.NVFP4])
+def test_strides_of_every_source_are_read(native: Native, storage: Storage) -> None:
+    # Gate and up apart in memory in different ways, and their scales: the packed bytes are those of dense sources.
+    layout = MatrixLayout(48, 256, True, storage.format, by_output=storage.by_output)
+    halves = [storage.scheme.quantize(torch.randn(48, 256)) for _ in range(2)]
+    values = [q.values for q in halves]
+    scales = [q.scales for q in halves if q.scales is not None]
+    above = tuple(q.global_scale for q in halves if q.global_scale is not None)
+    packed = [allocate(native, layout, 1) for _ in range(5)]
+    pack_slot(native, packed[0], 0, tuple(values), tuple(scales), above=above)
+    for made, (gate, up) in zip(packed[1:], ((True, True), (True, False), (False, None), (None, True)), strict=True):
+        sources, grids = (
+            tuple(
+                each if columns is None else spaced(each.view(torch.uint8), columns=columns).view(each.dtype)
+                if each.element_size() == 1 else spaced(each, columns=columns)
+                for each, columns in zip(parts, (gate, up), strict=bool(parts))
+            )
+            for parts in (values, scales)
+        )  # fmt: skip
+        pack_slot(native, made, 0, sources, grids, above=above)
+        assert torch.equal(made.values_LB, packed[0].values_LB)
+        for one, other in zip(
+            (made.scales_LX, made.output_scales_LX), (packed[0].scales_LX, packed[0].output_scales_LX), strict=True
+        ):
+            assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_strided_shards_are_packed_without_a_copy_of_the_whole(native: Native) -> None:
