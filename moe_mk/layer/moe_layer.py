@@ -48,6 +48,7 @@ from moe_mk.layer.placement_state import (
 from moe_mk.layer.report import MemoryReport, RunReport, memory_report, run_report
 from moe_mk.layer.settings import (
     decide,
+    expect_calibrated,
     expert_map_of,
     for_ranks,
     hash_router_of,
@@ -301,6 +302,7 @@ class MoELayer(nn.Module):
         self, source: TensorSource, layer: int, *, prefix: str | None = None, on_progress: Progress | None = None
     ) -> Self:
         """Load from any source of tensors."""
+        expect_calibrated(self.decision, source, layer, prefix)
         weights = load_layer(
             source,
             layer,

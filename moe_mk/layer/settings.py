@@ -30,6 +30,7 @@ from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS
+from moe_mk.weights.source import TensorSource
 
 
 def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decision:
@@ -117,6 +118,18 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
     else:
         found = {"input_scale": scales.tokens, "hidden_scale": scales.hidden}
     return config.with_(quant={**quant.model_dump(), **found})
+
+
+def expect_calibrated(decision: Decision, source: TensorSource, layer: int, prefix: str | None) -> None:
+    """Raise ConfigError where NVFP4 activations would be scaled by 1 although the checkpoint stores input scales."""
+    quant = decision.problem.config.model.quant
+    if quant.weights != "nvfp4" or quant.input_scale is not None or not decision.compute.name.startswith("nvfp4"):
+        return
+    if read_input_scales(source, layer, prefix=prefix) is not None:
+        raise ConfigError(
+            f"layer {layer} of {source.where} has calibrated input scales, which the settings do not hold: build the "
+            "layer by DeepseekV3MoE.from_checkpoint, or state quant.input_scale or kernel.activations='plain'"
+        )
 
 
 def with_sizes(config: MoEConfig, sizes: Mapping[str, int]) -> MoEConfig:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError, WeightError
@@ -138,6 +138,11 @@ def test_nvfp4_without_input_scales_is_weight_only_and_never_scaled_by_one(
     assert stated(config.with_(activations="plain"), tmp_path, 3) == config.with_(activations="plain")
     scaled = config.with_(quant={**config.model.quant.model_dump(), "input_scale": 0.5})
     assert stated(scaled, tmp_path, 3) == scaled
+    held = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+    held |= {n.replace(".weight_scale_2", ".input_scale"): t for n, t in held.items() if n.endswith("weight_scale_2")}
+    with pytest.raises(ConfigError, match="has calibrated input scales, which the settings do not hold"):
+        MoELayer(config.with_(experts="reference", activations="checkpoint")).load_weights(held, 3, prefix=PREFIX)
+    MoELayer(scaled.with_(experts="reference", activations="checkpoint")).load_weights(held, 3, prefix=PREFIX)
 
 
 def test_a_block_of_prediction_gives_way_and_is_reached_by_its_prefix(
