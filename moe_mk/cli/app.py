@@ -13,6 +13,8 @@ import typer
 from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.options import (
+    MODEL_NAMES,
+    PROFILE_NAMES,
     AllowEmulated,
     AsJson,
     Device,
@@ -61,7 +63,7 @@ def run(
     checkpoint: Annotated[
         Path, typer.Argument(help="a checkpoint folder in the official layout, with its config.json")
     ],
-    layer: Annotated[int, typer.Option(help="which layer")] = 3,
+    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
     prefix: Annotated[
         str | None, typer.Option(help="names before experts.0, where several blocks have the layer's number")
     ] = None,
@@ -102,7 +104,7 @@ def run(
     record_trace: Annotated[Path | None, typer.Option(help="write the routing, for place --trace")] = None,
 ) -> int:
     """Run one MoE layer of a checkpoint on N ranks, explain the backends, measure times and verify the output."""
-    from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, tokens_of
+    from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, first_moe_layer, tokens_of
     from moe_mk.cli.plan import plan_run
     from moe_mk.cli.processes import run_ranks
     from moe_mk.cli.run import run_rank
@@ -114,6 +116,7 @@ def run(
 
     dtype_of(dtype)
     expect_checkpoint(checkpoint)
+    layer = first_moe_layer(checkpoint) if layer is None else layer
     world = world_of(ranks, tp)
     overrides = {
         "prepare_finalize": prepare_finalize,
@@ -157,8 +160,15 @@ def run(
 @app.command(cls=ExplainCommand)
 @with_exit_code
 def explain(
-    config: Annotated[str, typer.Argument(help="name of a shipped model, a YAML or JSON file, or a config.json")],
-    device: Annotated[str, typer.Option(help="name of a shipped device profile, or a file")] = "cpu",
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="name of a shipped model, a YAML or JSON file, or a config.json", autocompletion=MODEL_NAMES
+        ),
+    ],
+    device: Annotated[
+        str, typer.Option(help="name of a shipped device profile, or a file", autocompletion=PROFILE_NAMES)
+    ] = "cpu",
     ranks: Annotated[int, typer.Option(min=1, help="expert-parallel size")] = 1,
     nodes: Annotated[int | None, typer.Option(min=1, help="number of nodes; default: by the device profile")] = None,
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: ranks over which experts are sliced")] = 1,

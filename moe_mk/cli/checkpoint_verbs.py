@@ -36,9 +36,10 @@ def make_checkpoint(
     """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4, with seeded random weights."""
     from moe_mk.cli.checkpoints import WriteOrder, make
     from moe_mk.cli.screen import Screen
-    from moe_mk.weights.checkpoint_shape import HASHED, CheckpointShape
+    from moe_mk.weights.checkpoint_shape import HASHED, CheckpointShape, groups_of
 
-    by_id = {} if hash_vocabulary is None else {**HASHED, "hash_vocabulary": hash_vocabulary}
+    hashed = {**HASHED, "hash_vocabulary": hash_vocabulary}
+    routing = groups_of(experts) if hash_vocabulary is None else hashed
     shape = CheckpointShape(
         num_experts=experts,
         hidden_size=hidden,
@@ -46,7 +47,7 @@ def make_checkpoint(
         layers=(layer,),
         quant=quant,
         power_of_two_scales=ue8m0,
-        **by_id,
+        **routing,
     )
     return make(Screen(), WriteOrder(directory, shape, seed, force))
 
@@ -65,6 +66,7 @@ def convert_command(
     return convert(Screen(), ConvertOrder(source, target, to))
 
 
+@checkpoint_verbs.command("inspect", hidden=True)
 @checkpoint_verbs.command("inspect-checkpoint")
 @with_exit_code
 def inspect_checkpoint_command(

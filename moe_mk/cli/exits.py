@@ -95,6 +95,8 @@ def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
             code = print_error(error)
         except KeyboardInterrupt:
             code = INTERRUPTED
+            if (place := environment.launched()) is None or place.rank == 0:
+                sys.stderr.write("moe-mk: interrupted\n")
         raise typer.Exit(code or OK)
 
     return run

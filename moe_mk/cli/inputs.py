@@ -18,6 +18,7 @@ from moe_mk.files import expect_small_header
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 from moe_mk.trace.foreign import read_npy
+from moe_mk.weights.inspect import inspect_checkpoint
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -134,6 +135,15 @@ def expect_checkpoint(path: Path) -> None:
         raise ConfigError(
             f"{path} does not exist; name a checkpoint folder, or write one: moe-mk make-checkpoint {path}"
         )
+
+
+def first_moe_layer(path: Path) -> int:
+    """The first layer of a checkpoint that has experts; reads headers only. Raises ConfigError if there is none."""
+    expect_checkpoint(path)
+    numbers = [each.layer for each in inspect_checkpoint(path).layers if each.layer is not None]
+    if not numbers:
+        raise ConfigError(f"{path} has no MoE layer; moe-mk inspect-checkpoint {path} lists its contents")
+    return min(numbers)
 
 
 def tokens_of(text: str) -> tuple[int, ...]:

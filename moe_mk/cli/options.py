@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from moe_mk.cli.words import EXPERTS, TRANSPORTS
 from moe_mk.errors import ConfigError
 
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
-PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
-Experts = Annotated[str, typer.Option("--experts", "--experts-backend", help="pin the experts backend")]
+
+def shipped(folder: str) -> list[str]:
+    """Names of the shipped files of `configs/models` or `configs/devices`, as in `config.shipped`, without torch."""
+    package = Path(__file__).resolve().parents[1]
+    return sorted(
+        path.stem for base in (package, package.parent) for path in (base / "configs" / folder).glob("*.yaml")
+    )
+
+
+def completing(names: Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of a word."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return offered
+
+
+TRANSPORT_NAMES = completing(lambda: ["auto", *TRANSPORTS.split(", ")])
+EXPERTS_NAMES = completing(lambda: ["auto", *EXPERTS.split(", ")])
+BACKEND_NAMES = completing(lambda: [*TRANSPORTS.split(", "), *EXPERTS.split(", ")])
+MODEL_NAMES = completing(lambda: shipped("models"))
+PROFILE_NAMES = completing(lambda: shipped("devices"))
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N", autocompletion=completing(lambda: ["cpu", "cuda"]))]
+PrepareFinalize = Annotated[
+    str, typer.Option("--prepare-finalize", help="pin the transport", autocompletion=TRANSPORT_NAMES)
+]
+Experts = Annotated[
+    str,
+    typer.Option("--experts", "--experts-backend", help="pin the experts backend", autocompletion=EXPERTS_NAMES),
+]
 AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Settings = Annotated[

@@ -25,6 +25,7 @@ class Screen:
 
     def fact(self, label: str, text: str | Text, width: int = LABEL) -> None:
         """Print one labelled line, wrapped on a terminal. Undecodable characters, as in file names, are escaped."""
+        width = max(width, len(label) + 1)
         if isinstance(text, str):
             text = text.encode("utf-8", "backslashreplace").decode("utf-8")
             columns = self.console.width if self.console.is_terminal else None

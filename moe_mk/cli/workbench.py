@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from moe_mk.cli.exits import with_exit_code
-from moe_mk.cli.options import AllowEmulated, AsJson, Device, Experts, PrepareFinalize, Settings, settings_of
+from moe_mk.cli.options import (
+    BACKEND_NAMES,
+    EXPERTS_NAMES,
+    AllowEmulated,
+    AsJson,
+    Device,
+    Experts,
+    PrepareFinalize,
+    Settings,
+    settings_of,
+)
 from moe_mk.cli.words import FORMATS
 
 workbench = typer.Typer()
@@ -19,7 +29,7 @@ LARGEST = 2**31 - 1
 @workbench.command("certify")
 @with_exit_code
 def certify_command(
-    name: Annotated[str, typer.Argument(help="a transport or an experts backend")],
+    name: Annotated[str, typer.Argument(help="a transport or an experts backend", autocompletion=BACKEND_NAMES)],
     out: Annotated[Path | None, typer.Option(help="file of the certificate; default NAME.certificate.json")] = None,
     modules: Annotated[list[str] | None, typer.Option("--import", help="import this module first")] = None,
     against: Annotated[Path | None, typer.Option(help="a certificate whose digests must be equal")] = None,
@@ -75,7 +85,7 @@ def chaos_command(
 @with_exit_code
 def bench_command(
     checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; default: a random layer")] = None,
-    layer: Annotated[int, typer.Option(help="which layer")] = 3,
+    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
     num_experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
     hidden: Annotated[int, typer.Option(help="hidden size of the random layer")] = 1024,
     intermediate: Annotated[int, typer.Option(help="intermediate size of the random layer")] = 512,
@@ -99,13 +109,21 @@ def bench_command(
 ) -> int:
     """Measure every stage of a layer over several batch sizes, for the selected pair or a pinned one."""
     from moe_mk.cli.bench import BenchOrder, bench, sizes_of
+    from moe_mk.cli.inputs import first_moe_layer
     from moe_mk.cli.screen import Screen
     from moe_mk.cli.world import world_of
-    from moe_mk.weights.checkpoint_shape import CheckpointShape
+    from moe_mk.weights.checkpoint_shape import CheckpointShape, groups_of
 
     world = world_of(ranks, tp)
+    if layer is None:
+        layer = 3 if checkpoint is None else first_moe_layer(checkpoint)
     shape = CheckpointShape(
-        num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, layers=(layer,), quant=quant
+        num_experts=num_experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        layers=(layer,),
+        quant=quant,
+        **groups_of(num_experts),
     )
     pins = {"prepare_finalize": prepare_finalize, "experts": experts, "allow_emulated": allow_emulated}
     pins |= settings_of(settings)
@@ -118,7 +136,7 @@ def bench_command(
 @workbench.command("tune")
 @with_exit_code
 def tune_command(
-    experts: Annotated[str, typer.Argument(help="an experts backend")],
+    experts: Annotated[str, typer.Argument(help="an experts backend", autocompletion=EXPERTS_NAMES)],
     hidden: Annotated[int, typer.Option(min=1, help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(min=1, help="intermediate size of an expert")] = 2048,
     slots: Annotated[int, typer.Option(min=1, help="physical experts of a rank")] = 8,

@@ -203,6 +203,14 @@ class CheckpointShape:
         return [f"{what}. Use {', or '.join(hints)}"]
 
 
+def groups_of(num_experts: int, top_k: int = 8) -> dict[str, Any]:
+    """The arguments of a `CheckpointShape` for a number of experts: DeepSeek-V3's 8 groups, or the most that fit."""
+    top_k = max(1, min(top_k, num_experts))
+    fit = [g for g in range(1, 9) if _groups_fit(num_experts, g, min(g, 4), top_k)]
+    groups = max(fit, default=1)
+    return {"num_groups": groups, "top_k_groups": min(groups, 4), "top_k": top_k}
+
+
 def _groups_fit(num_experts: int, num_groups: int, top_k_groups: int, top_k: int) -> bool:
     size, rest = divmod(num_experts, num_groups)
     return rest == 0 and (size >= 2 or num_groups == 1) and top_k_groups <= num_groups and top_k_groups * size >= top_k

@@ -16,15 +16,17 @@ import pytest
 import typer
 
 from moe_mk.cli import app, words
+from moe_mk.experts.base import EXPERTS
 from moe_mk.plan.exchange import WIRES
 from moe_mk.plan.layouts import Strategy
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.weights.checkpoint_shape import FORMATS
 from moe_mk.weights.convert import TARGETS
 from tests.cli.conftest import Invoke
 
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
-    *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
+    *"run explain place doctor schema make-checkpoint convert inspect-checkpoint inspect".split(),
     *"certify chaos bench tune compile bisect demo waits".split(),
     *(f"plan {verb}" for verb in "exchange tables held-out relay volumes layout paths timeline".split()),
 }
@@ -108,6 +110,10 @@ def test_a_verb_finds_what_it_imports(door: str) -> None:
 def test_help_lists_the_words_that_the_library_takes() -> None:
     assert words.FORMATS.split(", ") == list(FORMATS)
     assert words.TARGETS.split(", ") == list(TARGETS)
+    built_in = [
+        {name for name in each if each.origin(name).startswith("moe_mk.")} for each in (EXPERTS, PREPARE_FINALIZE)
+    ]
+    assert [set(listed.split(", ")) for listed in (words.EXPERTS, words.TRANSPORTS)] == built_in
     assert words.STRATEGIES.split(", ") == list(get_args(Strategy))
     assert words.WIRES.split(", ") == list(WIRES)
 

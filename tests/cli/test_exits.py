@@ -37,9 +37,9 @@ def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, caps
     assert stated.err == f"moe-mk: {problem}\n" and stated.out == ""
 
 
-def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "moe-mk: interrupted\n"
 
 
 def test_only_the_first_rank_of_a_launcher_speaks(

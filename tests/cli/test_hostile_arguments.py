@@ -60,6 +60,26 @@ def test_a_conversion_goes_through_a_link_and_into_the_working_folder(
     assert (tmp_path / "link").is_symlink() and not list(tmp_path.glob("*.partial"))
 
 
+def test_a_layer_of_few_experts_is_written_and_found_under_its_number(invoke: Invoke, tmp_path: Path) -> None:
+    """Groups and top-k follow the number of experts, and `run` finds the layer; counts that are none are refused."""
+    for count in (1, 2, 3, 7, 8, 12, 31):
+        folder = tmp_path / str(count)
+        done = invoke("make-checkpoint", folder, "--num-experts", count, "--layer", count, *SMALL)
+        assert done.exit_code == 0, done.output
+        assert invoke("inspect", folder, "--json").stdout == invoke("inspect-checkpoint", folder, "--json").stdout
+    done = invoke("run", tmp_path / "7", "--tokens", 1, "--repeats", 1)
+    assert done.exit_code == 0 and "7 experts" in done.stdout and "PASS" in done.stdout, done.output
+    for count in (0, -3):
+        done = invoke("make-checkpoint", tmp_path / "none", "--num-experts", count, *SMALL)
+        assert done.exit_code == 2 and "must be at least 1" in done.stderr
+    (tmp_path / "empty").mkdir()
+    for verb in ("run", "bench", "inspect", "inspect-checkpoint"):
+        for path in (tmp_path / "missing", tmp_path / "empty", Path("/dev/null")):
+            done = invoke(verb, path)
+            assert done.exit_code in (1, 2) and "Traceback" not in done.output, (verb, path, done.output)
+            assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
 def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
     for seed in (HUGE, -HUGE):
         assert invoke("bisect", "reference", "reference", "--tokens", 2, *SMALL, "--seed", seed).exit_code == 0

@@ -11,6 +11,12 @@ from moe_mk.cli.screen import Screen
 from moe_mk.text import WIDTH
 
 
+def test_a_long_label_does_not_run_into_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for label in ("verdict", "tested up to", "violated law", "a label that is long"):
+        Screen().fact(label, "text")
+        assert capsys.readouterr().out.split(label)[1].startswith(" "), label
+
+
 def test_texts_start_below_each_other_however_long_a_label_is(capsys: pytest.CaptureFixture[str]) -> None:
     Screen().facts([("short", "a"), ("a_very_long_label", "b")])
     assert capsys.readouterr().out.splitlines() == ["short              a", "a_very_long_label  b"]
