@@ -276,7 +276,8 @@ def _guess_packed(
     if convention.packing == "gguf":
         inner, schemes = up.shape[-2], (_stored_in_gguf(up), _stored_in_gguf(down))
         if None in schemes:
-            return None, f"expert weights of types {up.dtype_name} and {down.dtype_name} are not supported"
+            odd = " and ".join(f"{t.name} is {t.dtype_name}" for t in (up, down) if _stored_in_gguf(t) is None)
+            return None, f"{odd}, which is not supported; types that are: {', '.join((*GGUF, 'mxfp4'))}"
     else:
         inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
         scheme = _integers(parts, convention, (first, hidden, inner), quantization)
