@@ -67,15 +67,18 @@ class Communicator(ABC):
         if isinstance(error, MoEMKError) and error.harmless_to_peers:
             return
         failure = Failure.of(error, self.rank)
-        self.status.failure = failure
-        self._report(failure)
-        for resource in list(self.status.resources):
-            resource.abort(failure)
+        self._end_calls(failure)
         if failure.here and isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(
                 f"rank {self.rank} reported this to its {self.size - 1} peers, whose calls end in CommError; further "
                 "calls over the group are refused until recover() of the layer is called on every rank"
             )
+
+    def _end_calls(self, failure: Failure) -> None:
+        self.status.failure = failure
+        self._report(failure)
+        for resource in list(self.status.resources):
+            resource.abort(failure)
 
     def abort_on_error(self) -> AbortOnError:
         """A context that reports exceptions raised inside to the peers, see `fail`."""
@@ -92,11 +95,16 @@ class Communicator(ABC):
     def recover(self) -> Flight[None]:
         """Continue after a failed call. All ranks call it; messages of earlier calls are never received.
 
+        A rank without a failed call, such as one that was interrupted right before its call began, reports that to its
+        peers, which may be waiting for it in theirs.
+
         Raises CommError where connections are gone with a rank that is dead or was late, and UnsupportedError where
         something that is kept open over the group cannot start over: both need a new group.
         """
         if self.size == 1:
             return
+        if self.status.failure is None:
+            self._end_calls(Failure("recover() was called, and no call had failed on this rank", self.rank, here=True))
         yield from self._recover()
         for resource in list(self.status.resources):
             resource.reopen()

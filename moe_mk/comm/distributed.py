@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_dtype
-from moe_mk.comm.failure import Failure, GroupStatus
+from moe_mk.comm.failure import Failure, GroupStatus, is_of_group
 from moe_mk.comm.header import EAGER_BYTES, Arrival, Envelope
 from moe_mk.comm.messages import Caller, GroupMessages
 from moe_mk.errors import CommError, ConfigError
@@ -293,6 +293,8 @@ class DistributedCommunicator(Communicator):
                 yield InFlight(phase)
                 work.wait()
             except RuntimeError as problem:
+                if not is_of_group(problem):
+                    raise
                 raise self._error(problem, phase) from problem
 
     def _error(self, problem: RuntimeError, phase: str) -> CommError:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus
+from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus, SuppressGroupErrors, is_of_group
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
     ANY,
@@ -565,7 +565,12 @@ class GroupMessages:
     # Whoever is to blame when connections end.
 
     def _lost(self, caller: Caller, phase: str, peer: int, problem: RuntimeError, *, late: bool = False) -> CommError:
-        """Name the rank that caused the end of a wait, which need not be the one that was awaited."""
+        """Name the rank that caused the end of a wait, which need not be the one that was awaited.
+
+        Raises what a signal handler has raised meanwhile, see `is_of_group`.
+        """
+        if not is_of_group(problem):
+            raise problem
         gone = self._ended_processes(0.0 if late else CLOSING_S)
         if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
@@ -596,7 +601,7 @@ class GroupMessages:
         for peer, receive in self._notices.items():
             if isinstance(receive.work, RuntimeError):
                 continue
-            with suppress(RuntimeError, ValueError):
+            with suppress(ValueError), SuppressGroupErrors():
                 receive.work.wait(timedelta(milliseconds=1))
                 notices[peer] = Header.unpacked(receive.memory)
         return notices
@@ -640,6 +645,8 @@ class GroupMessages:
         try:
             return self._post_message("recv", tensor, peer, tag)
         except RuntimeError as problem:
+            if not is_of_group(problem):
+                raise
             return problem
 
     def _stand_by(self) -> None:
@@ -660,7 +667,7 @@ class GroupMessages:
         tags = [notice_tag(self._epoch)] + [header_tag(self._epoch)] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
-                with suppress(RuntimeError):
+                with SuppressGroupErrors():
                     send = self._open_group().send
                     self._unfinished.extend(map(send, ([header.message()],), (peer,), (tag,)))
 
@@ -690,7 +697,7 @@ class GroupMessages:
     def _hang_up(self) -> None:
         """Close all connections of the group: whoever waits in it, here or at a peer, goes on with an error."""
         memory = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):
+        with SuppressGroupErrors():
             self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 

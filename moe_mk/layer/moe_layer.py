@@ -448,20 +448,29 @@ class MoELayer(nn.Module):
         return tensor.flatten()
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
-        """The forward on checked tokens without torch's operator."""
-        if self._placement.is_exchanged and (found := self._exchanged(x_TH, expert_load_E)) is not None:
-            return self._run_exchanged(*found, x_TH, expert_load_E)
-        if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
-            fused = self._fused_forward()
-            if fused.takes(x_TH, expert_load_E):
-                if fused.call is not None and self.on_routing is None:
-                    y_TH = fused.call(x_TH, expert_load_E)
-                    self._tokens[0] += x_TH.shape[0]
-                    return fused.ran(y_TH)
-                if fused.call is not None or fused.routed is not None:
-                    return self._run_fused(fused, x_TH, expert_load_E)
-        with torch.no_grad():
-            return wait(self.steps(x_TH, expert_load_E, token_ids_T))
+        """The forward on checked tokens without torch's operator.
+
+        An interrupt at any instruction is reported to peers, which may be in the same call. Errors of this library are
+        reported where they arise, and a refusal of arguments is not.
+        """
+        try:
+            if self._placement.is_exchanged and (found := self._exchanged(x_TH, expert_load_E)) is not None:
+                return self._run_exchanged(*found, x_TH, expert_load_E)
+            if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
+                fused = self._fused_forward()
+                if fused.takes(x_TH, expert_load_E):
+                    if fused.call is not None and self.on_routing is None:
+                        y_TH = fused.call(x_TH, expert_load_E)
+                        self._tokens[0] += x_TH.shape[0]
+                        return fused.ran(y_TH)
+                    if fused.call is not None or fused.routed is not None:
+                        return self._run_fused(fused, x_TH, expert_load_E)
+            with torch.no_grad():
+                return wait(self.steps(x_TH, expert_load_E, token_ids_T))
+        except BaseException as error:
+            if not isinstance(error, MoEMKError):
+                self._placement.grid.fail(error)
+            raise
 
     def _run_fused(self, fused: FusedForward, x_TH: Tensor, load_E: Tensor) -> Tensor:
         """The forward where its routing is to be reported, or where the router is not part of the native call."""

@@ -29,6 +29,7 @@ from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.errors import ShapeError
 
+ENDED = "its process has ended"
 GRACE_S = 0.5
 """How long a peer that has left may have done so because of one that has not been seen to end yet."""
 
@@ -78,11 +79,11 @@ class WaitingForHosts(Waiting):
 
     def __init__(
         self, rank: int, phase: str, epoch: int, layer: str, *, near: Waiting,
-        near_dead: Callable[[], int | None], far: frozenset[int], proxy: Proxy, timeout_s: float, clock: Clock,
+        dead: Callable[[], int | None], far: frozenset[int], proxy: Proxy, timeout_s: float, clock: Clock,
     ) -> None:  # fmt: skip
-        """near_dead: a rank of this host whose process has ended, if there is one."""
+        """dead: a rank whose process has ended, if there is one; those of other hosts cannot be seen."""
         super().__init__(rank, phase, epoch, layer)
-        self._near, self._near_dead, self._far, self._proxy = near, near_dead, far, proxy
+        self._near, self._first_dead, self._far, self._proxy = near, dead, far, proxy
         self._timeout_s, self._clock, self._began, self._verdict = timeout_s, clock, clock(), ""
         self._dead: int | None = None
         self._left_at: float | None = None
@@ -92,9 +93,11 @@ class WaitingForHosts(Waiting):
         if self._verdict:
             raise self.error(peer if self._dead is None else self._dead, self._verdict)
         if peer in self._far:
-            self._proxy.window.arrived.wait(PULSE_S)
+            is_silent = not self._proxy.window.arrived.wait(PULSE_S)
             self._proxy.window.arrived.clear()
             self._look(peer)
+            if is_silent and not self._verdict and peer not in self._proxy.left and self._first_dead() == peer:
+                self._verdict = ENDED
         else:
             self._near.pause(peer)
             if self._proxy.lost or self._proxy.fault is not None:
@@ -119,9 +122,9 @@ class WaitingForHosts(Waiting):
         """A process that is killed loses its connections a moment before it counts as ended."""
         now = self._clock()
         self._left_at = now if self._left_at is None else self._left_at
-        self._dead = self._near_dead()
+        self._dead = self._first_dead()
         if self._dead is not None:
-            self._verdict = "its process has ended"
+            self._verdict = ENDED
         elif now - self._left_at > GRACE_S:
             self._verdict = "has closed its windows" + (f" after {ended}" if ended else "")
 

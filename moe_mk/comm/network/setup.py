@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator
+from moe_mk.comm.header import host_number
 from moe_mk.comm.network.command import FIELD_BITS
 from moe_mk.comm.network.events import OnStep
 from moe_mk.comm.network.exchange import no_step
@@ -127,7 +128,7 @@ class _Opening:
                 {
                     "host": address.host, "port": address.port, "token": address.token.hex(), "name": self._name,
                     "bytes": self.shape.total_bytes, "link": self.network.link, "process": vars(Process.this()),
-                    "problem": problem or mapping,
+                    "kernel": host_number(), "problem": problem or mapping,
                 }
             )  # fmt: skip
             self._check_sizes([int(note["bytes"]) for note in notes])
@@ -145,7 +146,7 @@ class _Opening:
                 self.network.proxy, self._links, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
             )  # fmt: skip
             self._connect(proxy, notes)
-            return self._heap(proxy, self._memory, words, [Process(**note["process"]) for note in notes])
+            return self._heap(proxy, self._memory, words, self._processes(notes))
         except BaseException:
             if proxy is not None:
                 proxy.close(0.0)
@@ -157,6 +158,15 @@ class _Opening:
         finally:
             if self._name:
                 unlink(self._name)  # everybody has mapped it, or never will; whoever is left removes it
+
+    def _processes(self, notes: list[dict[str, Any]]) -> list[Process]:
+        """The processes of all ranks; those that another kernel runs get a namespace in which nothing can be seen."""
+        own = notes[self.comm.rank]["kernel"]
+        processes = [Process(**note["process"]) for note in notes]
+        return [
+            each if note["kernel"] == own != 0 or peer in self.near else replace(each, namespace=0)
+            for peer, (each, note) in enumerate(zip(processes, notes, strict=True))
+        ]
 
     def _make_memory(self) -> None:
         """The first rank of a host makes its file; a rank alone needs none."""
@@ -303,12 +313,10 @@ def _waits(
     def begin(phase: str, epoch: int, layer: str) -> Waiting:
         near = WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
         return WaitingForHosts(
-            rank, phase, epoch, layer, near=near, near_dead=near_dead, far=far, proxy=proxy, timeout_s=timeout_s,
-            clock=clock,
-        )  # fmt: skip
+            rank, phase, epoch, layer, near=near, dead=dead, far=far, proxy=proxy, timeout_s=timeout_s, clock=clock
+        )
 
-    def near_dead() -> int | None:
-        own = peers[rank]
-        return next((n for n, each in enumerate(peers) if n not in far and each.is_gone(own)), None)
+    def dead() -> int | None:
+        return next((number for number, each in enumerate(peers) if each.is_gone(peers[rank])), None)
 
     return begin

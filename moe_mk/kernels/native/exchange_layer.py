@@ -100,8 +100,7 @@ class ExchangeLayer:
         )  # fmt: skip
         self._at, functions = byref(self._block), self._native.functions
         self._begin, self._resume = functions["exchange_layer"], functions["exchange_layer_resume"]
-        self._tokens = 0
-        self._memory: list[torch.Tensor] = []
+        self._make_room_for_tokens(1)  # an idle rank may never send any, and its peers still ask for its tokens
         self._received: list[torch.Tensor | None] = []
         self.last = Stage.EXPERTS if experts.by_rows else Stage.DONE
         """Where `begin` stops at the latest: the mode of the experts may depend on the number of received rows."""

@@ -12,13 +12,13 @@ from moe_mk.comm.network.heap import GRACE_S, WaitingForHosts
 from moe_mk.errors import CommError
 
 
-def waiting(near_dead: Callable[[], int | None], clock: Iterator[float], ended: str = "") -> WaitingForHosts:
+def waiting(dead: Callable[[], int | None], clock: Iterator[float], ended: str = "") -> WaitingForHosts:
     """Rank 3 awaits rank 0 of another host, which has stated goodbye; rank 2 is on this host."""
     window = SimpleNamespace(arrived=threading.Event())
     proxy: Any = SimpleNamespace(lost={}, fault=None, left={0: ended}, window=window, resuming=lambda: "")
     near: Any = None
     return WaitingForHosts(
-        3, "combine", 7, "layers.3", near=near, near_dead=near_dead, far=frozenset({0, 1}), proxy=proxy,
+        3, "combine", 7, "layers.3", near=near, dead=dead, far=frozenset({0, 1}), proxy=proxy,
         timeout_s=30.0, clock=lambda: next(clock),
     )  # fmt: skip
 
