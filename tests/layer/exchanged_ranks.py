@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
 from moe_mk.prepare_finalize.rows.fused_messages import FusedMessages
 from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import Routing
 from tests.layer.failing_ranks import outcome
 from tests.layer.interrupted_ranks import Interrupts
@@ -331,22 +333,18 @@ def two_threads(rank: int) -> list[str]:
 
 def interrupted(rank: int, transport: str, step: int) -> list[str]:
     """Rank 0 is interrupted at every `step`th place of a native call; then all recover and call again."""
-    made, wrong, within = (
-        built(shared=1, timeout_s=12.0, prepare_finalize=transport),
-        list[str](),
-        MoELayer._run_exchanged.__code__,
-    )
+    made, wrong = built(shared=1, timeout_s=12.0, prepare_finalize=transport), list[str]()
     wanted = [wait_without_gradients(made, tokens(rank, 4, seed)) for seed in range(2)]
 
     def traced(interrupts: Interrupts, seed: int) -> Tensor:
         with interrupts.traced():
             return made(tokens(rank, 4, seed))
 
-    traced(counting := Interrupts(within=within), 0)
+    traced(counting := Interrupts(), 0)
     most = torch.tensor([counting.places])
     dist.all_reduce(most, dist.ReduceOp.MIN)
     for place in range(1, int(most) + 1, step):
-        interrupts = Interrupts(place if rank == 0 else None, within)
+        interrupts = Interrupts(place if rank == 0 else None)
         failed = outcome(partial(traced, interrupts, 0), wanted[0])
         if failed["is"] not in ("right", "KeyboardInterrupt" if rank == 0 else "CommError") or failed["seconds"] > 6.0:
             wrong.append(f"place {place}, {interrupts.at}: {failed}")
@@ -354,3 +352,67 @@ def interrupted(rank: int, transport: str, step: int) -> list[str]:
         if any(outcome(partial(made, tokens(rank, 4, 1)), wanted[1])["is"] != "right" for _ in range(2)):
             return [*wrong, f"place {place}, {interrupts.at}: wrong afterwards"]
     return wrong if int(most) > 20 else [f"{int(most)} places"]
+
+
+SIZES = (0, 0, 0, 1, 2, 7, 121, 122, 123, 128, 129, 256)
+"""Numbers of tokens, around those from which rows (122) and their sums (128) need more than one message."""
+
+
+def sequences(rank: int, transport: str, seeds: range, length: int) -> list[str]:
+    """Random calls of new layers, compared with experts in f64: idle ranks, steps beside native calls, placements."""
+    wrong = list[str]()
+    for seed in seeds:
+        draw = random.Random(seed)  # the same on all ranks
+        shared, form = draw.randrange(2), {"fp8": True, "activations": draw.choice(["plain", "checkpoint"])}
+        made = built(shared, **(form if draw.random() < 0.3 else {}), prepare_finalize=transport)
+        experts = dense_experts(tensors(shared, made.config.model.quant.weights != "bf16"))
+        for number in range(length):
+            counts, is_native = draw.choices(SIZES, k=3), draw.choices([True, True, False], k=3)
+            if draw.random() < 0.3:
+                of_rank = [draw.sample(experts_of, 4) for experts_of in made.expert_map.experts_of_rank]
+                made.set_placement(ExpertMap(tuple(map(tuple, of_rank)), EXPERTS))
+            x_TH = tokens(rank, counts[rank], 100 * seed + number)
+            try:
+                routing = made.route(x_TH)
+                kind = draw.randrange(3)
+                if kind == 0:
+                    y_TH = made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
+                else:
+                    y_TH = made(x_TH) if is_native[rank] else wait_without_gradients(made, x_TH)
+            except Exception as error:
+                return [*wrong, f"{transport}, seed {seed}, call {number}, {counts}: {type(error).__name__}: {error}"]
+            wanted_TH = dense(experts, x_TH, routing, with_shared=kind != 0)
+            error = float((y_TH.double() - wanted_TH).norm() / wanted_TH.norm().clamp_min(1e-9))
+            if not error < 0.06:
+                wrong.append(f"{transport}, seed {seed}, call {number}, {counts}: relative error {error:.2g}")
+    return wrong
+
+
+def dense_experts(held: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Gate, up and down of each expert in f64, by name."""
+    found = dict[str, list[Tensor]]()
+    for key, values in held.items():
+        if key.endswith("_proj.weight"):
+            scales = held.get(f"{key}_scale_inv")
+            decoded = (
+                values
+                if scales is None
+                else FP8_128x128.dequantize(QuantTensor(values, scales, FP8_128x128), torch.float64)
+            )
+            found.setdefault(key.rsplit(".", 2)[0], []).append(decoded.double())
+    return found
+
+
+def dense(experts: dict[str, list[Tensor]], x_TH: Tensor, routing: Routing, *, with_shared: bool) -> Tensor:
+    """The layer in f64, given the routing."""
+
+    def output(name: str) -> Tensor:
+        gate, up, down = experts[name]
+        return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    x = x_TH.double()
+    y_TH = output("shared_experts") if with_shared and "shared_experts" in experts else torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        weight_T = torch.where(routing.ids_TK == expert, routing.weights_TK.double(), 0.0).sum(1)
+        y_TH += weight_T[:, None] * output(f"experts.{expert}")
+    return y_TH

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +34,7 @@ CHECKED = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 class Interrupts:
     """Counts the places within one call where an interrupt may arise, and raises one at a place."""
 
-    def __init__(self, place: int | None = None, within: CodeType = MoELayer.steps.__code__) -> None:
+    def __init__(self, place: int | None = None, within: CodeType = MoELayer.forward.__code__) -> None:
         """within: the function of the call. At its very first instruction nothing of it has begun."""
         self.places, self.at = 0, ""
         self._place, self._within = place, within
@@ -90,6 +92,10 @@ def _call(made: MoELayer, rank: int, seed: int, dual: bool) -> torch.Tensor:
         return torch.cat(run_dual([made.steps(tokens(rank, 6, seed + more)) for more in (0, 1)]))
 
 
+def _function_of(dual: bool) -> CodeType:
+    return (MoELayer.steps if dual else MoELayer.forward).__code__
+
+
 def _traced(interrupts: Interrupts, made: MoELayer, rank: int, dual: bool) -> torch.Tensor:
     with interrupts.traced():
         return _call(made, rank, 0, dual)
@@ -100,7 +106,7 @@ def places_in(rank: int, transport: str, first: bool, dual: bool) -> int:
     made = built(transport, timeout_s=TIMEOUT_S)
     for _ in range(0 if first else 2):
         _call(made, rank, 0, dual)
-    interrupts = Interrupts()
+    interrupts = Interrupts(within=_function_of(dual))
     with interrupts.traced():
         _call(made, rank, 0, dual)
     return interrupts.places
@@ -117,7 +123,7 @@ def interrupted(rank: int, transport: str, places: list[int], first: bool, dual:
             made = built(transport, made.groups, timeout_s=TIMEOUT_S)
         else:
             _call(made, rank, 0, dual)
-        interrupts = Interrupts(place if rank == 0 else None)
+        interrupts = Interrupts(place if rank == 0 else None, _function_of(dual))
         failed = outcome(partial(_traced, interrupts, made, rank, dual), wanted[0])
         allowed = ("right", "KeyboardInterrupt" if rank == 0 else "CommError")
         if failed["is"] not in allowed or failed["seconds"] > TIMEOUT_S / 2:
@@ -131,6 +137,47 @@ def interrupted(rank: int, transport: str, places: list[int], first: bool, dual:
             if again["is"] != "right":
                 return [*wrong, f"place {place}, {interrupts.at}: then {again}"]
     return wrong
+
+
+class StepTimeout(RuntimeError):
+    """What the handler of an engine's signal may raise: gloo's own errors are of the same class."""
+
+
+def raised_by_a_handler(rank: int, transport: str, raised: type[Exception]) -> list[str]:
+    """The handler of a signal raises on rank 0 while it waits for rank 1, which is late; then all recover."""
+    made, wanted = built(transport, timeout_s=TIMEOUT_S), references(rank, 2, 6)
+    made(tokens(rank, 6, 0))
+
+    def handler(*_: object) -> None:
+        raise raised("the step took too long")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    dist.barrier()
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        time.sleep(0.3)
+    failed = outcome(partial(made, tokens(rank, 6, 1)), wanted[1])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    made.recover()
+    again = outcome(partial(made, tokens(rank, 6, 1)), wanted[1])
+    right = (failed["is"], again["is"]) == ("CommError" if rank else raised.__name__, "right")
+    blamed = rank == 1 and failed.get("peer") != 0
+    return [] if right and not blamed else [f"{failed}; then {again}"]
+
+
+def recovers_before_its_call(rank: int) -> list[str]:
+    """Rank 0 is interrupted right before its call: rank 1, which is in it, gets an error once rank 0 recovers."""
+    made, wanted = built("all_to_all", timeout_s=TIMEOUT_S), references(rank, 2, 6)
+    made(tokens(rank, 6, 0))
+    failed = {"is": "CommError", "seconds": 0.0, "peer": 0}
+    if rank == 1:
+        failed = outcome(partial(made, tokens(rank, 6, 1)), wanted[1])
+    made.recover()
+    again = outcome(partial(made, tokens(rank, 6, 1)), wanted[1])
+    right = (failed["is"], failed["peer"], again["is"]) == ("CommError", 0, "right")
+    return [] if right and failed["seconds"] < TIMEOUT_S / 2 else [f"{failed}; then {again}"]
 
 
 def long_rows(rank: int, step: int) -> list[str]:

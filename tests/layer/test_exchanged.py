@@ -11,6 +11,7 @@ from moe_mk.kernels.native import loaded
 from moe_mk.testing.on_ranks import RankWorld
 from tests.layer import exchanged_ranks as ranks
 from tests.layer.native import NEEDS_COMPILER
+from tests.support.tiers import quick_where
 
 pytestmark = NEEDS_COMPILER
 EVERY = [0, 1, 2]
@@ -57,6 +58,18 @@ def test_a_listener_is_called_with_every_routing(world: RankWorld, transport: st
 @TRANSPORTS
 def test_tokens_that_the_caller_has_routed_are_exchanged_alike(world: RankWorld, transport: str) -> None:
     assert world.call(ranks.routed, transport) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    "transport",
+    quick_where(
+        {"all_to_all"}.__contains__,
+        ["all_to_all", "one_sided", "all_gather", "all_to_all_p2p", "one_sided_network"],
+    ),
+)
+def test_random_sequences_of_calls_are_right_on_every_rank(world: RankWorld, transport: str) -> None:
+    seeds = range(2) if transport == "all_to_all" else range(10, 12)
+    assert world.call(ranks.sequences, transport, seeds, 12) == [[], [], []]
 
 
 def test_both_pairs_of_a_layer_for_decode_and_prefill_make_it(world: RankWorld) -> None:

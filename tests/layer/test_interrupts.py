@@ -40,6 +40,27 @@ def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
     tried(world, transport, 25, first=first, dual=False)
 
 
+@pytest.mark.parametrize(
+    ("transport", "raised"),
+    quick_where(
+        lambda transport, raised: (transport, raised) == ("all_to_all", ranks.StepTimeout),
+        [
+            (each, kind)
+            for each in ("all_to_all", "all_gather", "one_sided")
+            for kind in (ranks.StepTimeout, TimeoutError)
+        ],
+    ),
+)
+def test_what_a_handler_raises_in_a_wait_passes_through_and_blames_no_peer(
+    world: RankWorld, transport: str, raised: type[Exception]
+) -> None:
+    assert world.call(ranks.raised_by_a_handler, transport, raised) == [[], []]
+
+
+def test_a_recovery_without_a_failed_call_ends_the_calls_of_peers(world: RankWorld) -> None:
+    assert world.call(ranks.recovers_before_its_call) == [[], []]
+
+
 @pytest.mark.thorough
 def test_messages_that_were_posted_outlive_an_interrupt(world: RankWorld) -> None:
     assert world.call(ranks.long_rows, 5) == [[], []]
