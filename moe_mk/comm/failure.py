@@ -58,10 +58,10 @@ def is_of_group(error: BaseException) -> bool:
     Python runs signal handlers between two instructions of such a wait. What a handler raises has its frame innermost
     in the traceback, and is no error of a connection: no peer is to blame for it.
     """
-    at, module = error.__traceback__, GROUP_CODE[0]
-    while at is not None:
-        at, module = at.tb_next, f"{at.tb_frame.f_globals.get('__name__', '')}."
-    return module.startswith(GROUP_CODE)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is None or f"{at.tb_frame.f_globals.get('__name__', '')}.".startswith(GROUP_CODE)
 
 
 class SuppressGroupErrors:
