@@ -359,7 +359,7 @@ SIZES = (0, 0, 0, 1, 2, 7, 121, 122, 123, 128, 129, 256)
 
 
 def sequences(rank: int, transport: str, seeds: range, length: int) -> list[str]:
-    """Random calls of new layers, compared with experts in f64: idle ranks, steps beside native calls, placements."""
+    """Random calls of new layers, compared with experts in f64: idle ranks, steps next to native calls, placements."""
     wrong = list[str]()
     for seed in seeds:
         draw = random.Random(seed)  # the same on all ranks
