@@ -34,16 +34,13 @@ class FusedMoEKernel:
         Whatever is raised here ends the call on every rank of the group, see `Communicator.fail`.
         """
         transport, ran = type(self.prepare_finalize), self.spans.ledger.ran
-        try:
+        with self.prepare_finalize.context.comm.abort_on_error():
             tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
             ran("dispatch", transport, x_TH.nbytes)
             output = self.multiply(tokens, weights)
             y_TH = yield from self.prepare_finalize.finalize(output, tokens)
             ran("combine", transport, y_TH.nbytes)
             return y_TH
-        except BaseException as error:
-            self.prepare_finalize.context.comm.fail(error)
-            raise
 
     def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """The part between dispatch and combine: permute, multiply, weight and sum as far as the transport requires."""

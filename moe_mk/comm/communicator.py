@@ -7,6 +7,7 @@ never in a hang.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import ANOTHER_THREAD, AbortOnError, Failure, GroupResource, GroupStatus
+from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, AbortOnError, Failure, GroupResource, GroupStatus
 from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
@@ -56,13 +57,21 @@ class Communicator(ABC):
         if self.status.failure is not None:
             self.status.check(self.rank, phase, self.layer)
 
-    def fail(self, error: BaseException) -> None:
+    def check_epoch(self, epoch: int, phase: str) -> None:
+        """Raise CommError if the ranks have recovered since a call began. epoch: `status.epoch` as it was then."""
+        if self.status.epoch != epoch:
+            raise CommError(RECOVERED, rank=self.rank, phase=phase, layer=self.layer, on_all_ranks=True)
+
+    def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """End the calls of all ranks over this group: report an exception of this rank to its peers. Never raises.
 
         Later calls are refused with the first cause, until `recover`. A note is added to the exception.
-        An exception that all ranks raise need not be reported.
+        An exception that all ranks raise need not be reported. epoch: `status.epoch` when the call began; one that
+        began before a recovery has ended with it, and a process that ends can send nothing.
         """
-        if self.size == 1 or self.status.failure is not None:
+        if self.size == 1 or self.status.failure is not None or sys.is_finalizing():
+            return
+        if epoch is not None and epoch != self.status.epoch:
             return
         if isinstance(error, MoEMKError) and error.harmless_to_peers:
             return
@@ -80,9 +89,13 @@ class Communicator(ABC):
         for resource in list(self.status.resources):
             resource.abort(failure)
 
-    def abort_on_error(self) -> AbortOnError:
-        """A context that reports exceptions raised inside to the peers, see `fail`."""
-        return AbortOnError(self.fail)
+    def abort_on_error(self, *, drops: bool = True) -> AbortOnError:
+        """A context that reports exceptions raised inside to the peers, see `fail`.
+
+        drops: whether a flight that is closed or dropped inside is one. A collective alone is not reported: whoever
+        made the call that it belongs to does so, and what peers have sent for it is discarded.
+        """
+        return AbortOnError(self.fail, self.status.epoch, drops=drops)
 
     def another_thread(self, phase: str) -> CommError:
         """The error of a step that finds `lock` held by another thread."""

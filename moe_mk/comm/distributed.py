@@ -140,12 +140,12 @@ class DistributedCommunicator(Communicator):
         assert messages is not None
         self._check_members(phase)
         if self._is_whole:
-            with self.abort_on_error():
+            with self.abort_on_error(drops=False):
                 return (yield from messages.exchange_eager(self._caller, phase, outgoing, awaited))
         of = self._members
         going = {of[peer]: envelope for peer, envelope in outgoing.items()}
         sizes = {of[peer]: num_bytes for peer, num_bytes in awaited.items()}
-        with self.abort_on_error():
+        with self.abort_on_error(drops=False):
             arrived = yield from messages.exchange_eager(self._caller, phase, going, sizes)
         return {self._rank_of[member]: arrival for member, arrival in arrived.items()}
 
@@ -271,7 +271,7 @@ class DistributedCommunicator(Communicator):
         full = {of[peer]: rows for peer, rows in outgoing.items() if rows.numel()}
         places = {of[peer]: rows if rows is not None and rows.numel() else None for peer, rows in incoming.items()}
         numbers = {of[peer]: number for peer, number in numbers.items()}
-        with self.abort_on_error():
+        with self.abort_on_error(drops=False):
             received = yield from self._messages.exchange(self._caller, phase, numbers, full, places)
         return {self._rank_of[member]: number for member, number in received.items()}
 
@@ -287,7 +287,7 @@ class DistributedCommunicator(Communicator):
     def _fly(self, post: Callable[[], dist.Work], phase: str) -> Flight[None]:
         """A collective on the stream of the device."""
         self.check(phase)
-        with self.abort_on_error():
+        with self.abort_on_error(drops=False):
             try:
                 work = post()
                 yield InFlight(phase)

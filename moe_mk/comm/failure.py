@@ -25,6 +25,7 @@ ANOTHER_THREAD = (
     "another thread is calling over this group, so peers cannot know whose call comes first; make all calls from one "
     "thread, or give each thread a group of its own"
 )
+RECOVERED = "the ranks have recovered since this call began, so it cannot end; make the call again"
 ABANDONED = "the call was abandoned before it ended: its flight was closed or dropped"
 
 
@@ -138,14 +139,15 @@ class Exclusive:
 class AbortOnError:
     """A context that reports exceptions raised inside to the ranks of a group, and re-raises them."""
 
-    __slots__ = ("_fail",)
+    __slots__ = ("_drops", "_epoch", "_fail")
 
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
+    def __init__(self, fail: Callable[[BaseException, int], None], epoch: int, *, drops: bool) -> None:
+        """epoch: of the group, as the call begins. drops: whether a flight that is closed inside is reported."""
+        self._fail, self._epoch, self._drops = fail, epoch, drops
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None:
-            self._fail(error)
+        if error is not None and (self._drops or not isinstance(error, GeneratorExit)):
+            self._fail(error, self._epoch)

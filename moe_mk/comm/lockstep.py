@@ -86,8 +86,10 @@ class LockstepCommunicator(Communicator):
         call, self._calls = self._calls, self._calls + 1
         for peer, part in enumerate(outgoing):
             self.world.boxes[call, peer][self.rank] = (phase, part.clone())
-        with self.abort_on_error():
+        epoch = self.status.epoch
+        with self.abort_on_error(drops=False):
             yield InFlight(phase)
+            self.check_epoch(epoch, phase)
             self.check(phase)
             return self._collected(call, expected, phase)
 

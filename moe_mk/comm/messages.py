@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus, SuppressGroupErrors, is_of_group
+from moe_mk.comm.failure import RECOVERED, REPORTED, Exclusive, Failure, GroupStatus, SuppressGroupErrors, is_of_group
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
     ANY,
@@ -142,7 +142,8 @@ class GroupMessages:
         """Of peers on this host."""
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._epoch = self._call = self._layers = 0
-        self._open: set[int] = set()
+        self._open: dict[int, bool] = {}
+        """Calls under way, and those whose flights were dropped (False): what peers send for these is discarded."""
         self._sent: dict[int, deque[dist.Work]] = {peer: deque() for peer in self._peers}
         """Headers on their way to each peer, which end when nothing keeps them."""
         self._early: dict[tuple[int, int], Header] = {}
@@ -206,8 +207,10 @@ class GroupMessages:
             raise self._error(caller, phase, None, self.closed)
         with self._exclusive(caller, phase):
             call, works = self._post(caller, phase, counts, outgoing, incoming)
+        epoch = self._epoch
         try:
             yield InFlight(phase)
+            self._check_epoch(caller, phase, epoch)
             with self._exclusive(caller, phase):
                 received = {}
                 for peer in counts.keys() | incoming.keys():
@@ -216,11 +219,11 @@ class GroupMessages:
                 self._finish_all(caller, phase, works)
                 for peer in received:
                     self._forget_sent(caller, phase, peer)
-        except BaseException:
+        except BaseException as error:
             self._unfinished += [works, outgoing, incoming]
+            self._end_call(call, epoch, error)
             raise
-        finally:
-            self._open.discard(call)
+        del self._open[call]
         return received
 
     def exchange_eager(
@@ -236,14 +239,17 @@ class GroupMessages:
         ANY from this rank too. Wherever no side uses ANY, a peer may call `exchange` with the same sizes.
         """
         call, headers = self._begin_eager(caller, phase, outgoing, awaited)
+        epoch = self._epoch
         try:
             yield InFlight(phase)
-            return self._end_eager(caller, phase, call, headers, outgoing, awaited)
-        except BaseException:
+            self._check_epoch(caller, phase, epoch)
+            arrived = self._end_eager(caller, phase, call, headers, outgoing, awaited)
+        except BaseException as error:
             self._unfinished.append(outgoing)
+            self._end_call(call, epoch, error)
             raise
-        finally:
-            self._open.discard(call)
+        del self._open[call]
+        return arrived
 
     def exchange_now(
         self,
@@ -263,7 +269,7 @@ class GroupMessages:
             self._unfinished.append(outgoing)
             raise
         finally:
-            self._open.discard(call)
+            self._open.pop(call, None)
 
     def skip_call(self) -> None:
         """Count a call in which this rank exchanges nothing while others may."""
@@ -318,11 +324,29 @@ class GroupMessages:
         self._sent = {peer: deque() for peer in self._peers}
         self._epoch, self._call, self._layers = epoch, 0, 0
         self._early.clear()
+        self._open.clear()
         self._row_headers.clear()
         self._spare.clear()
         self._stand_by()
 
     # One call.
+
+    def _check_epoch(self, caller: Caller, phase: str, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise CommError(
+                RECOVERED, rank=caller.rank_of[self.rank], phase=phase, layer=caller.layer, on_all_ranks=True
+            )
+
+    def _end_call(self, call: int, epoch: int, error: BaseException) -> None:
+        """A call has ended early. Where its flight was dropped, peers may still send for it. Recovery has ended all."""
+        if epoch != self._epoch:
+            return
+        if isinstance(error, GeneratorExit):
+            self._open[call] = False
+            for peer in self._peers:
+                self._early.pop((peer, call), None)
+        else:
+            del self._open[call]
 
     def _exclusive(self, caller: Caller, phase: str) -> Exclusive:
         return Exclusive(self.lock, partial(self._error, caller, phase, None))
@@ -359,7 +383,7 @@ class GroupMessages:
         except RuntimeError as problem:
             self._unfinished += [works, outgoing, incoming]
             raise self._lost(caller, phase, peer, problem) from problem
-        self._open.add(call)
+        self._open[call] = True
         self._await_more()
         return call, works
 
@@ -378,8 +402,9 @@ class GroupMessages:
     ) -> Header:
         """Wait for a peer's header of a call. Raises CommError for one of another call, or of other sizes."""
         header = self._early.pop((peer, call), None) or self._next_header(caller, phase, peer)
-        while header.call != call and header.call in self._open:  # of a flight that lands later
-            self._early[peer, header.call] = header
+        while header.call != call and header.call in self._open:  # of a flight that lands later, or was dropped
+            if self._open[header.call]:
+                self._early[peer, header.call] = header
             header = self._next_header(caller, phase, peer)
         fits = awaited_bytes == ANY and 0 <= header.num_bytes <= EAGER_BYTES
         theirs = (header.call, header.text, header.layer, ANY if fits else header.num_bytes, header.expected_bytes)
@@ -435,7 +460,7 @@ class GroupMessages:
         except RuntimeError as problem:
             self._unfinished.append(outgoing)
             raise self._lost(caller, phase, peer, problem) from problem
-        self._open.add(call)
+        self._open[call] = True
         self._await_more()
         return call, headers
 
@@ -574,10 +599,12 @@ class GroupMessages:
         gone = self._ended_processes(0.0 if late else CLOSING_S)
         if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
-        self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
+        notices = self._left_notices()
+        # Else it died before its first header, and only its own connections have ended.
+        if late or any(header.kind is Kind.WAITING for header in notices.values()):
+            self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
         if gone:
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
-        notices = self._left_notices()
         for header in notices.values():
             if header.kind is Kind.FAILED:
                 return self._failed(caller, phase, header)
@@ -596,13 +623,10 @@ class GroupMessages:
         return self._error(caller, phase, peer, text)
 
     def _left_notices(self) -> dict[int, Header]:
-        """What peers have reported before connections ended."""
+        """What peers have reported before connections ended: read without a wait, whose end would close the others."""
         notices: dict[int, Header] = {}
         for peer, receive in self._notices.items():
-            if isinstance(receive.work, RuntimeError):
-                continue
-            with suppress(ValueError), SuppressGroupErrors():
-                receive.work.wait(timedelta(milliseconds=1))
+            with suppress(ValueError):
                 notices[peer] = Header.unpacked(receive.memory)
         return notices
 

@@ -100,9 +100,11 @@ class ThreadCommunicator(LockstepCommunicator):
 
     def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
         self.check(phase)
-        with self.abort_on_error():
+        epoch = self.status.epoch
+        with self.abort_on_error(drops=False):
             call = self._post(outgoing, phase)
             yield InFlight(phase)
+            self.check_epoch(epoch, phase)
             return self._opened(self._inbox(phase, call), expected, phase)
 
     def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 
 from torch import Tensor
@@ -25,7 +25,7 @@ class Grid:
         )
         self.name = name
         self.agreed: tuple[int, int] | None = None
-        """The epochs of both groups, `GroupStatus.epoch`, in which notes were compared last."""
+        """The epochs in which notes were compared last."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -35,7 +35,12 @@ class Grid:
     @property
     def has_agreed(self) -> bool:
         """Whether notes were compared in the current epochs of both groups."""
-        return self.agreed == (self.ep.status.epoch, self.tp.status.epoch)
+        return self.agreed == self.epochs
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """The epochs of both groups, `GroupStatus.epoch`."""
+        return self.ep.status.epoch, self.tp.status.epoch
 
     def renewed(self, ep: Communicator | None = None) -> Grid:
         """The same place with notes still to be compared. ep: other ranks that share out the experts."""
@@ -51,7 +56,7 @@ class Grid:
         """
         if self.has_agreed:
             return
-        epochs = self.ep.status.epoch, self.tp.status.epoch
+        epochs = self.epochs
         written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:
@@ -60,16 +65,19 @@ class Grid:
                 comm.number_layer()
         self.agreed = epochs
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, epochs: Iterable[int | None] = (None, None)) -> None:
         """Report an exception of this rank to the ranks of both groups.
 
         An error that one group has raised and knows of names a rank of that group; to the other, this rank is to blame.
+        epochs: those in which the call began, see `Communicator.fail`.
         """
-        for comm in (self.ep, self.tp):
+        for comm, epoch in zip((self.ep, self.tp), epochs, strict=True):
             if isinstance(error, CommError) and not error.harmless_to_peers:
-                comm.fail(CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank))
+                comm.fail(
+                    CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank), epoch
+                )
             else:
-                comm.fail(error)
+                comm.fail(error, epoch)
 
     def recover(self) -> Flight[None]:
         """Go on after a failed call, see `Communicator.recover`. All ranks of both groups do."""

@@ -104,5 +104,6 @@ def _vote(layer: MoELayer, reason: str) -> Flight[tuple[int, ...]]:
     objects_W[layer.ep.rank] = int(bool(reason))
     for comm in (layer.tp, layer.ep):
         if comm.size > 1:
-            objects_W = yield from comm.all_reduce(objects_W, "swap vote")
+            with layer.tp.abort_on_error(), layer.ep.abort_on_error():
+                objects_W = yield from comm.all_reduce(objects_W, "swap vote")
     return tuple(objects_W.nonzero().flatten().tolist())

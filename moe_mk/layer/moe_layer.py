@@ -544,16 +544,17 @@ class MoELayer(nn.Module):
     ) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
         placed, is_accepted = self._placement, False
+        epochs: tuple[int | None, int | None] = None, None
         # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
         try:
-            gate, shared = self._gate, self._shared
+            grid = placed.grid
+            epochs, gate, shared = grid.epochs, self._gate, self._shared
             if placed.weights is None:
                 _ = self.weights  # raises
             load_E = self.expert_load if expert_load_E is None else expert_load_E
             router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
             is_accepted = True
-            grid = placed.grid
-            if grid.agreed != (grid.ep.status.epoch, grid.tp.status.epoch):
+            if grid.agreed != epochs:
                 yield from grid.agree(self._notes)
             if placed.lost is not None:
                 placed.lost.check()
@@ -582,7 +583,7 @@ class MoELayer(nn.Module):
             return y_TH.to(self.dtype)
         except BaseException as error:
             if is_accepted or not isinstance(error, MoEMKError):
-                placed.grid.fail(error)
+                placed.grid.fail(error, epochs)
             raise
 
     def warm_up(self, token_counts: Iterable[int]) -> None:
@@ -639,7 +640,7 @@ class MoELayer(nn.Module):
         check_routing(weights_TK, ids_TK, self.device, sizes, read_ids=read_ids)
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-        placed = self._placement
+        placed, epochs = self._placement, self._placement.grid.epochs
         try:
             yield from placed.grid.agree(self._notes)
             if placed.lost is not None:
@@ -650,7 +651,7 @@ class MoELayer(nn.Module):
             y_TH = yield from placed.kernel.steps(x_TH, physical, placed.laid_out)
             return (yield from self._late_reduce(y_TH, placed)).to(self.dtype)
         except BaseException as error:
-            placed.grid.fail(error)
+            placed.grid.fail(error, epochs)
             raise
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:

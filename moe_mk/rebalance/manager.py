@@ -4,6 +4,7 @@
     while serving:
         for layer in layers: ...                 one forward of the model
         manager.step("decode")                   between two forwards, on every rank
+    manager.close()                              or: with RebalanceManager(layers) as manager
 
     watching   one small all-reduce every `sync_every` steps, which also announces a plan made by the first rank
     moving     one chunk of weights and one vote a step, then the switch; see `migration`
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -70,9 +72,10 @@ class RebalanceManager:
         self._hysteresis = Hysteresis()
         self._migration: Migration | None = None
         self._load_flight: Flight[Tensor] | None = None
+        self._epochs = self.peers.epochs
         self._step = self._plan_id = self._flips = 0
         self._predicted_bytes = self._received_bytes = self._read_bytes = 0
-        self._reason, self._halted, self._sync_now = "no plan yet", False, False
+        self._reason, self._halted, self._sync_now, self._closed = "no plan yet", False, False, False
         self._initial_slots_W: list[int] = self.ledger.topology.slots_W.tolist()
         """Initial slots of each rank; slots added after a loss are released when ranks join."""
         self._warn_of_fatal_ranks()
@@ -96,8 +99,34 @@ class RebalanceManager:
         return self.peers.ep
 
     def step(self, phase: Phase = "decode") -> None:
-        """Advance by one step. phase: of the preceding forward. A failed rebalance is recorded and never raises."""
+        """Advance by one step. phase: of the preceding forward. A failed rebalance is recorded and never raises.
+
+        The first step after the ranks have recovered from a failed call drops what was under way before it. Raises
+        ConfigError after `close`.
+        """
         wait(self.steps(phase))
+
+    def close(self) -> None:
+        """End rebalancing, on every rank between the same two forwards. The layers serve on with their placements.
+
+        Nothing is sent or waited for: a sum of loads or a chunk of weights that is in flight is dropped. May be called
+        again, also after a peer was lost; a manager that is deleted or outlives its group leaves nothing either.
+        """
+        self._drop_work()
+        self._planner.restart(wanted=False)
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _drop_work(self) -> None:
+        """Drop what is in flight: peers that drop it too go on, and those that do not meet another call."""
+        if self._migration is not None:
+            self._migration.drop()
+        self._migration = self._load_flight = None
 
     def plan_soon(self) -> None:
         """Request a plan regardless of the thresholds; the first rank makes it and announces it at the next sync."""
@@ -105,15 +134,37 @@ class RebalanceManager:
 
     def steps(self, phase: Phase = "decode") -> Flight[None]:
         """`step` as a flight, for several ranks in one process."""
+        self._expect_open()
         self._step += 1
         self.window.gather([layer.expert_load for layer in self.layers], phase)
-        if self._halted:
+        if self._halted and self._epochs == self.peers.epochs:
             return
         try:
+            if self._epochs != self.peers.epochs:
+                yield from self._resume()
             yield from self._work()
+        except GeneratorExit as dropped:
+            self.peers.fail(dropped, self._epochs)
+            raise
         except CommError as problem:
             self._halted, self._load_flight = True, None
-            self.journal.record(self._step, str(problem), "rebalancing stops here until rank_lost() brings a new group")
+            then = "rebalancing stops here until recover() of a layer, or until rank_lost() brings a new group"
+            self.journal.record(self._step, str(problem), then)
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the manager is closed; create another one for these layers")
+
+    def _resume(self) -> Flight[None]:
+        """Go on after a recovery, from where the furthest rank stood: the failed call may have ended on some ranks."""
+        self._epochs = self.peers.epochs
+        flips = max((yield from self.peers.gather(self._flips, "rebalance resume")))
+        self._follow(flips)
+        self._plan_id = max((yield from self.peers.gather(self._plan_id, "rebalance resume")))
+        self._step = max((yield from self.peers.gather(self._step, "rebalance resume")))
+        self._planner.restart(wanted=self._planner.wanted or self._planner.busy or self._migration is not None)
+        self._drop_work()
+        self._flips, self._halted, self._sync_now = flips, False, True
 
     def _work(self) -> Flight[None]:
         if self._load_flight is not None:
@@ -204,6 +255,7 @@ class RebalanceManager:
 
     def rank_lost_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
         """`rank_lost` as a flight."""
+        self._expect_open()
         group, living, size = self._view_of(comm), self.ledger.living, self.comm.size
         lost = sorted({ranks} if isinstance(ranks, int) else set(ranks))
         members = tuple(member for rank, member in enumerate(living) if rank not in lost)
@@ -242,6 +294,7 @@ class RebalanceManager:
 
     def rank_joined_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
         """`rank_joined` as a flight."""
+        self._expect_open()
         group, living = self._view_of(comm), self.ledger.living
         new = sorted({ranks} if isinstance(ranks, int) else set(ranks))
         joins, problem, served = group.rank in new, "", iter(living)
@@ -329,7 +382,8 @@ class RebalanceManager:
             except Warning as warning:
                 raised.append(warning)
         self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
-        self._migration, self._load_flight, self._halted = None, None, False
+        self._drop_work()
+        self._epochs, self._halted = self.peers.epochs, False
         self._step = max(each.step for each in work.rank_states)
         self._flips = max(each.flips for each in work.rank_states) + 1
         self._plan_id = max(each.plan_id for each in work.rank_states) + 1
@@ -363,8 +417,8 @@ class RebalanceManager:
     @property
     def state(self) -> State:
         """The current state of the manager."""
-        if self._halted:
-            return "halted"
+        if self._closed or self._halted:
+            return "closed" if self._closed else "halted"
         if self._migration is not None:
             return "backing off" if self._step < self._migration.resumes_at else "moving"
         if self._planner.busy:

@@ -91,6 +91,12 @@ class Migration:
         self.flip()
         return 1
 
+    def drop(self) -> None:
+        """End it, with what is in flight."""
+        self._reader.forget()
+        self._transfer = self.staged = None
+        self.dropped = True
+
     def flip(self) -> None:
         """Serve from the staged batch; every rank does so at the same step."""
         assert self.staged is not None

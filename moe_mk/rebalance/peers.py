@@ -9,6 +9,7 @@ All of them vote and receive the same votes, so a slice that is missing on one r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,16 @@ class Peers:
     def leads(self) -> bool:
         """Whether this rank makes the plans."""
         return self.ep.rank == 0 and self.tp.rank == 0
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """How often each group has recovered."""
+        return self.ep.status.epoch, self.tp.status.epoch
+
+    def fail(self, dropped: GeneratorExit, epochs: Iterable[int] | None = None) -> None:
+        """Report to both groups that a flight of this rank was closed or dropped, see `Communicator.fail`."""
+        for comm, epoch in zip((self.ep, self.tp), epochs or self.epochs, strict=True):
+            comm.fail(dropped, epoch)
 
     def gather(self, number: int, phase: str) -> Flight[list[int]]:
         """All-gather a number; returns, equal on all ranks, the largest among the slices of each EP rank."""

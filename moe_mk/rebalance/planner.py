@@ -51,10 +51,10 @@ class PlacementPlanner:
         self.wanted &= not full
         self.reason, self._failures = "", 0
 
-    def restart(self) -> None:
-        """Forget what was planned for a group that is no more, and plan anew at once."""
+    def restart(self, *, wanted: bool = True) -> None:
+        """Forget what was planned for a state that is no more. wanted: plan anew at once."""
         self._thread.forget()
-        self.outbox, self.wanted, self._not_before, self._failures = None, True, 0, 0
+        self.outbox, self.wanted, self._not_before, self._failures = None, wanted, 0, 0
 
     def think(
         self, step: int, history: LoadHistory, ledger: Ledger, balance: Balance | None, plan_id: int, base: int

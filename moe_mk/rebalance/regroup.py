@@ -174,7 +174,9 @@ class Regrouping:
         before = dict(kept)
         try:
             yield from self._steps()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, GeneratorExit):
+                self.peers.fail(error)
             self.staged_states = []
             kept.clear()  # windows of this attempt: some ranks may have opened them and others not
             kept.update(before)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from moe_mk.errors import MoEMKWarning
 
-State = Literal["watching", "planning", "moving", "backing off", "halted", "degraded"]
+State = Literal["watching", "planning", "moving", "backing off", "halted", "degraded", "closed"]
 """degraded: experts have no live copy, and no repair is in progress."""
 
 

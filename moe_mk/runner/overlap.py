@@ -90,9 +90,15 @@ class AsyncResult(Generic[X]):
 
 def prepare_async(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) -> AsyncResult[Tokens]:
     """Start a dispatch."""
-    return AsyncResult(transport.prepare(x_TH, routing))
+    return AsyncResult(_ended_on_all_ranks(transport, transport.prepare(x_TH, routing)))
 
 
 def finalize_async(transport: PrepareFinalize, output: ExpertOutput, tokens: Tokens) -> AsyncResult[Tensor]:
     """Start a combine."""
-    return AsyncResult(transport.finalize(output, tokens))
+    return AsyncResult(_ended_on_all_ranks(transport, transport.finalize(output, tokens)))
+
+
+def _ended_on_all_ranks(transport: PrepareFinalize, flight: Flight[X]) -> Flight[X]:
+    """A half that is dropped by its caller ends the call of the peers, which wait for it."""
+    with transport.context.comm.abort_on_error():
+        return (yield from flight)

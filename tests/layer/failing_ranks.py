@@ -233,13 +233,19 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
 def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, Any]]:
     """Rank 1 is killed between two calls; the others go on over the same process group, with every expert.
 
-    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s.
+    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1: there is
+    no call before the death, so that no rank has received anything of another one. A sum of loads is in flight.
     """
     warnings.simplefilter("ignore")
     made = built(transport)
-    manager = RebalanceManager([made], RebalanceSettings())
+    manager = RebalanceManager([made], RebalanceSettings(sync_every=1))
     expected = references(rank, 3, 7)
-    found = [outcome(lambda: made(tokens(rank, 7)), expected[0])]
+    found: list[dict[str, Any]] = [{"is": "right"}]
+    if late != -1:
+        found = [outcome(lambda: made(tokens(rank, 7)), expected[0])]
+        manager.step()
+    else:
+        dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == late:

@@ -15,6 +15,7 @@ LIFE = """
 import os, sys
 import torch, torch.distributed as dist
 import moe_mk
+from moe_mk.rebalance import RebalanceManager, RebalanceSettings
 
 def gloo_threads():
     threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
@@ -30,6 +31,7 @@ def serve(folder, transport):
     with torch.no_grad():
         layer(x)
         moe_layer(x, layer.expert_load, layer._entry)  # what a compiled model calls
+    return layer
 
 for transport in sys.argv[4:]:
     meeting = f"{sys.argv[2]}-{transport}"
@@ -39,6 +41,19 @@ for transport in sys.argv[4:]:
     serve(sys.argv[1], transport)
     dist.destroy_process_group()
     assert not gloo_threads(), f"{transport}: the group lives on: {gloo_threads()}"
+
+# The process ends while a sum of loads and a forward are in flight, kept by names of this module and by a cycle.
+dist.init_process_group("gloo", init_method=f"{sys.argv[2]}-end", rank=int(sys.argv[3]), world_size=2)
+layer = serve(sys.argv[1], "all_to_all")
+managers = [RebalanceManager([layer], RebalanceSettings(sync_every=1, inline=True)) for _ in range(2)]
+for manager in managers:
+    manager.step()
+managers.append(managers)
+next(flight := layer.steps(torch.ones(4, 256, dtype=torch.bfloat16, device="cpu")))
+if int(sys.argv[3]) == 0:
+    dist.destroy_process_group()
+else:
+    sys.exit(0)
 """
 TRANSPORTS = ("one_sided", "all_to_all", "deepep_ll")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
+from tests.support.tiers import thorough
 
 Report = dict[str, object]
 MOST_STEPS = 400
@@ -132,6 +134,45 @@ def test_slices_of_experts_move_between_processes_and_all_of_them_flip_at_one_st
     assert "were damaged on their way" in str(reported[1]["incidents"])
     assert all("refuse what they got" in str(reported[rank]["incidents"]) for rank in (0, 2, 3))
     assert sum(int(str(each["received"])) for each in reported) == reported[0]["predicted"] != 0
+
+
+def with_managers_that_end(number: int, seed: int) -> Report:
+    """Managers are dropped, closed, kept alive by a cycle and left behind by recoveries, at random steps."""
+    rank, draw, own, ended = served(), random.Random(seed), random.Random(number), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RebalanceWarning)
+        for _ in range(60):
+            wait(rank.serve())
+            what = "serve"
+            if draw.random() < 0.1:
+                what = draw.choice(["drop", "close", "leave", "cycle", "recover", "call"])
+                ended.append(what)
+            if what == "recover":
+                rank.layers[0].recover()
+            elif what == "call":
+                next(dropped := rank.manager.comm.all_reduce(torch.ones(70_000), "dropped"))
+                del dropped
+            elif what != "serve":
+                if what == "close":
+                    rank.manager.close()
+                if what == "leave":
+                    with rank.manager:
+                        pass
+                if what == "cycle":
+                    rank.manager.itself = rank.manager  # type: ignore[attr-defined]
+                rank.manager = RebalanceManager(rank.layers, settings(sync_every=draw.choice([1, 2])))
+            if own.random() < 0.1:
+                gc.collect()
+    return story(rank) | {"ended": ended}
+
+
+@pytest.mark.parametrize("seed", [0, *thorough(1, 2, 3)])
+def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, seed: int) -> None:
+    reported = world.call(with_managers_that_end, seed)
+    for each in reported:
+        assert each["wrong"] == each["incidents"] == [] and each["right"] and each["state"] != "halted", each
+        assert each["epochs"] == reported[0]["epochs"], reported
+    assert max(map(max, reported[0]["epochs"])) > 0  # type: ignore[call-overload]
 
 
 def with_damage(number: int) -> Report:

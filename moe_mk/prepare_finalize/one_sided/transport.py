@@ -95,6 +95,7 @@ class OneSided(PrepareFinalize):
                 f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
                 "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
             )
+        epoch = c.comm.status.epoch
         with c.spans.span("dispatch"):
             try:
                 if not lock.acquire(blocking=False):
@@ -109,6 +110,7 @@ class OneSided(PrepareFinalize):
                 finally:
                     lock.release()
                 yield DISPATCH
+                c.comm.check_epoch(epoch, "dispatch")
                 if not lock.acquire(blocking=False):
                     raise c.comm.another_thread("dispatch")
                 try:
@@ -119,7 +121,7 @@ class OneSided(PrepareFinalize):
                 handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
                 return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
             except BaseException as error:
-                c.comm.fail(error)
+                c.comm.fail(error, epoch)
                 raise
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
@@ -129,6 +131,7 @@ class OneSided(PrepareFinalize):
         buffer, received_W = handle.buffer, handle.received_W
         if buffer.epoch != handle.epoch or not buffer.busy:
             raise CommError(f"epoch {handle.epoch} was finalized before", rank=c.comm.rank, phase="combine")
+        epoch = c.comm.status.epoch
         with c.spans.span("combine"):
             try:
                 if not lock.acquire(blocking=False):
@@ -145,6 +148,7 @@ class OneSided(PrepareFinalize):
                 finally:
                     lock.release()
                 yield COMBINE
+                c.comm.check_epoch(epoch, "combine")
                 if not lock.acquire(blocking=False):
                     raise c.comm.another_thread("combine")
                 try:
@@ -154,7 +158,7 @@ class OneSided(PrepareFinalize):
                     lock.release()
                 return y_TH
             except BaseException as error:
-                c.comm.fail(error)
+                c.comm.fail(error, epoch)
                 raise
 
     def fuse_layer(
