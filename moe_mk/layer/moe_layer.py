@@ -113,6 +113,8 @@ class MoELayer(nn.Module):
     """The ids that the last `route` returned, their version and address."""
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
+    _swaps: int = 0
+    """How often backends were replaced."""
     _built_for: torch.device
     """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
     _dropped: Tensor | None = None
@@ -244,6 +246,11 @@ class MoELayer(nn.Module):
         return self._placement.epoch
 
     @property
+    def generation(self) -> tuple[int, int]:
+        """How often weights were loaded, and how often backends were replaced; moves for an older one are stale."""
+        return self._placement.loads, self._swaps
+
+    @property
     def ep(self) -> Communicator:
         """The ranks over which experts are distributed."""
         return self._placement.grid.ep
@@ -358,7 +365,8 @@ class MoELayer(nn.Module):
             self._shared.load(weights.shared)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
-        self._fused, self._placement = None, replace(self._placement, weights=weights, laid_out=laid_out)
+        placed = self._placement
+        self._fused, self._placement = None, replace(placed, weights=weights, laid_out=laid_out, loads=placed.loads + 1)
 
     def release_weights(self) -> int:
         """Free the experts in the format of the checkpoint where the backend has a copy; returns the number of bytes.
@@ -834,7 +842,7 @@ class MoELayer(nn.Module):
         decision = self.decision if group is None else group.decision
         number = self.epoch + 1 if epoch is None else epoch
         built = build_placement_state(decision, expert_map, grid, self._built_for, self.spans, number)
-        staged, serving = replace(built, group=group), self._placement
+        staged, serving = replace(built, group=group, loads=self._placement.loads), self._placement
         if serving.weights is None:
             return staged
         if settings and expert_map == serving.expert_map and not arrived and _same_experts(decision, self.decision):
@@ -848,9 +856,15 @@ class MoELayer(nn.Module):
         yield from try_out(staged, decision, gate, self.device)
 
     def flip(self, staged: PlacementState) -> PlacementState:
-        """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step."""
+        """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step.
+
+        Raises WeightError if weights were loaded after it was staged.
+        """
+        if staged.loads != self._placement.loads:
+            raise WeightError(f"layer {self.name!r} has loaded weights since this state was staged; stage it again")
         old, self._placement, self._fused = self._placement, staged, None
         if staged.group is not None:
+            self._swaps += 1
             now = GroupState(self.config, self.decision, self.groups, self._gate, self._shared, self._asked)
             old, self._asked = replace(old, group=now), staged.group.asked
             self.config, self.decision, self.groups = staged.group.config, staged.group.decision, staged.group.groups

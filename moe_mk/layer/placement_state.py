@@ -125,6 +125,8 @@ class PlacementState:
     """Experts without a live copy and what calls do about them; None while every expert has one."""
     group: GroupState | None = None
     """What is used with it over another group of ranks or with other settings; None: the layer's current one."""
+    loads: int = 0
+    """How often weights were loaded before it was built."""
 
     @cached_property
     def is_partial(self) -> bool:

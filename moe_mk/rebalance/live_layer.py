@@ -31,6 +31,10 @@ class LiveLayer(Protocol):
         """Placements before this one."""
 
     @property
+    def generation(self) -> tuple[int, int]:
+        """Changes whenever weights are loaded or backends replaced."""
+
+    @property
     def ep(self) -> Communicator:
         """The ranks that share out the experts."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe_mk.flight import Flight
+from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.live_layer import LiveLayer
@@ -57,6 +58,8 @@ class Migration:
         self.received_bytes = self.read_bytes = 0
         self.staged: list[tuple[int, Any]] | None = None
         """(layer, state) of the present batch once it is built."""
+        self._begun_at: list[tuple[tuple[int, int], ExpertMap]] = []
+        """Generation and placement of each layer of the present batch when its transfer began."""
         self._transfer: ExpertTransfer | None = None
         self._reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
             "expert reader", limit_s=settings.plan_limit_s
@@ -80,6 +83,7 @@ class Migration:
         transfer = self._transfer or self._begin()
         if transfer.in_flight:
             yield from transfer.land()
+            self._check_generation(transfer)
             if (yield from self._vote(Vote.REFUSE if transfer.trouble else Vote.READY, step)) is Vote.REFUSE:
                 return 0
             transfer.accept()
@@ -123,12 +127,22 @@ class Migration:
         self._transfer = ExpertTransfer(
             self.peers.ep, self.layers[layer], moves, self.message.plan_id, self.settings.bytes_per_step, self._reader
         )
+        self._begun_at = self._generations()
         return self._transfer
+
+    def _generations(self) -> list[tuple[tuple[int, int], ExpertMap]]:
+        return [(self.layers[x].generation, self.layers[x].expert_map) for x in self.batches[0]]
+
+    def _check_generation(self, transfer: ExpertTransfer) -> None:
+        """Refuse what has arrived for weights, backends or a placement that a caller has replaced since."""
+        if self._generations() != self._begun_at:
+            transfer.trouble = "weights, backends or the placement were replaced while experts were on their way"
 
     def _stage(self, transfer: ExpertTransfer) -> Vote:
         """Build the other state of every layer of the batch, once all its experts are here."""
         if transfer.waits_for_reading():
             return Vote.WAIT
+        self._check_generation(transfer)
         if transfer.trouble or self.staged is not None:
             return Vote.REFUSE if transfer.trouble else Vote.READY
         try:

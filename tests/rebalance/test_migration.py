@@ -17,7 +17,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
-from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, serve
+from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, matrices_equal, serve, tensors
 
 # A rank that only hears of another's trouble warns too; what a test expects it asks for by its words.
 pytestmark = [
@@ -164,6 +164,27 @@ def test_a_rank_that_cannot_stage_keeps_all_on_the_old_map() -> None:
         serve(ranks, 40)
     check_that_all_is_well(ranks)
     assert ranks[0].manager.status().epochs == (1, 1)
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_weights_that_are_loaded_during_a_move_serve_afterwards(steps: int) -> None:
+    ranks = world(bytes_per_step=100)
+    while ranks[0].manager.state != "moving":
+        serve(ranks, 1)
+    serve(ranks, steps)
+    stale = [rank.layers[0].stage(rank.layers[0].expert_map) for rank in ranks]
+    fresh = [tensors(number + 7) for number in range(2)]
+    for rank, state in zip(ranks, stale, strict=True):
+        for layer, weights in zip(rank.layers, fresh, strict=True):
+            layer.load_weights(weights)
+        with pytest.raises(WeightError, match="has loaded weights since this state was staged; stage it again"):
+            rank.layers[0].flip(state)
+    serve(ranks, 80)
+    assert ranks[0].manager.status().epochs == (1, 1)
+    for number, rank in enumerate(ranks):
+        for layer, weights in zip(rank.layers, fresh, strict=True):
+            for slot, expert in enumerate(layer.expert_map.local_to_global(number)):
+                assert matrices_equal(layer.export_slot(slot), weights, expert)
 
 
 def test_no_step_sends_more_than_the_budget() -> None:
