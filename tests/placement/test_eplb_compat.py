@@ -335,6 +335,26 @@ def test_sizes_that_do_not_divide_name_the_next_that_does():
         rebalance_experts(LOADS, 16, 4, 0, 8)
 
 
+def test_the_value_that_an_error_advises_works() -> None:
+    random, advised = np.random.default_rng(0), 0
+    with pytest.raises(InfeasiblePlacement, match="num_replicas=255 are fewer than experts=256; .* is 258"):
+        rebalance_experts(torch.ones(1, 256), 255, 1, 1, 3)
+    for _ in range(600):
+        names = ("experts", "num_replicas", "num_groups", "num_nodes", "num_gpus")
+        sizes = dict(zip(names, map(int, random.integers([1, 0, 0, 0, 0], [25, 30, 7, 5, 9])), strict=True))
+
+        def attempt(experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
+            rebalance_experts_hierarchical(torch.ones(1, experts), num_replicas, num_groups, num_nodes, num_gpus)
+
+        try:
+            attempt(**sizes)
+        except InfeasiblePlacement as problem:
+            if problem.next_feasible is not None:
+                attempt(**sizes | {problem.message.partition("=")[0]: problem.next_feasible})
+                advised += 1
+    assert advised > 50
+
+
 def test_loads_that_are_not_loads_are_refused():
     with pytest.raises(ShapeError, match=r"shape \(3,\)"):
         rebalance_experts(torch.ones(3), 4, 1, 1, 2)

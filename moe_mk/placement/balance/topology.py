@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 
 import numpy as np
 
@@ -33,21 +34,40 @@ Division = tuple[str, int, str, int]
 
 
 def check_divisions(*divisions: Division, at_least: Division | None = None) -> None:
-    """Raise InfeasiblePlacement naming every pair that does not divide; (what, size, by_what, parts) each."""
-    problems: list[tuple[str, int, int, int]] = []
+    """Raise InfeasiblePlacement naming every pair that does not divide; (what, size, by_what, parts) each.
+
+    It has the next feasible value where one of the numbers alone is at fault.
+    """
+    problems: list[tuple[str, str, int, int]] = []
     for what, size, by_what, parts in divisions:
         if parts < 1:
-            problems.append((f"{by_what}={parts} must be at least 1", parts, 1, 1))
+            problems.append((f"{by_what}={parts} must be at least 1", by_what, parts, 1))
         elif size < 1 or size % parts:
-            upward = max(parts, -(-size // parts) * parts)
-            problems.append((f"{what}={size} does not divide by {by_what}={parts}", size, parts, upward))
+            problems.append((f"{what}={size} does not divide by {by_what}={parts}", what, size, parts))
     if at_least is not None and at_least[1] < at_least[3]:
         what, size, by_what, least = at_least
-        problems.append((f"{what}={size} are fewer than {by_what}={least}", size, least, least))
+        problems.append((f"{what}={size} are fewer than {by_what}={least}", what, size, least))
     if problems:
         message = "; ".join(text for text, *_ in problems)
-        _, asked, limit, upward = problems[0]
+        _, name, asked, limit = problems[0]
+        upward = _next_feasible(name, asked, divisions, at_least)
         raise InfeasiblePlacement(message, asked=asked, limit=limit, next_feasible=upward)
+
+
+def _next_feasible(name: str, asked: int, divisions: Sequence[Division], at_least: Division | None) -> int | None:
+    """The smallest value of one number, from what was asked, with which all sizes divide; None if there is none."""
+    least = at_least[3] if at_least is not None and at_least[0] == name else 1
+    first, period = max(asked, least, 1), lcm(*(parts for what, _, _, parts in divisions if what == name and parts > 0))
+
+    def fits(value: int) -> bool:
+        sizes = [(value if what == name else n, value if by == name else parts) for what, n, by, parts in divisions]
+        if at_least is not None:
+            size, floor = (value if each == name else n for each, n in (at_least[:2], at_least[2:]))
+            sizes.append((1 if size >= floor else 0, 1))
+        return all(parts > 0 and size > 0 and size % parts == 0 for size, parts in sizes)
+
+    largest = max([period, *(size for _, size, by, _ in divisions if by == name)])
+    return next(filter(fits, range(first, first + largest + 1)), None)
 
 
 @dataclass(frozen=True)
