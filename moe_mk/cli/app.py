@@ -98,10 +98,11 @@ def run(
     network: Annotated[str, typer.Option(help="network of one_sided_network, such as 10.0.0.0/24")] = "127.0.0.0/8",
     inject: Annotated[str | None, typer.Option(help="inject a fault that verification must detect")] = None,
     verify: Annotated[bool, typer.Option(help="verify against the reference")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all results as JSON")] = None,
+    out: Annotated[Path | None, typer.Option(help="write all results as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the expert load")] = None,
     trace: Annotated[Path | None, typer.Option(help="write one prefill of all ranks as a Chrome trace")] = None,
     record_trace: Annotated[Path | None, typer.Option(help="write the routing, for place --trace")] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Run one MoE layer of a checkpoint on N ranks, explain the backends, measure times and verify the output."""
     from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, first_moe_layer, tokens_of
@@ -144,7 +145,8 @@ def run(
         token_ids=token_ids,
         inject=inject,
         verify=verify,
-        json=json_file,
+        out=out,
+        as_json=as_json,
         plot=plot,
         trace=trace,
         record_trace=record_trace,
@@ -153,7 +155,7 @@ def run(
         prefix=prefix,
     )
     plan = plan_run(order, world)
-    show_plan(Screen(quiet=not world.prints), plan)
+    show_plan(Screen(quiet=as_json or not world.prints), plan)
     return run_ranks(run_rank, plan, world, collective_backend(device, world.local_size), timeout)
 
 

@@ -85,7 +85,8 @@ class RunSettings:
     """For the rows of all batches; None: random, if the layer routes by token id."""
     inject: str | None = None
     verify: bool = True
-    json: Path | None = None
+    out: Path | None = None
+    as_json: bool = False
     plot: Path | None = None
     trace: Path | None = None
     """File for the spans of one prefill of all ranks."""

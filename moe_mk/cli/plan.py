@@ -106,7 +106,7 @@ def _checked(facts: CheckpointFacts, layer: int, prefix: str | None) -> Checkpoi
 
 def _check_outputs(settings: RunSettings) -> None:
     """Raise ConfigError for files that cannot be written, LibraryMissing without matplotlib."""
-    files = {"--json": settings.json, "--plot": settings.plot, "--trace": settings.trace}
+    files = {"--out": settings.out, "--plot": settings.plot, "--trace": settings.trace}
     files["--record-trace"] = settings.record_trace
     expect_outputs(files)
     if settings.plot is not None:

@@ -105,12 +105,12 @@ class Report:
         }
 
     def save(self) -> list[tuple[str, str]]:
-        """Write the files of --json and --plot; returns (option, file) of each. Raises ConfigError if that fails."""
+        """Write the files of --out and --plot; returns (option, file) of each. Raises ConfigError if that fails."""
         settings, saved = self.plan.settings, []
         try:
-            if settings.json is not None:
-                write_text(settings.json, json.dumps(self.as_dict(), indent=2) + "\n")
-                saved.append(("json", str(settings.json)))
+            if settings.out is not None:
+                write_text(settings.out, json.dumps(self.as_dict(), indent=2) + "\n")
+                saved.append(("json", str(settings.out)))
             if settings.plot is not None:
                 save_load_plot(self.expert_load, self.plan.experts, settings.plot)
                 saved.append(("plot", str(settings.plot)))

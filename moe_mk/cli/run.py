@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,7 +154,7 @@ def run_rank(plan: RunPlan, place: Place) -> int:
     torch.set_num_threads(settings.threads)
     name = f"layer {settings.layer}"
     team = team_of(place, settings.config.kernel.timeout_s, name)
-    groups, screen = groups_of(place), Screen(quiet=place.rank > 0)
+    groups, screen = groups_of(place), Screen(quiet=settings.as_json or place.rank > 0)
     device = device_of_rank(settings.device, place.local_rank)
     report = Report(plan, describe(device))
     _compile(plan, screen)
@@ -169,6 +170,8 @@ def run_rank(plan: RunPlan, place: Place) -> int:
     code = _verify(rank, answers) if settings.verify else OK
     if place.rank == 0:
         screen.facts(report.save())
+        if settings.as_json:
+            print(json.dumps(report.as_dict()))
     return code
 
 

@@ -45,11 +45,12 @@ class Gate:
     def notes(self) -> dict[str, str]:
         """What ranks compare: a layer has the same gate on all of them, and another layer has another one.
 
-        Read on the host, once before the first call. The bias, which may be corrected while serving, is not compared.
+        Values are compared: backends differ in the dtype in which they keep a gate. Read on the host, once before the
+        first call. The bias, which may be corrected while serving, is not compared.
         """
         if self.weight_EH is None:
             return {}
-        data = self.weight_EH.detach().cpu().contiguous().view(torch.uint8).numpy()
+        data = self.weight_EH.detach().cpu().float().contiguous().numpy()
         return {"gate weights": hashlib.sha256(data.tobytes()).hexdigest()[:16]}
 
     def load(self, weight_EH: Tensor, bias_E: Tensor | None, logit_bias_E: Tensor | None = None) -> None:

@@ -33,7 +33,7 @@ def test_a_second_writing_changes_nothing(invoke: Invoke, tiny: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     "words,complaint",
-    [("--experts 30", "num_experts=30"), ("--quant fp4", "quant='fp4'"), ("--experts many", "--experts")],
+    [("--experts 0", "num_experts=0"), ("--quant fp4", "quant='fp4'"), ("--experts many", "--experts")],
 )
 def test_a_checkpoint_that_cannot_be_is_refused(invoke: Invoke, tmp_path: Path, words: str, complaint: str) -> None:
     result = invoke("make-checkpoint", tmp_path / "new", *words.split())
@@ -141,7 +141,7 @@ def test_what_cannot_be_explained_has_a_code(invoke: Invoke, words: str, code: i
 
 def test_a_run_of_one_rank_reports_plan_times_and_verdict(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     report, picture = tmp_path / "run.json", tmp_path / "load.png"
-    result = invoke("run", tiny, "--tokens", 9, "--seed", 5, "--repeats", 1, "--json", report, "--plot", picture)
+    result = invoke("run", tiny, "--tokens", 9, "--seed", 5, "--repeats", 1, "--out", report, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     order = ["checkpoint ", "subset ", "plan ", "rank 0 ", "decision ", "load ", "milliseconds", "verify ", "PASS"]
@@ -158,10 +158,15 @@ def test_a_run_of_one_rank_reports_plan_times_and_verdict(invoke: Invoke, tiny: 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_prints_its_results_as_json_and_nothing_else(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    result = invoke("run", tiny, "--tokens", 2, "--repeats", 1, "--json", "--out", tmp_path / "run.json")
+    assert result.exit_code == 0 and json.loads(result.stdout) == json.loads((tmp_path / "run.json").read_text())
+
+
 @pytest.mark.parametrize("fault", quick_where("swap-halves".__eq__, ["swap-halves", "drop-scale", "double-scale"]))
 def test_an_injected_fault_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: Path, fault: str) -> None:
     report = tmp_path / "run.json"
-    result = invoke("run", tiny, "--tokens", 4, "--repeats", 1, "--inject", fault, "--json", report)
+    result = invoke("run", tiny, "--tokens", 4, "--repeats", 1, "--inject", fault, "--out", report)
     assert result.exit_code == 1 and "FAIL" in result.stdout
     found = json.loads(report.read_text())
     assert found["injected"] == fault and found["verification"]["passed"] is False
@@ -182,7 +187,7 @@ def test_hidden_states_come_from_files(invoke: Invoke, tiny: Path, tmp_path: Pat
     loads = []
     for name in ("rows.npy", "rows.safetensors"):
         report = tmp_path / "run.json"
-        words = ("--hidden-states", tmp_path / name, "--repeats", 1, "--json", report)
+        words = ("--hidden-states", tmp_path / name, "--repeats", 1, "--out", report)
         assert invoke("run", tiny, *words).exit_code == 0
         found = json.loads(report.read_text())
         assert found["tokens"] == [3]

@@ -50,7 +50,7 @@ def test_two_ranks_route_the_ids_of_a_file_as_the_table_states(invoke: Invoke, h
     ids = [3, 39, 0, 3, 17, 8, 8]  # shared out 4 + 3
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
     done = invoke(
-        "run", hashed, "--ranks", 2, *files(tmp_path, 7, ids), "--repeats", 1, "--json", report,
+        "run", hashed, "--ranks", 2, *files(tmp_path, 7, ids), "--repeats", 1, "--out", report,
         "--record-trace", traced, "--trace", tmp_path / "spans.json",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
