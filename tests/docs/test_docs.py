@@ -50,7 +50,8 @@ def test_paths_that_are_named_exist(page: Path) -> None:
         named += re.findall(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TOP))})/[\w./-]*\w", block.body)
     # By the commands that the pages show.
     made = {
-        f"build/{name}" for name in ("before.json", "ds3", "ds3-256", "junit", "site", "small", "tiny-ds3", "wheels")
+        f"build/{name}"
+        for name in ("before.json", "ds3", "ds3-256", "junit", "mutants", "site", "small", "tiny-ds3", "wheels")
     }
     missing = [path for path in named if path not in made and not list(ROOT.glob(path.rstrip("/")))]
     assert not missing, f"{page.name} names {missing}"
