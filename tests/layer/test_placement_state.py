@@ -30,6 +30,16 @@ def test_ranks_compare_experts_shares_and_the_number_of_changes() -> None:
     assert layer._placement.notes == {"placement": notes[0]["placement"], "epoch": "2"}
 
 
+def test_gates_are_compared_by_value_and_not_by_the_dtype_that_a_backend_keeps() -> None:
+    gate = build.layer(4, 2)._gate
+    weight_EH = torch.tensor([[1.0, -0.5], [0.25, 3.0], [2.0, 0.0], [1.5, 1.0]])
+    notes = []
+    for stored in (weight_EH, weight_EH.bfloat16(), weight_EH.T.contiguous().T, weight_EH + 1):
+        gate.weight_EH = stored
+        notes.append(gate.notes()["gate weights"])
+    assert notes[0] == notes[1] == notes[2] != notes[3]
+
+
 def test_a_map_of_other_sizes_is_refused_with_all_numbers() -> None:
     serving, comm = ExpertMap(((0, 1), (2, 3)), 4), LockstepWorld(2).communicators()[0]
     check_sizes(ExpertMap(((3, 1), (2, 0)), 4), serving, comm)
