@@ -452,7 +452,7 @@ def layers_of_rank(rank: int, path: str) -> list[Tensor]:
 def outputs_of_run(folder: Path, ranks: int) -> object:
     """The report of `moe-mk run` without what a clock measured, and what it recorded of the routing."""
     report, recorded = folder / f"run{ranks}.json", folder / f"run{ranks}.safetensors"
-    words = ("--tokens", "6", "--repeats", "1", "--json", report, "--record-trace", recorded)
+    words = ("--tokens", "6", "--repeats", "1", "--out", report, "--record-trace", recorded)
     done = subprocess.run(
         [sys.executable, "-m", "moe_mk", "run", *map(str, (folder / "fp8", "--ranks", ranks, *words))],
         capture_output=True, text=True, timeout=PATIENCE_S, cwd=folder, env={**os.environ, **ENVIRONMENT},

@@ -273,7 +273,7 @@ def test_what_a_trace_cannot_be_asked_is_stated(tmp_path: Path, loads: Path) -> 
 @pytest.mark.row(9)
 def test_a_run_writes_a_trace_that_place_reads(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.safetensors"
-    stated = moe_mk("run", tiny, "--tokens", 6, "--repeats", 1, "--record-trace", file, "--json", tmp_path / "r.json")
+    stated = moe_mk("run", tiny, "--tokens", 6, "--repeats", 1, "--record-trace", file, "--out", tmp_path / "r.json")
     assert stated.exit_code == 0, stated.output
     trace, report = RoutingTrace.read(file), json.loads((tmp_path / "r.json").read_text())
     assert [(f.step, f.layer, f.phase, len(f.ids_TK)) for f in trace.forwards()] == [

@@ -53,8 +53,8 @@ USAGE = [
     ("--hidden-states absent.npy", r"absent.npy is not a file"),
     ("--plot nowhere/load.png", r"--plot nowhere/load.png is in a folder that does not exist"),
     ("--record-trace nowhere/t.safetensors", r"--record-trace nowhere/t.safetensors is in a folder that does not"),
-    ("--json .", r"--json . is a folder"),
-    ("--json /proc/x.json", r"--json /proc/x.json cannot be written: .*; name a file in a folder of yours"),
+    ("--out .", r"--out . is a folder"),
+    ("--out /proc/x.json", r"--out /proc/x.json cannot be written: .*; name a file in a folder of yours"),
     ("--ranks 0", r"--ranks"),
     ("--nonsense", r"No such option"),
 ]

@@ -125,8 +125,8 @@ def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Sig
     finally:
         if watcher.poll() is None:
             watcher.kill()
-    said = b"moe-mk: interrupted\n" if by == signal.SIGINT else b""
-    assert (watcher.returncode, out, err) == (code, b"", said)
+    printed = b"moe-mk: interrupted\n" if by == signal.SIGINT else b""
+    assert (watcher.returncode, out, err) == (code, b"", printed)
 
 
 def wait_until(holds: Any, seconds: float = 60.0) -> None:

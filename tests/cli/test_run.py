@@ -33,7 +33,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.thorough
 def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Path) -> None:
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
-    words = ("run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--json", report, "--record-trace", traced)
+    words = ("run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--out", report, "--record-trace", traced)
     done = command(BIN / "moe-mk", *words)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert done.stdout.count("decision ") == 1 and done.stdout.count("PASS") == 1
@@ -60,7 +60,7 @@ def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(
 ) -> None:
     words = ("run", tiny, "--ranks", 4, "--ranks-per-node", 2, "--prepare-finalize", "hierarchical", "--repeats", 1)
     words += ("--experts-backend", "torch_cpu")
-    done = invoke(*words, "--tokens", "5,0,7,1", "--json", tmp_path / "run.json")
+    done = invoke(*words, "--tokens", "5,0,7,1", "--out", tmp_path / "run.json")
     by_ranks, complaints = capfd.readouterr()
     printed = done.stdout + by_ranks
     assert (done.exit_code, done.stderr, complaints) == (0, "", ""), printed
