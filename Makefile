@@ -178,7 +178,7 @@ lint: venv  ## ruff and mypy
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, ratios in the README
+features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, ratios in docs/performance.md and the README
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/headline.py

@@ -1,6 +1,6 @@
-"""Write the table of ratios in README.md from the files under `benchmarks/results/`.
+"""Write the table of ratios in docs/performance.md, and its first lines into README.md, from `benchmarks/results/`.
 
-`--check` writes nothing and fails where the table is stale.
+`--check` writes nothing and fails where a table is stale.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULTS = "README.md", "benchmarks/results"
+README, PAGE, RESULTS = "README.md", "docs/performance.md", "benchmarks/results"
 BEGIN, END = "<!-- ratios: written by `make features` -->\n", "<!-- end of ratios -->\n"
+HEAD = "| moe_mk | compared with | cases | speedup |\n|---|---|---|---|\n"
 PEERS = {
     "vllm fp8": "vLLM's FP8 path",
     "vllm bf16": "vLLM's bf16 path",
@@ -31,6 +32,15 @@ PLANNERS = {
     "vLLM": "vLLM's implementation",
     "SGLang vectorised": "SGLang's vectorised implementation",
 }
+FIRST = (
+    ("`cpu_native`, FP8", "vLLM's FP8 path"),
+    ("with AVX2, FP8", "vLLM's bf16 path"),
+    ("with AMX, FP8", "vLLM's FP8 path"),
+    ("INT4 g32 experts with AMX", "vLLM's INT4 path"),
+    ("combine, 2 ranks", "an all-to-all over gloo"),
+    ("EPLB", "DeepSeek's implementation"),
+)
+"""Rows of the README: part of what is compared, and with which peer."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +51,10 @@ class Line:
     compared_with: str
     cases: str
     ratios: Sequence[float]
-    page: str
 
     def __str__(self) -> str:
         ratios = " / ".join(f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2f}" for ratio in self.ratios)
-        return f"| {self.what} | {self.compared_with} | {self.cases} | {ratios} | {self.page} |"
+        return f"| {self.what} | {self.compared_with} | {self.cases} | {ratios} |"
 
 
 def lines(results: Path) -> list[Line]:
@@ -79,20 +88,27 @@ def table(results: Path) -> str:
     )
     files = (*experts, "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
-    head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
     device = _read(results, "experts_cpu_e8")["device"]
     names = ("experts_avx512vnni", "experts_avx2", "experts_amx")
     vnni, avx2, amx = (_read(results, name)["device"] for name in names)
     torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
     machines = f"{device}, with AVX-512 VNNI on {vnni}, with AVX2 on {avx2}, with AMX on {amx}, torch {torch}"
-    return f"{head}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
+    return f"{HEAD}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
 
 
-def with_table(page: str, results: Path) -> str:
+def first_lines(results: Path) -> str:
+    """The rows of `FIRST`, in its order."""
+    found = lines(results)
+    return HEAD + "".join(
+        f"{line}\n" for what, peer in FIRST for line in found if what in line.what and line.compared_with == peer
+    )
+
+
+def with_table(page: str, table: str) -> str:
     """The page with the table between its markers. Raises ValueError if the markers are missing."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1]
 
 
 def _read(results: Path, name: str) -> dict[str, Any]:
@@ -108,7 +124,7 @@ def _experts(found: dict[str, Any], where: str = "") -> Iterator[Line]:
     for peer in PEERS:
         ratios = {rows: wall[peer] / wall["ours fp8"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
         if ratios:
-            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()), "[cpu](docs/cpu.md)")
+            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()))
 
 
 def _amx(found: dict[str, Any]) -> Iterator[Line]:
@@ -118,7 +134,7 @@ def _amx(found: dict[str, Any]) -> Iterator[Line]:
     for peer in ("vllm fp8", "vllm bf16", "kt-kernel fp8"):
         ratios = {rows: wall[peer] / wall["ours"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
         if ratios:
-            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()), "[cpu](docs/cpu.md)")
+            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()))
 
 
 def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
@@ -133,9 +149,7 @@ def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
             ratios = [ms / case[own] for ms, case in zip(theirs, cases, strict=True) if ms is not None and own in case]
             if len(ratios) == len(cases):
                 what = f"`cpu_native`, {name} experts {where}{tokens}"
-                yield Line(
-                    what, "ggml, its best variant, processor time", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)"
-                )
+                yield Line(what, "llama.cpp's ggml, its best variant, processor time", f"{rows} tokens", ratios)
 
 
 def _int4(found: dict[str, Any]) -> Iterator[Line]:
@@ -144,7 +158,7 @@ def _int4(found: dict[str, Any]) -> Iterator[Line]:
     for group in ("g32", "g128"):
         ratios = [case[f"vllm int4 {group}"] / case[f"ours int4 {group}"] for case in cases]
         what = f"`cpu_native`, INT4 {group} experts with AMX"
-        yield Line(what, "vLLM's INT4 path", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+        yield Line(what, "vLLM's INT4 path", f"{rows} tokens", ratios)
 
 
 def _transports(found: dict[str, Any]) -> Iterator[Line]:
@@ -154,7 +168,7 @@ def _transports(found: dict[str, Any]) -> Iterator[Line]:
             times = {row["tokens"]: row["ms"] for row in found["rows"] if row["ranks"] == ranks}
             ratios = [times[count][peer] / times[count]["one_sided"] for count in tokens]
             what = f"`one_sided`, dispatch and combine, {ranks} ranks"
-            yield Line(what, name, f"{', '.join(map(str, tokens))} tokens", ratios, f"`{RESULTS}/transports_cpu.json`")
+            yield Line(what, name, f"{', '.join(map(str, tokens))} tokens", ratios)
 
 
 def _eplb(found: dict[str, Any]) -> Iterator[Line]:
@@ -163,24 +177,25 @@ def _eplb(found: dict[str, Any]) -> Iterator[Line]:
         name = name if peer == "DeepSeek" or peer in found.get("anchors", {}) else f"{name}, transcribed"
         ratios = [value for what, value in values.items() if what.endswith(f": times {peer}")]
         what, cases = "EPLB, identical placements", f"median of {len(ratios)} sizes"
-        yield Line(what, name, cases, [median(ratios)], "[placement](docs/placement.md)")
+        yield Line(what, name, cases, [median(ratios)])
 
 
 def main() -> int:
-    """Write the table, or report that it is stale."""
+    """Write the tables, or report that one is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    path = ROOT / PAGE
-    before = path.read_text(encoding="utf-8")
-    after = with_table(before, ROOT / RESULTS)
-    if check and before != after:
-        print(f"{PAGE}: the table of ratios is stale; run `make features`", file=sys.stderr)
-        return 1
-    if not check:
-        path.write_text(after, encoding="utf-8")
-        print(f"{PAGE}: ratios written")
-    return 0
+    stale = 0
+    for name, written in ((README, first_lines), (PAGE, table)):
+        before = (ROOT / name).read_text(encoding="utf-8")
+        after = with_table(before, written(ROOT / RESULTS))
+        if check and before != after:
+            print(f"{name}: the table of ratios is stale; run `make features`", file=sys.stderr)
+            stale = 1
+        elif not check:
+            (ROOT / name).write_text(after, encoding="utf-8")
+            print(f"{name}: ratios written")
+    return stale
 
 
 if __name__ == "__main__":

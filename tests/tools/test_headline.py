@@ -1,11 +1,12 @@
-"""The ratios in the README are those of the result files, computed by hand here once."""
+"""The ratios in the README and in docs/performance.md are those of the result files, computed by hand here once."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tools.headline import BEGIN, END, PAGE, RESULTS, ROOT, lines, with_table
+from tools.headline import BEGIN, END, PAGE, README, RESULTS, ROOT, first_lines, lines, table, with_table
 
 
 @pytest.fixture
@@ -95,21 +96,28 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
 
 
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
-    once = with_table(f"before\n{BEGIN}old\n{END}after\n", results)
+    once = with_table(f"before\n{BEGIN}old\n{END}after\n", table(results))
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
     measured = (
         "experts", "blocks", "wide registers", "wide blocks", "registers", "small blocks", "tiles", "blocks with tiles",
         "transports", "plans",
     )  # fmt: skip
     assert "\n".join(f"measure {what}" for what in measured) in once
-    assert with_table(once, results) == once
+    assert with_table(once, table(results)) == once
 
 
 def test_a_page_without_marks_is_refused(results: Path) -> None:
     with pytest.raises(ValueError, match="unpack"):
-        with_table("nothing here", results)
+        with_table("nothing here", table(results))
 
 
-def test_the_readme_shows_the_results_that_are_here() -> None:
-    page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert with_table(page, ROOT / RESULTS) == page, "run `make features`"
+def test_the_readme_has_one_row_of_each_kind(results: Path) -> None:
+    rows = first_lines(results).splitlines()[2:]
+    ratios = [row.split("|")[4].strip() for row in rows]
+    assert ratios == ["1.50", "1.50", "2.00 / 4.00", "2.50", "6.00 / 6.00 / 6.00", "30"]
+
+
+@pytest.mark.parametrize(("page", "written"), [(README, first_lines), (PAGE, table)], ids=("readme", "performance"))
+def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Path], str]) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert with_table(text, written(ROOT / RESULTS)) == text, "run `make features`"
