@@ -12,37 +12,36 @@ for its row then run on a copy of the repository until one fails. A mutant whose
 proven by tests that would not notice. Exit code 1 if one survives, cannot be applied, or breaks collection instead of a
 test.
 
-`--random` changes comparisons, numbers, operators, guards, conversions and calls of a room. The quick tests run once
-under coverage.py (`pip install coverage`), which build/mutants records: a change is judged by the fastest tests that
-execute its line, one case of every test first. A test that fails or hangs, or an import that fails, kills it; a change
-of a line that no test executes is `uncovered`.
+`--random` changes comparisons, numbers, operators, guards, conversions, calls, keys and errors of a room. build/mutants
+records once which lines the quick tests execute, in whichever process; `--record tests/quant` brings some up to date.
+A change is judged by the fastest tests that execute its line, one case of every test first. A test that fails or hangs,
+or an import that fails, kills it. `tests/equivalent.yaml` has those that change nothing, with the reason: they are left
+out of the sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import json
-import math
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
-from zlib import crc32
 
 import hypothesis
 import pytest
@@ -50,13 +49,15 @@ import torch
 import yaml
 
 from tools.features import find_proofs, read_sections
+from tools.lines import OUTPUT, first_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path("tests/mutants.yaml")
+EQUIVALENT = Path("tests/equivalent.yaml")
 COPIED = ("moe_mk", "tests", "tools", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "configs")
 ROOMS = (
     "layer", "router", "runner", "prepare_finalize", "comm", "experts", "kernels/native", "kernels/reference", "quant",
-    "weights", "placement", "rebalance", "oracle",
+    "weights", "placement", "rebalance", "oracle", "config",
 )  # fmt: skip
 """Packages of which `--random` takes changes."""
 RANDOM_LIMIT_S = 60.0
@@ -66,19 +67,14 @@ LIMIT_S = 240.0
 NOT_RUN = "not slow and not gpu"
 QUICK = f"{NOT_RUN} and not thorough and not emulated and not network"
 RECORD = Path("build/mutants")
-"""Folder of the record of lines and tests; remove it after changes of the code."""
-SECONDS = "MUTANTS_SECONDS"
-"""Environment variable of the recording process: the file that receives the seconds of each test."""
-TESTS, TESTS_S = 60, 20.0
+"""Folder of the recordings: which lines each test executes."""
+TESTS, TESTS_S = 120, 30.0
 """Tests that judge a change made by machine, and their seconds."""
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 OWN = ("moe_mk", "tests", "tools")
 """Packages that a process with a mutant imports from the copy."""
 SHARED = (hypothesis, torch)
 """Imported once for all mutants, which takes longer than most of their tests."""
-
-
-_seconds: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ def chosen(mutants: Sequence[Mutant], rows: Sequence[str], sample: int | None) -
     some = [mutant for mutant in mutants if not rows or mutant.row in rows]
     if sample is None:
         return some
-    kept = set(sorted(some, key=lambda mutant: crc32(f"{mutant.row} {mutant.name}".encode()))[:sample])
+    kept = set(sorted(some, key=lambda mutant: zlib.crc32(f"{mutant.row} {mutant.name}".encode()))[:sample])
     return [mutant for mutant in some if mutant in kept]
 
 
@@ -149,15 +145,21 @@ CONVERSIONS = ("contiguous", "clone", "clamp", "clamp_", "clamp_min", "clamp_max
 """Methods whose call is left out."""
 
 
-LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
+LEFT_ALONE = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
+DTYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32", "uint8": "int8"}
 NOT_CODE = ("annotation", "returns", "decorator_list", "bases", "keywords")
 Change = tuple[ast.AST, str]
 """A node and the text that replaces it."""
 
 
 def changes_of(node: ast.AST) -> Iterator[Change]:
-    """The changes of a node and of all below it, without annotations, decorators, assertions and what is raised."""
+    """The changes of a node and of all below it, without annotations, decorators, assertions and texts of errors."""
     if isinstance(node, LEFT_ALONE):
+        return
+    if isinstance(node, ast.Raise):
+        yield node, "pass"
+        if isinstance(node.exc, ast.Call) and not isinstance(node.exc.func, ast.Call):
+            yield node.exc.func, "ArithmeticError"
         return
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         yield from ((node.test, text) for text in ("False", "True") if not isinstance(node.test, ast.Constant))
@@ -189,8 +191,18 @@ def _replacements(node: ast.AST) -> Iterator[str]:
             yield _with(node, func=ast.Attribute(value, NAMES[name]))
         case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in CONVERSIONS:
             yield f"({ast.unparse(value)})"
-        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Assign(targets=[ast.Attribute()]):
             yield "pass"
+        case ast.Attribute(value=ast.Name(id="torch" | "np"), attr=name) if name in DTYPES:
+            yield f"{ast.unparse(node.value)}.{DTYPES[name]}"
+        case ast.Tuple(elts=[_, _, *_], ctx=ast.Load()):
+            yield _with(node, elts=node.elts[:-1])
+    match node:
+        case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
+            yield _with(node, args=[second, first, *rest])
+    match node:
+        case ast.Call(keywords=[*_, ast.keyword(arg=str())]):
+            yield _with(node, keywords=node.keywords[:-1])
 
 
 def _with(node: ast.AST, **fields: object) -> str:
@@ -201,6 +213,7 @@ def _with(node: ast.AST, **fields: object) -> str:
 def changed_at_random(root: Path, rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """As many changes of each room, one a line; one of them is independent of changes elsewhere in the code."""
     picked: list[Mutant] = []
+    same = {(entry["file"], entry["line"], entry["new"]) for entry in equivalent(root)}
     for at, room in enumerate(rooms):
         lines: dict[tuple[str, str], tuple[int, Mutant]] = {}
         for path in sorted((root / "moe_mk" / room).rglob("*.py")):
@@ -210,88 +223,102 @@ def changed_at_random(root: Path, rooms: Sequence[str], count: int, seed: int) -
                 assert isinstance(node, ast.expr | ast.stmt)
                 old, line = ast.get_source_segment(text, node), text.splitlines()[node.lineno - 1]
                 assert old is not None
+                if (file, line.strip(), new) in same:
+                    continue
                 offset = starts[node.lineno - 1] + len(line.encode()[: node.col_offset].decode())
                 mutant = Mutant(room, f"{file}:{node.lineno}: {line.strip()}  ->  {new}", file, old, new, offset=offset)
-                order = crc32(f"{seed} {file} {line} {old} {new}".encode())
+                order = zlib.crc32(f"{seed} {file} {line} {old} {new}".encode())
                 lines[file, line] = min(lines.get((file, line), (order, mutant)), (order, mutant), key=itemgetter(0))
         share = (at + 1) * count // len(rooms) - at * count // len(rooms)
         picked += [mutant for _, mutant in sorted(lines.values(), key=itemgetter(0))[:share]]
     return picked
 
 
+def equivalent(root: Path) -> list[dict[str, str]]:
+    """Changes that no test can notice: the file, its line, the text that replaces a part of it, and why."""
+    file = root / EQUIVALENT
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or [] if file.is_file() else []
+
+
 class Record:
-    """Which quick tests execute a line, and how long they take; as coverage.py has written it."""
+    """Which quick tests execute a line, in whichever process, and how long they take, as tools/lines.py records it."""
 
     def __init__(self, root: Path) -> None:
-        folder = root / RECORD
-        if not (folder / "seconds.json").is_file():
-            _record(root, folder)
-        self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
-        self._lines = sqlite3.connect(folder / "lines.db")
+        self.root, self.seconds = root, dict[str, float]()
+        self._marks: dict[str, tuple[Path, str]] = {}
+        self._firsts: dict[Path, dict[str, int]] = {}
+        if not (folders := sorted((root / RECORD).glob("*/tests.json"), key=lambda file: int(file.parent.name))):
+            folders = [record(root, ["tests"])]
+        for file in folders:  # tests that were recorded again are as in the last recording
+            for test, (seconds, marks) in json.loads(file.read_text(encoding="utf-8")).items():
+                self.seconds[test], self._marks[test] = seconds, (file.parent, marks)
+            self._firsts[file.parent] = first_lines(file.parent)
 
-    def tests_of(self, mutant: Mutant, root: Path) -> list[str]:
-        """The tests that judge a change, those of its module first, then the fastest; empty where none executes it.
+    def tests_of(self, mutants: Sequence[Mutant]) -> list[list[str]]:
+        """The tests that judge each change, those of its module first, then the fastest."""
+        asked = {folder: [self._places(mutant, folder) for mutant in mutants] for folder in self._firsts}
+        found: list[set[str]] = [set() for _ in mutants]
+        for test, (folder, packed) in self._marks.items():
+            marks = zlib.decompress(bytes.fromhex(packed))
+            for at, (line, first, end) in enumerate(asked[folder]):
+                if marks[line] if line is not None else marks.find(1, first, end) >= 0:
+                    found[at].add(test)
+        return [self._chosen(*work) for work in zip(mutants, found, strict=True)]
 
-        What runs at import is judged by tests that execute anything of the file. Processes that tests start are not
-        recorded: a line that only they execute is judged by the tests named after its module.
-        """
-        assert mutant.offset is not None
-        text = (root / mutant.file).read_text(encoding="utf-8")
-        first = text.count("\n", 0, mutant.offset) + 1
-        lines = range(first, first + mutant.old.count("\n") + 1)
-        found = self._lines.execute(
-            "select context, numbits from line_bits join context on context.id = context_id "
-            "join file on file.id = file_id where path like ?", (f"%/{mutant.file}",),
-        ).fetchall()  # fmt: skip
-        executed = {test for test, bits in found if any(_has(bits, line) for line in lines)}
-        named = f"/test_{Path(mutant.file).stem}"
-        if executed == {""}:
-            executed = {test for test, _ in found}
-        elif not executed:
-            executed = {test for test in self.seconds if named in test}
+    def _places(self, mutant: Mutant, folder: Path) -> tuple[int | None, int, int]:
+        """Mark of the line of a change, if it is in a function, first one and end of its file, in a recording."""
+        if mutant.file not in self._firsts[folder]:
+            return None, 0, 0
+        starts = list(self._firsts[folder].items())
+        at = next(n for n, (file, _) in enumerate(starts) if file == mutant.file)
+        first, end = starts[at][1], starts[at + 1][1]
+        text = (self.root / mutant.file).read_text(encoding="utf-8")
+        line = statement_line(text, text.count("\n", 0, mutant.offset) + 1)
+        then = (folder / mutant.file).read_text(encoding="utf-8").splitlines()
+        blocks = difflib.SequenceMatcher(None, then, text.splitlines(), autojunk=False).get_matching_blocks()
+        if line is None:
+            return None, first, end
+        same = [old + line - now for old, now, size in blocks if now <= line - 1 < now + size]
+        return first + same[0] if same else first, first, end  # a new line: the mark of line 0, which nothing sets
+
+    def _chosen(self, mutant: Mutant, executing: set[str]) -> list[str]:
+        """Those that execute its line, or the file if it runs at import; else those named after the module."""
+        named, room = f"/test_{Path(mutant.file).stem}", f"tests/{mutant.row}/"
+        tests = executing or {test for test in self.seconds if named in test}
         seen: Counter[str] = Counter()
         cases: list[tuple[int, bool, bool, float, str]] = []
-        for test in sorted(executed & self.seconds.keys(), key=self.seconds.__getitem__):
+        for test in sorted(tests, key=self.seconds.__getitem__):
             function = test.split("[")[0]
             seen[function] += 1
-            room = test.startswith(f"tests/{mutant.row}/")
-            cases.append((seen[function], named not in test, not room, self.seconds[test], test))
-        tests = [test for *_, test in sorted(cases)]  # one case of every function, then another one
-        spent = accumulate(self.seconds[test] for test in tests)
-        return [test for at, (test, until) in enumerate(zip(tests, spent, strict=True)) if at < 3 or until < TESTS_S][
-            :TESTS
-        ]
+            cases.append((seen[function], named not in test, not test.startswith(room), self.seconds[test], test))
+        order = [test for *_, test in sorted(cases)]  # one case of every function, then another one
+        spent = accumulate(self.seconds[test] for test in order)
+        kept = [test for at, (test, until) in enumerate(zip(order, spent, strict=True)) if at < 3 or until < TESTS_S]
+        return kept[:TESTS]
 
 
-def _has(numbits: bytes, line: int) -> bool:
-    return line // 8 < len(numbits) and bool(numbits[line // 8] >> line % 8 & 1)
+def statement_line(text: str, line: int) -> int | None:
+    """Where the innermost statement that contains a line begins; None outside functions."""
+    inside, found = False, None
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = inside or node.body[0].lineno <= line
+            found = max(found or 0, node.lineno)
+    return found if inside else None
 
 
-def _record(root: Path, folder: Path) -> None:
-    """Run the quick tests under coverage.py, which takes about ten minutes, and write what `Record` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "coverage", "run", "--source=moe_mk", f"--data-file={folder / 'lines.db'}"]
-    tests = ["-m", "pytest", "-q", "-p", "tools.mutants", "-m", QUICK, "tests"]
-    settings = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", SECONDS: str(folder / "seconds.json")}
-    subprocess.run([*command, *tests], cwd=root, env=os.environ | settings, check=False)
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """As a plugin of pytest under coverage.py: what runs from now on is of this test."""
-    if SECONDS in os.environ:
-        import_module("coverage").Coverage.current().switch_context(nodeid)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """As a plugin: add up the seconds of a test."""
-    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + (report.duration if report.passed else math.inf)
-
-
-def pytest_sessionfinish() -> None:
-    """As a plugin: write the seconds of the tests that passed."""
-    if SECONDS in os.environ:
-        passed = {test: seconds for test, seconds in _seconds.items() if seconds < math.inf}
-        Path(os.environ[SECONDS]).write_text(json.dumps(passed), encoding="utf-8")
+def record(root: Path, tests: Sequence[str]) -> Path:
+    """Run quick tests with marks in a copy, which takes as long as without, and keep their lines beside the sources."""
+    known = [int(folder.name) for folder in (root / RECORD).glob("*")]
+    folder = (root / RECORD / str(max(known, default=0) + 1)).absolute()
+    with tempfile.TemporaryDirectory(prefix="moe-mk-record-") as name:
+        copy = copied(root, Path(name))
+        shutil.copytree(copy / "moe_mk", folder / "moe_mk", ignore=shutil.ignore_patterns("csrc"))
+        command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", QUICK, *tests]
+        settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", OUTPUT: str(folder / "tests.json")}
+        subprocess.run(command, cwd=copy, env=os.environ | settings, check=False)
+    return folder / "tests.json"
 
 
 def problems_of(mutants: Sequence[Mutant], root: Path, tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -408,12 +435,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--random", type=int, metavar="N", help="changes made by machine instead of the list")
     parser.add_argument("--seed", type=int, default=0, help="of the changes made by machine")
+    parser.add_argument("--record", nargs="+", metavar="PATH", help="record the lines of these tests anew, no mutants")
     parser.add_argument("--rooms", nargs="+", default=ROOMS, help="packages of moe_mk that they change, equally often")
     options = parser.parse_args(arguments)
+    if options.record:
+        record(options.root, options.record)
+        return 0
     if options.random is not None:
-        record = Record(options.root)
         changes = changed_at_random(options.root, options.rooms, options.random, options.seed)
-        work = [(mutant, record.tests_of(mutant, options.root)) for mutant in changes]
+        work = list(zip(changes, Record(options.root).tests_of(changes), strict=True))
     else:
         mutants = read_mutants(options.root / LIST)
         tests = tests_of_rows(options.root)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,9 @@ FILES = {
     "moe_mk/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n",
     "tests/rows.yaml": 'sections:\n- title: Sums\n  rows:\n    "1": Sums add up\n    "2": Twice is twice\n',
     "tests/conftest.py": "",
-    "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["row", "slow", "gpu"]\n',
+    "pyproject.toml": (
+        '[tool.pytest.ini_options]\nmarkers = ["row", "slow", "gpu", "thorough", "emulated", "network"]\n'
+    ),
     "tests/test_sums.py": (
         "import pytest\nfrom moe_mk.sums import add, twice\n\n"
         "@pytest.mark.row(1)\ndef test_sums():\n    assert add(2, 3) == 5\n\n"
@@ -34,7 +34,7 @@ ENTRIES = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    return write_tree(tmp_path, FILES)
+    return write_tree(tmp_path, FILES | {"tools/lines.py": (ROOT / "tools/lines.py").read_text(encoding="utf-8")})
 
 
 @pytest.mark.parametrize("state", ENTRIES)
@@ -95,7 +95,8 @@ def test_changes_are_those_of_running_code() -> None:
         "values is None or len(values) > limit -> False", "values is None or len(values) > limit -> True",
         "values is None or len(values) > limit -> (values is None and len(values) > limit)", "strict -> False",
         "strict -> True", "-1 -> (1)", "1 -> 2", "values.sort() -> pass", "max(total, 0) -> (min(total, 0))", "0 -> 1",
-        "max(total, 0) * 2 -> (max(total, 0) // 2)", "2 -> 3",
+        "max(total, 0) * 2 -> (max(total, 0) // 2)", "2 -> 3", "max(total, 0) -> (max(0, total))",
+        "ValueError -> ArithmeticError", 'raise ValueError(f"{limit + 1} values") -> pass',
     }  # fmt: skip
 
 
@@ -108,21 +109,40 @@ def test_changes_by_machine_are_judged_by_the_tests_that_execute_them(
     weak = FILES["tests/test_sums.py"].replace("twice(0) == 0", "twice(2) >= 1")
     write_tree(repository, {"moe_mk/sums/__init__.py": package, "tests/test_sums.py": weak})
     (repository / "moe_mk/sums.py").unlink()
-    record = repository / mutants.RECORD
-    record.mkdir(parents=True)
-    tests = ["tests/test_sums.py::test_sums", "tests/test_sums.py::test_twice"]
-    (record / "seconds.json").write_text(json.dumps(dict.fromkeys(tests, 0.1)))
-    with sqlite3.connect(record / "lines.db") as lines:
-        lines.execute("create table file (id, path)")
-        lines.execute("create table context (id, context)")
-        lines.execute("create table line_bits (file_id, context_id, numbits)")
-        lines.execute("insert into file values (1, '/elsewhere/moe_mk/sums/__init__.py')")
-        for at, test in enumerate(tests):
-            lines.execute("insert into context values (?, ?)", (at, test))
-        lines.executemany("insert into line_bits values (1, ?, ?)", [(0, bytes([1 << 2])), (1, bytes([1 << 6]))])
     assert main(["--root", str(repository), "--random", "9", "--rooms", "sums"]) == 1
-    states = sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1])
+    states = sorted(line.split()[0] for line in capsys.readouterr().out.splitlines() if "->" in line)
     assert states == ["killed", "survived", "uncovered"]
+
+
+def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_above_them(repository: Path) -> None:
+    started = (
+        "import subprocess, sys\nfrom multiprocessing import get_context\nfrom moe_mk.sums import add, twice\n\n"
+        "def test_fork():\n    process = get_context('fork').Process(target=add, args=(1, 2))\n"
+        "    process.start(); process.join()\n\n"
+        "def test_command():\n    code = 'from moe_mk.sums import twice; twice(2)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    write_tree(repository, {"tests/test_started.py": started})
+    mutants.record(repository, ["tests"])
+    source = repository / "moe_mk/sums.py"
+    source.write_text("LATER = 3\n\n" + source.read_text())
+    changes = mutants.changed_at_random(repository, ["."], 9, 0)
+    found = dict(zip([one.old for one in changes], mutants.Record(repository).tests_of(changes), strict=True))
+    assert found == {
+        "a + b": ["tests/test_sums.py::test_sums", "tests/test_started.py::test_fork"],
+        "2 * a": ["tests/test_sums.py::test_twice", "tests/test_started.py::test_command"],
+        "3": [*found["a + b"][:1], *found["2 * a"][:1], *found["a + b"][1:], *found["2 * a"][1:]],  # runs at import
+    }
+
+
+def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path) -> None:
+    before = mutants.changed_at_random(repository, ["."], 9, 0)
+    one = before[0]
+    line = one.name.split(": ", 1)[1].split("  ->  ")[0]
+    entry = f"- {{file: {one.file}, line: {line!r}, new: {one.new!r}, why: nothing}}\n"
+    (repository / mutants.EQUIVALENT).write_text(entry)
+    after = mutants.changed_at_random(repository, ["."], 9, 0)
+    assert one in before and one not in after
 
 
 def test_every_mutant_of_the_list_applies_to_a_row_with_tests() -> None:
@@ -130,3 +150,9 @@ def test_every_mutant_of_the_list_applies_to_a_row_with_tests() -> None:
     assert list(problems_of(listed, ROOT, mutants.tests_of_rows(ROOT))) == []
     assert len(listed) >= 80
     assert len({(mutant.row, mutant.name) for mutant in listed}) == len(listed)
+
+
+def test_every_equivalent_change_is_still_in_its_file() -> None:
+    for entry in mutants.equivalent(ROOT):
+        lines = (ROOT / entry["file"]).read_text(encoding="utf-8").splitlines()
+        assert entry["line"] in map(str.strip, lines) and entry["why"], entry
