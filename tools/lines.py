@@ -42,43 +42,21 @@ def first_lines(root: Path) -> dict[str, int]:
     return dict(zip([file.relative_to(root).as_posix() for file in files] + [""], ends, strict=True))
 
 
-class _Marks(ast.NodeTransformer):
-    """Puts a mark before every statement of a function."""
-
-    def __init__(self, first: int) -> None:
-        self.first, self.inside = first, 0
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        self.inside += 1
-        node.body = self._marked(node.body)
-        self.inside -= 1
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                setattr(node, name, self._marked(value) if self.inside else [self.visit(one) for one in value])
-            elif isinstance(value, list):
-                for one in value:
-                    if isinstance(one, ast.ExceptHandler | ast.match_case):
-                        self.visit(one)
-        return node
-
-    def _marked(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        marked: list[ast.stmt] = []
-        for at, statement in enumerate(body):
-            match statement:
-                case ast.Expr(value=ast.Constant()) if at == 0:
-                    pass  # a docstring stays the first
-                case ast.Global() | ast.Nonlocal():
-                    pass
-                case _:
-                    mark = ast.parse(f"__marks__[{self.first + statement.lineno}] = 1").body[0]
-                    marked += [ast.fix_missing_locations(_at(mark, statement))]
-            marked.append(self.visit(statement))
-        return marked
+def _marked(body: list[ast.stmt], first: int, *, inside: bool) -> list[ast.stmt]:
+    """Statements with a mark before each one that is inside a function."""
+    marked: list[ast.stmt] = []
+    for at, statement in enumerate(body):
+        is_docstring = at == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if inside and not is_docstring and not isinstance(statement, ast.Global | ast.Nonlocal):
+            mark = ast.parse(f"__marks__[{first + statement.lineno}] = 1").body[0]
+            marked.append(_at(mark, statement))
+        marked.append(statement)
+        within = inside or isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        for part in (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            for name in ("body", "orelse", "finalbody"):
+                if nested := getattr(part, name, None):
+                    setattr(part, name, _marked(nested, first, inside=within))
+    return marked
 
 
 def _at(mark: ast.stmt, place: ast.stmt) -> ast.stmt:
@@ -100,7 +78,8 @@ def install() -> None:
         file = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
         if file not in firsts or not file or any(part in file for part in AS_THEY_ARE):
             return plain(self, name)
-        tree = _Marks(firsts[file]).visit(ast.parse(path.read_bytes()))
+        tree = ast.parse(path.read_bytes())
+        tree.body = _marked(tree.body, firsts[file], inside=False)
         return compile(tree, str(path), "exec", dont_inherit=True)
 
     SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]

@@ -309,7 +309,7 @@ def statement_line(text: str, line: int) -> int | None:
 
 
 def record(root: Path, tests: Sequence[str]) -> Path:
-    """Run quick tests with marks in a copy, which takes as long as without, and keep their lines beside the sources."""
+    """Run quick tests with marks in a copy, which takes as long as without, and keep their lines with the sources."""
     known = [int(folder.name) for folder in (root / RECORD).glob("*")]
     folder = (root / RECORD / str(max(known, default=0) + 1)).absolute()
     with tempfile.TemporaryDirectory(prefix="moe-mk-record-") as name:
