@@ -28,7 +28,7 @@ from eplb_loads import workloads
 from eplb_online import locality, movement
 from eplb_table import Report, cpu_ms, even_balance
 
-from moe_mk.cli.outputs import output_file
+from moe_mk.lab.cli.outputs import output_file
 from moe_mk.placement.balance.moves import plan_moves
 from moe_mk.placement.balance.plan import csr_maps
 from moe_mk.placement.eplb import Topology, plan, rebalance_experts, resplit

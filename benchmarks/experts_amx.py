@@ -47,9 +47,9 @@ from experts_cpu_peers import (
     wrong_results,
 )  # fmt: skip
 
-from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import ExpertsMode, Format, Isa, Native, PackedMatrix, Rounding, experts_rows, load
+from moe_mk.lab.cli.outputs import output_file
 
 QUIET = 0.6
 """Share of the rate of one thread alone; a core that another thread shares reaches about 0.35."""

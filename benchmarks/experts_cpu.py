@@ -40,8 +40,8 @@ from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
 
-from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Isa, Native, described, load
+from moe_mk.lab.cli.outputs import output_file
 
 ONEDNN_NAMES = {
     Isa.SCALAR: "SSE41",

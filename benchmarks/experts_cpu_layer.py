@@ -27,9 +27,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_mk import DeepseekV3MoE, MoEConfig
-from moe_mk.cli.outputs import output_file
 from moe_mk.experts.cpu_native.weights import native_kernels
 from moe_mk.kernels.native import experts_rows
+from moe_mk.lab.cli.outputs import output_file
 
 
 def built(options: argparse.Namespace, *, fused_router: bool) -> DeepseekV3MoE:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config import device_profile, load_config
-from moe_mk.plan.roofline import Floor, LayerShape, Rates, floors
+from moe_mk.lab.plan.roofline import Floor, LayerShape, Rates, floors
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import RowTokens

@@ -51,8 +51,8 @@ def tiny() -> None:
     from moe_mk.experts import ExpertsContext
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.tuning import BUILT_IN
+    from moe_mk.lab.testing.experts import random_experts
     from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
-    from moe_mk.testing.experts import random_experts
     from moe_mk.tokens import RowTokens
 
     device = torch.device("cuda")

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.external.device import describe
-from moe_mk.plan.paths import posts_of
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.plan.paths import posts_of
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.trace.clock import now
 
 WORLDS = (2, 4, 8)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
 
-from moe_mk.cli.outputs import output_file
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.testing.on_ranks import RankWorld
 
 RANKS = 2
 WAYS = {"plain": False, "invariant": True}

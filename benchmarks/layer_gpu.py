@@ -26,11 +26,11 @@ from moe_mk import MoELayer
 from moe_mk.config import load_config
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.plan.roofline import LayerShape, layer_us
+from moe_mk.lab.plan.roofline import LayerShape, layer_us
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4
-from moe_mk.testing.experts import random_experts
 
 EXPERTS = 32
 TOKENS = (1, 16, 128)

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
 from torch import Tensor
 
-from moe_mk.cli.outputs import output_file
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.runner import TileRecord, run_dual
 from moe_mk.runner.tiled_kernel import TiledKernel
-from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing
 
 TILES = (1, 2, 4, 8)

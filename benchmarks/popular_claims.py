@@ -19,8 +19,8 @@ from typing import Any
 import popular_claims_cases as cases
 from small_layers import Size, about, native_experts, slowest
 
-from moe_mk.cli.outputs import output_file
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.testing.on_ranks import RankWorld
 
 RANKS = 2
 

@@ -43,8 +43,8 @@ from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import loaded
 from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
+from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.on_ranks import run_ranks
 from moe_mk.tokens import RowTokens
 from moe_mk.trace.clock import now
 

@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.cli.outputs import output_file
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.external.library import installed, installed_version
 from moe_mk.flight import wait
 from moe_mk.kernels.native import is_compiled, loaded, reasons_against
+from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.packing import packed_row_bytes
@@ -41,7 +42,6 @@ from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
-from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens
 from moe_mk.trace.clock import now
 

@@ -12,7 +12,7 @@ import tempfile
 import torch
 
 import moe_mk
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 
 def main() -> None:

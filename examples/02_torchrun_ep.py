@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_mk
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 RANKS = 2
 TOKENS_OF_RANK = (48, 5)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_mk
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
-from moe_mk.weights import CheckpointShape, write_checkpoint
 
 RANKS, EXPERTS, TOKENS = 4, 16, 64
 LIMIT, AFTER = 2000, 40  # steps in which the experts must have moved, and steps served after they have

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_mk.plan.affinity import nodes_per_token, place_by_affinity
+from moe_mk.lab.plan.affinity import nodes_per_token, place_by_affinity
 from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceFacts
 
 KINDS = ("indent", "space", "keyword", "name", "number", "operator", "string", "comment")

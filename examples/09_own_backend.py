@@ -12,8 +12,9 @@ from torch.nn.functional import silu
 
 import moe_mk
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
-from moe_mk.weights import CheckpointShape, Weights, write_checkpoint
+from moe_mk.weights import Weights
 
 
 @EXPERTS.register("my_loop")

@@ -13,6 +13,8 @@ A name is imported where it is first used, so that a door which needs no layer w
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from moe_mk.moved import MOVED
+
 if TYPE_CHECKING:
     from moe_mk import errors, oracle, router
     from moe_mk.comm.groups import ParallelGroups
@@ -40,8 +42,8 @@ __all__ = [
 ]  # fmt: skip
 
 _ROOMS = frozenset(
-    "comm config errors experts external flight kernel kernels layer oracle permute placement plan prepare_finalize "
-    "quant rebalance registry router runner shapes tokens trace tuning verify weights".split()
+    "comm config errors experts external flight kernel kernels lab layer oracle permute placement prepare_finalize "
+    "quant rebalance registry router runner shapes tokens trace weights".split()
 )
 _HOMES = {
     "comm.groups": ("ParallelGroups",),
@@ -60,7 +62,7 @@ if not TYPE_CHECKING:  # a checker reads the imports above, and would take any n
 
     def __getattr__(name: str) -> object:
         """Import a room, or a name of one, at its first use (PEP 562)."""
-        if name in _ROOMS:
+        if name in _ROOMS or f"{__name__}.{name}" in MOVED:
             return import_module(f"{__name__}.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

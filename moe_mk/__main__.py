@@ -1,5 +1,5 @@
 """`python -m moe_mk` is `moe-mk`."""
 
-from moe_mk.cli.app import main
+from moe_mk.lab.cli.app import main
 
 main()

@@ -23,9 +23,6 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from moe_mk import files
-from moe_mk.cli.certify import _read as read_certificate
-from moe_mk.cli.inputs import read_token_ids
-from moe_mk.cli.loads import read_loads
 from moe_mk.config.base import read_mapping
 from moe_mk.config.tuned import load_measured
 from moe_mk.errors import MoEMKError
@@ -44,9 +41,12 @@ from moe_mk.files import (
     read_lines,
     read_yaml,
 )
-from moe_mk.trace.foreign import read_pt
-from moe_mk.trace.importers import from_router_tensors, import_trace
-from moe_mk.tuning.vllm import read_vllm
+from moe_mk.lab.cli.certify import _read as read_certificate
+from moe_mk.lab.cli.inputs import read_token_ids
+from moe_mk.lab.cli.loads import read_loads
+from moe_mk.lab.trace.foreign import read_pt
+from moe_mk.lab.trace.importers import from_router_tensors, import_trace
+from moe_mk.lab.tuning.vllm import read_vllm
 from moe_mk.weights import SafetensorsSource, inspect_checkpoint
 from moe_mk.weights.source import INDEX
 
@@ -274,7 +274,7 @@ def test_a_map_that_is_sorted_in_pieces_gives_what_it_gave_in_one(monkeypatch: p
     chosen = torch.rand((50, 8), generator=draw) < 0.4
     tensors = {"layer_1.routing_map": chosen, "layer_1.probs": torch.rand((50, 8), generator=draw)}
     whole = from_router_tensors(tensors)
-    monkeypatch.setattr("moe_mk.trace.importers.PIECE", 24)
+    monkeypatch.setattr("moe_mk.lab.trace.importers.PIECE", 24)
     pieces = from_router_tensors(tensors)
     assert torch.equal(whole.ids_RK, pieces.ids_RK)
     assert whole.weights_RK is not None and pieces.weights_RK is not None

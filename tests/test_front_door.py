@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import moe_mk
+from moe_mk.moved import new_name
 
 SOURCE = Path(str(moe_mk.__file__))
 ALONE = """
@@ -72,6 +73,24 @@ def test_what_is_not_there_is_stated() -> None:
     with pytest.raises(AttributeError, match=r"module 'moe_mk' has no attribute 'DeepSeekV3MoE'"):
         moe_mk.DeepSeekV3MoE  # noqa: B018
     assert not hasattr(moe_mk, "utils")
+
+
+@pytest.mark.parametrize("old", ["testing.certify", "plan", "verify", "cli.exits", "trace.chrome", "weights.convert"])
+def test_a_module_of_the_lab_has_its_old_name_for_one_release(old: str) -> None:
+    sys.modules.pop(f"moe_mk.{old}", None)
+    with pytest.warns(DeprecationWarning, match=rf"moe_mk.{old} is now moe_mk.lab\.\w+"):
+        module = import_module(f"moe_mk.{old}")
+    assert module is sys.modules[new_name(f"moe_mk.{old}")] and module.__name__.startswith("moe_mk.lab.")
+
+
+def test_names_that_left_a_package_have_their_old_place_too() -> None:
+    with pytest.warns(DeprecationWarning, match="moe_mk.weights.write_checkpoint is now moe_mk.lab.checkpoints"):
+        from moe_mk.weights import write_checkpoint
+    assert write_checkpoint.__module__ == "moe_mk.lab.checkpoints.synthesize"
+    with pytest.raises(AttributeError, match="no attribute 'write_checkpoints'"):
+        moe_mk.weights.write_checkpoints  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match="moe_mk.planner"):
+        import_module("moe_mk.planner")
 
 
 @pytest.mark.thorough

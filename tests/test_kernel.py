@@ -10,11 +10,11 @@ from moe_mk.comm.single import SingleRank
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.transports import yield_points_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import yield_points_of
 from moe_mk.tokens import OutputStage, Routing, RowTokens
 from moe_mk.trace.recorder import Recorder, Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights

@@ -44,27 +44,28 @@ from typer.testing import CliRunner
 
 import moe_mk as moe_mk_package
 from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer, ParallelGroups, Problem, UnsupportedError, oracle
-from moe_mk.cli import app
 from moe_mk.config import device_profile, load_config, shipped_devices, shipped_models
 from moe_mk.experts import EXPERTS
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.cli import app
 from moe_mk.layer import SequenceParallelMoE
 from moe_mk.oracle import Decision, Parts, Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant import BF16, FP16, FP32, SCHEMES, Plain, QuantScheme
 from moe_mk.router import Router, grouped_topk, topk
 from moe_mk.runner import alongside, run_dual
-from moe_mk.weights import CheckpointShape, ExpertWeights, as_mapped, write_checkpoint
+from moe_mk.weights import ExpertWeights, as_mapped
 
 # Everything imported from deeper than a room; corrected here when modules move.
 from moe_mk.flight import Flight, wait  # isort: skip
 from moe_mk.router.training import route_with_capacity  # isort: skip
 from moe_mk.router.training import noisy_topk  # isort: skip
-from moe_mk.testing.cases import RoutingCase, hostile_routings  # isort: skip
-from moe_mk.testing.experts import random_experts  # isort: skip
-from moe_mk.testing.on_ranks import (  # isort: skip
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings  # isort: skip
+from moe_mk.lab.testing.experts import random_experts  # isort: skip
+from moe_mk.lab.testing.on_ranks import (  # isort: skip
     outputs_of_experts, outputs_of_transport, outputs_on_processes, run_ranks,
 )  # fmt: skip
-from moe_mk.testing.transports import each_rank, fly_dual, fly_together, run_together, virtual_groups, world_of  # isort: skip
+from moe_mk.lab.testing.transports import each_rank, fly_dual, fly_together, run_together, virtual_groups, world_of  # isort: skip
 from moe_mk.tokens import Routing  # isort: skip
 from tests.support.formats import (  # isort: skip
     EXPERTS as NUM_EXPERTS, FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, TOP_K, Format,

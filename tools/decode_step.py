@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import moe_mk
 from moe_mk import DeepseekV3MoE, ParallelGroups
-from moe_mk.testing.on_ranks import run_ranks
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.on_ranks import run_ranks
 
 PACKAGE = Path(moe_mk.__file__ or "").parent
 SHAPE = CheckpointShape(

@@ -13,9 +13,9 @@ from pathlib import Path
 import moe_mk
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
+from moe_mk.lab.testing.certificate import Certificate, environment
+from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.testing.certificate import Certificate, environment
-from moe_mk.testing.certify import certify
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/certify.md"

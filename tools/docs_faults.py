@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_mk.testing.faults import ACCEPTED, OUTCOMES
+from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"

@@ -1,16 +1,16 @@
-"""The section of docs/transports.md on methods to move bytes: tables from the records of `moe_mk.plan.paths`."""
+"""The section of docs/transports.md on methods to move bytes: tables from the records of `moe_mk.lab.plan.paths`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_mk.plan.paths import MOVERS, mover, small_copy_us
+from moe_mk.lab.plan.paths import MOVERS, mover, small_copy_us
 
 INTRODUCTION = """\
 ## Methods to move bytes
 
-Methods to move bytes to, from and between GPUs, from `moe_mk.plan.paths`. The fixed cost is the published time of one
-small copy from host to device; the two published times differ by a factor of {ratio:g}.
+Methods to move bytes to, from and between GPUs, from `moe_mk.lab.plan.paths`. The fixed cost is the published time of
+one small copy from host to device; the two published times differ by a factor of {ratio:g}.
 """
 
 LIBRARIES = """\

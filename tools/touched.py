@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASES = ("origin/main", "main")
 SOURCES = {
     "emulated": (
-        "moe_mk/testing/emulated/",
+        "moe_mk/lab/testing/emulated/",
         "moe_mk/external/deepep_limits.py",
         "moe_mk/comm/threads.py",
         "moe_mk/comm/communicator.py",

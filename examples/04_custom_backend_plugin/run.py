@@ -13,7 +13,7 @@ import torch
 import moe_mk
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import interleave
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ LIBRARIES: Mapping[str, Library] = {
 }
 
 
-EMULATIONS = "moe_mk.testing.emulated"
+EMULATIONS = "moe_mk.lab.testing.emulated"
 """The package of the emulations, imported only where `kernel.allow_emulated` permits one."""
 
 EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori", "nccl"})

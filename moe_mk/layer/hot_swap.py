@@ -51,8 +51,8 @@ def swap_backends(layer: MoELayer, x_TH: Tensor, *, limit: float = 0.05, **setti
 
     Every rank of the layer's groups calls it at the same step, between two forwards. x_TH: tokens of this rank on which
     both pairs run, zero or more; they are not counted in the layer's load and not passed to `on_routing`. limit: the
-    largest relative error between both; 0.0 asks for equal bits, `verify.error_of` states what number formats give.
-    settings: of the kernel section, such as prepare_finalize and experts.
+    largest relative error between both; 0.0 asks for equal bits, `oracle.expected_error` states what number
+    formats give. settings: of the kernel section, such as prepare_finalize and experts.
     Both pairs are in memory until it returns; weights only once, where the experts backend is the same.
     Raises CommError, with the old pair in place, where a peer is dead, late, or in another call.
     """

@@ -116,7 +116,7 @@ class TileRecord:
         ]
 
     def spans(self) -> list[Span]:
-        """The intervals as spans of a trace, see `trace.chrome`."""
+        """The intervals as spans of a trace, see `lab.trace.chrome`."""
         return [Span(_stage(i.name), i.start, i.end, i.end - i.start) for i in self.intervals()]
 
     def hidden_share(self) -> float | None:

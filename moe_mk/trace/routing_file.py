@@ -91,7 +91,7 @@ def _check_kind(path: Path, metadata: Mapping[str, str]) -> None:
         found = f"format {metadata['format']!r}" if "format" in metadata else "no format"
         raise TraceError(
             f"{path} is a safetensors file of another kind ({found}), not a routing trace; "
-            "moe_mk.trace.importers reads those of other programs"
+            "moe_mk.lab.trace.importers reads those of other programs"
         )
     version = metadata.get("version", "")
     if not version.isdecimal() or len(version) > 9 or int(version) > VERSION:

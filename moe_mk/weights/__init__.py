@@ -1,7 +1,9 @@
-"""Weights: reading checkpoints strictly and without copies, holding them, and writing synthetic ones."""
+"""Weights: reading checkpoints strictly and without copies, and holding them."""
 
+from typing import TYPE_CHECKING
+
+from moe_mk.moved import moved_name
 from moe_mk.weights.checkpoint import find_prefix, load_layer
-from moe_mk.weights.checkpoint_shape import CheckpointShape
 from moe_mk.weights.expert_weights import (
     CANONICAL,
     MAPPED,
@@ -17,11 +19,13 @@ from moe_mk.weights.layer_weights import LayerWeights, LoadFacts, as_mapped, off
 from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.names import CONVENTIONS, Convention
 from moe_mk.weights.source import MappingSource, SafetensorsSource, TensorSource
-from moe_mk.weights.synthesize import is_complete, write_checkpoint
 
 __all__ = [
-    "CANONICAL", "CONVENTIONS", "MAPPED", "CheckpointFacts", "CheckpointShape", "Convention", "ExpertWeights",
+    "CANONICAL", "CONVENTIONS", "MAPPED", "CheckpointFacts", "Convention", "ExpertWeights",
     "LayerFacts", "LayerLoader", "LayerSpec", "LayerWeights", "LoadFacts", "MappedExpertWeights", "MappingSource",
     "SafetensorsSource", "SlotWeights", "TensorSource", "Weights", "as_mapped", "digest", "find_prefix",
-    "inspect_checkpoint", "is_complete", "load_layer", "official_state_dict", "to_stacked", "write_checkpoint",
+    "inspect_checkpoint", "load_layer", "official_state_dict", "to_stacked",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__ = moved_name

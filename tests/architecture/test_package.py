@@ -25,7 +25,7 @@ AS_A_NEWCOMER = """
 import json, shlex, sys
 from typer.testing import CliRunner
 import moe_mk
-from moe_mk.cli import app
+from moe_mk.lab.cli import app
 
 example, commands = json.load(sys.stdin)
 assert "site" in moe_mk.__file__, moe_mk.__file__
@@ -66,7 +66,7 @@ INSTALLED = """
 import sys, torch, moe_mk
 from moe_mk import DeepseekV3MoE
 from moe_mk.comm.network.setup import open_network_heap  # the proxies over TCP
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 assert moe_mk.__file__.startswith(sys.prefix), moe_mk.__file__
 sizes = dict(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, num_groups=1, top_k_groups=1)
 write_checkpoint(sys.argv[1], CheckpointShape(**sizes))
@@ -102,7 +102,7 @@ def test_pip_installs_the_wheel_into_an_empty_environment_where_it_runs_without_
 
 def test_the_wheel_brings_a_command_a_licence_and_its_requirements(wheel: zipfile.ZipFile) -> None:
     info = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
-    assert "moe-mk = moe_mk.cli:app" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "moe-mk = moe_mk.lab.cli:app" in wheel.read(f"{info}/entry_points.txt").decode()
     assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
     metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
     always = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from moe_mk.cli import app
+from moe_mk.lab.cli import app
 
 TINY = ("--experts", "32", "--hidden", "256", "--intermediate", "128")
 Invoke = Callable[..., Result]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.cli.bench import bench_head, save_bench_plot, sizes_of
-from moe_mk.cli.measure import SHOWN
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.bench import bench_head, save_bench_plot, sizes_of
+from moe_mk.lab.cli.measure import SHOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["bench", "--num-experts", "16", "--hidden", "128", "--intermediate", "128", "--repeats", "2"]

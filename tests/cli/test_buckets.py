@@ -7,9 +7,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.cli.explain import BUCKETS, Question, decide_on, experts_floor_us, rivals_of
-from moe_mk.plan.roofline import LayerShape, Rates, experts_us
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.explain import BUCKETS, Question, decide_on, experts_floor_us, rivals_of
+from moe_mk.lab.plan.roofline import LayerShape, Rates, experts_us
 
 H200 = Question("deepseek_v3", "h200", 64, libraries="triton")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
+from moe_mk.lab.cli import app
 
 QUIET = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 

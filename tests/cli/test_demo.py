@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
-from moe_mk.cli import app
 from moe_mk.integrations.transformers import register
+from moe_mk.lab.cli import app
 
 runner = CliRunner()
 

@@ -15,13 +15,13 @@ from typing import get_args
 import pytest
 import typer
 
-from moe_mk.cli import app, words
 from moe_mk.experts.base import EXPERTS
-from moe_mk.plan.exchange import WIRES
-from moe_mk.plan.layouts import Strategy
+from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
+from moe_mk.lab.checkpoints.convert import TARGETS
+from moe_mk.lab.cli import app, words
+from moe_mk.lab.plan.exchange import WIRES
+from moe_mk.lab.plan.layouts import Strategy
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.weights.checkpoint_shape import FORMATS
-from moe_mk.weights.convert import TARGETS
 from tests.cli.conftest import Invoke
 
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
@@ -34,7 +34,7 @@ SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """
 import sys
 from typer.testing import CliRunner
-from moe_mk.cli import app
+from moe_mk.lab.cli import app
 
 quiet = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 for words in sys.stdin.read().splitlines():
@@ -66,7 +66,7 @@ def imports(tree: ast.AST) -> set[tuple[str, str]]:
 
 
 def source(name: str) -> ast.Module:
-    return ast.parse(Path(str(sys.modules[f"moe_mk.cli.{name}"].__file__)).read_text(encoding="utf-8"))
+    return ast.parse(Path(str(sys.modules[f"moe_mk.lab.cli.{name}"].__file__)).read_text(encoding="utf-8"))
 
 
 def test_every_verb_is_there() -> None:
@@ -124,5 +124,5 @@ def test_the_version_is_the_installed_one(invoke: Invoke, monkeypatch: pytest.Mo
     def nothing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("moe_mk.cli.version.version", nothing)
+    monkeypatch.setattr("moe_mk.lab.cli.version.version", nothing)
     assert invoke("--version").stdout == "moe-mk not installed\n"

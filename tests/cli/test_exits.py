@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_mk.cli.exits import RanksFailed, with_exit_code
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
+from moe_mk.lab.cli.exits import RanksFailed, with_exit_code
 
 
 def raising(problem: BaseException) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.cli import explain
+from moe_mk.lab.cli import explain
 from tests.cli.conftest import Invoke
 
 H200 = ("explain", "deepseek_v3", "--device", "h200", "--ranks", "8")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.cli.exits import named
-from moe_mk.cli.outputs import output_file
 from moe_mk.errors import ConfigError
-from moe_mk.weights import CheckpointShape, is_complete, write_checkpoint
-from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints.convert import convert_checkpoint
+from moe_mk.lab.cli.exits import named
+from moe_mk.lab.cli.outputs import output_file
 from tests.cli.conftest import Invoke
 
 SMALL = ("--hidden", 128, "--intermediate", 128)

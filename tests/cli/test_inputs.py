@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_mk.cli.inputs import (
+from moe_mk.config.shipped import load_config
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.lab.cli.inputs import (
     RunSettings,
     batch_of,
     dtype_of,
@@ -18,8 +20,6 @@ from moe_mk.cli.inputs import (
     token_counts,
     tokens_of,
 )
-from moe_mk.config.shipped import load_config
-from moe_mk.errors import ConfigError, ShapeError
 
 CONFIG = load_config("tiny")  # hidden size 64
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_mk.cli.inputs import Batch
-from moe_mk.cli.measure import SHOWN, time_stages
 from moe_mk.comm.single import SingleRank
+from moe_mk.lab.cli.inputs import Batch
+from moe_mk.lab.cli.measure import SHOWN, time_stages
 from moe_mk.layer import DeepseekV3MoE
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_mk.cli.loads import read_loads
-from moe_mk.cli.place import DEEPSEEK_V3_EXPERT, Offer, in_order, mark_best, policies_of, speeds_of
 from moe_mk.errors import ConfigError
+from moe_mk.lab.cli.loads import read_loads
+from moe_mk.lab.cli.place import DEEPSEEK_V3_EXPERT, Offer, in_order, mark_best, policies_of, speeds_of
 from moe_mk.placement.eplb import Topology, plan
 from moe_mk.placement.traffic import NodesPerToken
 from moe_mk.trace.routing import RoutingTrace

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_mk.cli.inputs import RunSettings
-from moe_mk.cli.plan import plan_run
-from moe_mk.cli.world import World
 from moe_mk.config.moe import MoEConfig
+from moe_mk.lab.cli.inputs import RunSettings
+from moe_mk.lab.cli.plan import plan_run
+from moe_mk.lab.cli.world import World
 from tests.cli.conftest import Invoke
 
 
@@ -28,7 +28,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("moe_mk.cli.processes.run_ranks", run_ranks)  # a verb imports it when it is called
+    monkeypatch.setattr("moe_mk.lab.cli.processes.run_ranks", run_ranks)  # a verb imports it when it is called
 
 
 USAGE = [

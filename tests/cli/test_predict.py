@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from moe_mk.cli import app
-from moe_mk.cli.words import SIMULATED, TIMED
-from moe_mk.plan.timeline import LINKS
-from moe_mk.testing.virtual_time import TRANSPORTS
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.words import SIMULATED, TIMED
+from moe_mk.lab.plan.timeline import LINKS
+from moe_mk.lab.testing.virtual_time import TRANSPORTS
 
 
 def stated(*arguments: str) -> Result:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from moe_mk.cli.exits import RanksFailed
-from moe_mk.cli.processes import Rank, _verdict, _watch, run_ranks
-from moe_mk.cli.world import Place, World, team_of, together
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import wait
+from moe_mk.lab.cli.exits import RanksFailed
+from moe_mk.lab.cli.processes import Rank, _verdict, _watch, run_ranks
+from moe_mk.lab.cli.world import Place, World, team_of, together
 
 TWO = World(2, 1)
 
@@ -87,9 +87,9 @@ def test_one_rank_needs_no_process(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from moe_mk.cli.exits import with_exit_code
-from moe_mk.cli.processes import run_ranks
-from moe_mk.cli.world import World
+from moe_mk.lab.cli.exits import with_exit_code
+from moe_mk.lab.cli.processes import run_ranks
+from moe_mk.lab.cli.world import World
 from tests.cli.test_processes import sleeps
 if __name__ == "__main__":
     import typer
@@ -176,7 +176,7 @@ def test_a_rank_that_dies_before_they_met_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
+    monkeypatch.setattr("moe_mk.lab.cli.processes.GRACE_S", 0.05)
     ranks = [rank_that(0, 1, b"joined", b"1\nrank 0, phase 'x': late"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=600.0)
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch:
 
 
 def test_a_rank_that_outlasts_the_first_one_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
+    monkeypatch.setattr("moe_mk.lab.cli.processes.GRACE_S", 0.05)
     ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=0.05)
     with pytest.raises(RanksFailed, match="^rank 1 was still running after the others had ended") as caught:
@@ -195,7 +195,7 @@ def test_a_rank_that_outlasts_the_first_one_is_ended_and_reported(monkeypatch: p
 
 
 def test_the_first_rank_may_take_its_time_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.01)
+    monkeypatch.setattr("moe_mk.lab.cli.processes.GRACE_S", 0.01)
     first = rank_that(0, 0, b"joined", ends=False)
     end = threading.Timer(0.3, lambda: (OPEN[-1].send_bytes(b"0\n"), OPEN[-1].close()))
     end.start()

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from moe_mk.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen
 from moe_mk.text import WIDTH
 
 

@@ -7,11 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
-from moe_mk.cli.measure import StageTimes
-from moe_mk.cli.screen import Screen
-from moe_mk.cli.show import listed, sent_bytes, show_decision, show_pairs, stage_table, subset_note
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.lab.cli.measure import StageTimes
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.show import listed, sent_bytes, show_decision, show_pairs, stage_table, subset_note
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import explain_pairs
 from moe_mk.quant.plain import BF16

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.cli import app
 
 FILE = Path(__file__).parent / "snapshots.json"
 TINY = CheckpointShape(num_experts=16, hidden_size=128, intermediate_size=128)

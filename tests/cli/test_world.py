@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moe_mk.cli import environment
-from moe_mk.cli.exits import RanksFailed
-from moe_mk.cli.world import Place, groups_of, together, world_of
 from moe_mk.comm import ParallelGroups
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.lab.cli import environment
+from moe_mk.lab.cli.exits import RanksFailed
+from moe_mk.lab.cli.world import Place, groups_of, together, world_of
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from moe_mk.comm.distributed import staging_device
 from moe_mk.comm.failure import REPORTED
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, wait
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 
 RANKS = 4
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.

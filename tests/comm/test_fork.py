@@ -22,8 +22,8 @@ from moe_mk.comm.symmetric.memory import create, unlink
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm

@@ -16,7 +16,7 @@ from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.on_ranks import RankWorld
 
 
 def test_a_header_comes_back_as_it_was_packed() -> None:

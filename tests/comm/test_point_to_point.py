@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.comm.single import SingleRank
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize.all_to_all import PointToPoint
-from moe_mk.testing.on_ranks import RankError, RankWorld
 
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
 SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from moe_mk.cli.app import SCHEMA
 from moe_mk.config.moe import MoEConfig
+from moe_mk.lab.cli.app import SCHEMA
 
 
 def schema() -> str:
@@ -20,7 +20,7 @@ def test_the_stored_schema_is_that_of_the_configuration() -> None:
 
 def test_the_schema_is_printed_without_torch() -> None:
     program = (
-        "import sys\nfrom moe_mk.cli.app import app\n"
+        "import sys\nfrom moe_mk.lab.cli.app import app\n"
         "try: app(['schema'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.experts import EXPERTS
+from moe_mk.lab.testing.conformance import check_experts
 from moe_mk.quant.plain import Plain
-from moe_mk.testing.conformance import check_experts
 from tests.support.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, Format
 from tests.support.tiers import quick_where
 

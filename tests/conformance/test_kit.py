@@ -12,11 +12,11 @@ from torch import Tensor
 from moe_mk.experts import EXPERTS, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.flight import Flight, InFlight
+from moe_mk.lab.testing.conformance import NonConforming, check_experts, check_transport, hostile_routings
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import FP32
-from moe_mk.testing.conformance import NonConforming, check_experts, check_transport, hostile_routings
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 

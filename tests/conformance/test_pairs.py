@@ -12,21 +12,21 @@ from torch import Tensor
 from moe_mk import oracle
 from moe_mk.config.problem import Problem
 from moe_mk.flight import Flight
+from moe_mk.lab.testing.bits import bits_of
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.testing.limits import require_close
+from moe_mk.lab.testing.transports import each_rank, fly_dual, fly_together, world_of
 from moe_mk.oracle import Decision, Parts, assemble
 from moe_mk.oracle.decide import INSIDE
+from moe_mk.oracle.expected_error import error_of
 from moe_mk.oracle.verdict import Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import BF16
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.runner import MonolithicKernel, alongside
-from moe_mk.testing.bits import bits_of
-from moe_mk.testing.cases import RoutingCase, hostile_routings
-from moe_mk.testing.experts import random_experts
-from moe_mk.testing.limits import require_close
-from moe_mk.testing.transports import each_rank, fly_dual, fly_together, world_of
 from moe_mk.tokens import Routing
-from moe_mk.verify.compare import error_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, MORE_PAIRS, TOP_K, Format

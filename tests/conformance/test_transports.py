@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
 from tests.support.formats import FORMATS
 
 WIRES: dict[str, list[QuantScheme]] = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from moe_mk.cli import app
-from moe_mk.cli.exits import MISMATCH, OK, UNSUPPORTED, USAGE
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.exits import MISMATCH, OK, UNSUPPORTED, USAGE
 from moe_mk.shapes import LEGEND
 from tests.architecture.checks import FLOORS
 from tests.docs.pages import PAGES, ROOT, blocks, inline_code, prose
@@ -92,7 +92,7 @@ def verb_and_options(words: list[str]) -> list[str] | None:
     """What follows `moe-mk`, however it is started; None for another command."""
     if words[0] == "moe-mk":
         return words[1:]
-    return words[words.index("moe_mk.cli") + 1 :] if "moe_mk.cli" in words else None
+    return words[words.index("moe_mk.lab.cli") + 1 :] if "moe_mk.lab.cli" in words else None
 
 
 def complaint_about(words: list[str], *, whole: bool) -> str:

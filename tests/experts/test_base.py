@@ -14,8 +14,8 @@ from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.monolithic import ReferenceMonolithic
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant.plain import FP16, FP32
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import GroupedTokens, OutputStage
 from moe_mk.weights.expert_weights import Weights
 from moe_mk.weights.scan import Progress

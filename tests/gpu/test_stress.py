@@ -7,8 +7,8 @@ import torch
 
 from moe_mk.experts.triton.tuning import BUILT_IN
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import FP8_1x128, FP8_128x128
-from moe_mk.testing.experts import random_experts
 from tests.gpu.test_experts import CUDA, build, draw, of_tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60, method="thread")]

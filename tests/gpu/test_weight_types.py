@@ -9,12 +9,12 @@ import torch
 
 from moe_mk.experts.triton.tuning import DECODED, DECODED_TO_FP8
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.conformance import check_experts
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, QuantScheme
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
-from moe_mk.testing.conformance import check_experts
-from moe_mk.testing.experts import random_experts
 from moe_mk.weights.expert_weights import MappedExpertWeights
 from tests.gpu.test_experts import CUDA, HIDDEN, INNER, build, check, draw, of_tile
 from tests.support.mxfp4 import products_with_ones, wide_matrix

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.integrations.deepep_buffer import Buffer
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.integrations import deepep_script
 from tests.integrations.deepep_script import MOST, expert_weights, inputs
 

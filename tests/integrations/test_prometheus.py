@@ -14,7 +14,7 @@ import prometheus_client as prometheus
 from moe_mk import DeepseekV3MoE
 from moe_mk.errors import ConfigError
 from moe_mk.integrations.prometheus import LayerMetrics
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 EXPERTS = 16
 

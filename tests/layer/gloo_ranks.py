@@ -19,11 +19,11 @@ from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
 from moe_mk.comm import rank_groups
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.flight import wait
+from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.testing.transports import yield_points_of
 from moe_mk.layer import SequenceParallelMoE, swap_backends
 from moe_mk.oracle import Parts, assemble, select
-from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.experts import random_experts
-from moe_mk.testing.transports import yield_points_of
 from moe_mk.trace.recorder import Recorder
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.support.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format

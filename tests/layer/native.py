@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_mk import DeepseekV3MoE, MoELayer
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 EXPERTS, HIDDEN, TOP_K = 16, 256, 4
 NEEDS_COMPILER = pytest.mark.skipif(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.testing.bits import equal_bits
-from moe_mk.verify import Answer, verify
+from moe_mk.lab.testing.bits import equal_bits
+from moe_mk.lab.verify import Answer, verify
 from moe_mk.weights import MappingSource, load_layer
 from tests.layer.any_tensors import tensors_of
 

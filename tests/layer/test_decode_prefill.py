@@ -13,10 +13,10 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.errors import WeightError
 from moe_mk.flight import interleave
 from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.testing.transports import virtual_groups
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from tests.layer.conftest import Twin
 
 DECODE, PREFILL = {"prepare_finalize": "all_gather"}, {"prepare_finalize": "all_to_all"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
 from tests.support.tiers import quick_where
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.layer import TrainingMoE
-from moe_mk.testing.transports import run_together, virtual_groups
 from tests.support.tiers import quick_where
 
 EXPERTS, HIDDEN, INNER, SHARED = 4, 64, 32, -60000.0

@@ -16,9 +16,9 @@ from moe_mk import DeepseekV3MoE, MoELayer
 from moe_mk.errors import ShapeError
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.overlap import run_dual
-from moe_mk.testing.transports import run_together, virtual_groups
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
 from tests.layer.native import EXPERTS, HIDDEN, NEEDS_COMPILER, built, written

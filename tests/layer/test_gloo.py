@@ -16,10 +16,10 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.on_ranks import RankError, RankWorld
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from tests.layer import gloo_ranks, test_fp16
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K

@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, interleave
+from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
-from moe_mk.testing.on_ranks import RankWorld
-from moe_mk.testing.transports import run_together, virtual_groups
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
 

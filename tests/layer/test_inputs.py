@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer.checks import tokens_with_repeats
-from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from tests.support.layers import HIDDEN, config, layer, tensors
 

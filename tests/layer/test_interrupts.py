@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer import interrupted_ranks as ranks
 from tests.support.tiers import quick_where
 

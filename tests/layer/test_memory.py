@@ -14,10 +14,10 @@ import torch
 from moe_mk import DeepseekV3MoE, ExpertMap, MoEConfig
 from moe_mk.experts.cpu_native import experts as cpu_native
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.transports import virtual_groups
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
 from tests.layer.native import NEEDS_COMPILER
 

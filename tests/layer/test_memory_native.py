@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(

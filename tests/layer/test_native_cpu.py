@@ -12,10 +12,10 @@ from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
 from moe_mk.kernels.native import Isa
-from moe_mk.testing.transports import virtual_groups
+from moe_mk.lab.checkpoints import write_checkpoint
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
-from moe_mk.weights import write_checkpoint
 from tests.layer.native import NEEDS_COMPILER, SHAPE, built, written
 
 pytestmark = NEEDS_COMPILER

@@ -19,9 +19,9 @@ from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.tokens import ExpertOutput, Tokens
 from moe_mk.trace.recorder import Ledger
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import Weights
 
 HIDDEN = 128

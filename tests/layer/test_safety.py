@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, UnsupportedError
-from moe_mk.testing.transports import run_together, virtual_groups
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from tests.support.layers import HIDDEN, config, layer, tensors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.testing.transports import run_together, virtual_groups
 from moe_mk.trace.recorder import Recorder, Span
-from moe_mk.weights import CheckpointShape, write_checkpoint
 
 STORY = Path(__file__).resolve().parents[2] / "docs/story.md"
 

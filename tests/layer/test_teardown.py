@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 
 LIFE = """
 import os, sys

@@ -10,9 +10,9 @@ from moe_mk import MoELayer
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.flight import interleave
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.tiled_kernel import TiledKernel, tiled
-from moe_mk.testing.transports import virtual_groups
 from moe_mk.trace.recorder import Recorder
 from tests.support.layers import HIDDEN, config, layer
 

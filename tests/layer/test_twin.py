@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.errors import UnsupportedError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.testing.transports import run_together, virtual_groups
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.source import SafetensorsSource

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moe_mk import Problem, oracle
-from moe_mk.cli.explain import Question, decide_on
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
+from moe_mk.lab.cli.explain import Question, decide_on
 from moe_mk.oracle.cost import transport_us
 from moe_mk.oracle.decide import judge
 from moe_mk.oracle.fp8 import Fp8Oracle

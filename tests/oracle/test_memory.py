@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from moe_mk import Problem, oracle
-from moe_mk.cli.explain import memory_lines
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.lab.cli.explain import memory_lines
 from moe_mk.oracle.memory import Buffers, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128

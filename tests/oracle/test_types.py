@@ -16,6 +16,8 @@ from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.verify import Answer, verify
 from moe_mk.oracle import Decision, Parts
 from moe_mk.oracle.fp8 import make_fp8_moe_kernel, select_fp8_moe_backend
 from moe_mk.oracle.int8 import make_int8_moe_kernel, select_int8_moe_backend
@@ -25,8 +27,7 @@ from moe_mk.oracle.nvfp4 import make_nvfp4_moe_kernel, select_nvfp4_moe_backend
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16
-from moe_mk.verify import Answer, verify
-from moe_mk.weights import CheckpointShape, SafetensorsSource, Weights, load_layer, write_checkpoint
+from moe_mk.weights import SafetensorsSource, Weights, load_layer
 
 BOTH = {
     "fp8_channel": (select_fp8_moe_backend, make_fp8_moe_kernel),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.affinity import nodes_per_token, place_by_affinity, together
+from moe_mk.lab.plan.affinity import nodes_per_token, place_by_affinity, together
 from moe_mk.trace.routing import RoutingTrace
 
 

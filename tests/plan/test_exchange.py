@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.exchange import Exchange, distinct_groups
+from moe_mk.lab.plan.exchange import Exchange, distinct_groups
 
 
 def test_two_choices_among_four_experts_by_hand() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
+from moe_mk.lab.plan.exchange import Volumes, break_even_ranks
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.plan.exchange import Volumes, break_even_ranks
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant.plain import FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.layouts import layout
+from moe_mk.lab.plan.layouts import layout
 
 
 @pytest.mark.row(30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.paths import MOVERS, mover, movers, small_copy_us
+from moe_mk.lab.plan.paths import MOVERS, mover, movers, small_copy_us
 
 
 @pytest.mark.row(63)

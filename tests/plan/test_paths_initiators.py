@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.paths import dispatch_us, proxy_over_gpu
+from moe_mk.lab.plan.paths import dispatch_us, proxy_over_gpu
 
 # tokens, ranks, microseconds from the GPU and through the proxy
 PUBLISHED = [

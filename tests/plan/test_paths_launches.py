@@ -16,8 +16,8 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
 from moe_mk.flight import wait
-from moe_mk.plan.paths import POSTS_EACH_RANK, HostBound, posts_of
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.plan.paths import POSTS_EACH_RANK, HostBound, posts_of
+from moe_mk.lab.testing.on_ranks import RankWorld
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "host_bound_cpu.json"
 

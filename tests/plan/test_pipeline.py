@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.pipeline import bubble
+from moe_mk.lab.plan.pipeline import bubble
 
 
 @given(stages=st.integers(1, 12), micro_batches=st.integers(1, 40))

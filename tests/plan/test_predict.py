@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.exchange import Exchange
-from moe_mk.plan.links import Direction, LinkProfile, Measured, link_profile, links_of_device, shipped_links
-from moe_mk.plan.predict import (
+from moe_mk.lab.plan.exchange import Exchange
+from moe_mk.lab.plan.links import Direction, LinkProfile, Measured, link_profile, links_of_device, shipped_links
+from moe_mk.lab.plan.predict import (
     DIRECTIONS,
     Line,
     _constants,
@@ -215,7 +215,7 @@ def test_a_table_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPat
         else p
         for p in tables
     ]
-    monkeypatch.setattr("moe_mk.plan.predict._tables", lambda: tuple(slow))
+    monkeypatch.setattr("moe_mk.lab.plan.predict._tables", lambda: tuple(slow))
     held_out.cache_clear(), _constants.cache_clear()
     try:
         after = {(e.profile.name, e.row.ranks, e.direction): e.predicted_us for e in held_out()}

@@ -6,7 +6,7 @@ import pytest
 
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError
-from moe_mk.plan.roofline import LayerShape, Rates, floors, layer_us, main
+from moe_mk.lab.plan.roofline import LayerShape, Rates, floors, layer_us, main
 
 PEAK = Rates(memory_gbs=4300.0, fp8_tflops=1979.0, bf16_tflops=790.0)
 PRACTICAL = Rates(memory_gbs=4300.0, fp8_tflops=1550.0, bf16_tflops=790.0)

@@ -9,7 +9,7 @@ import pytest
 
 from moe_mk.comm.traffic import INTRA_NODE, Nodes
 from moe_mk.errors import ConfigError
-from moe_mk.plan.timeline import LINKS, Recording, SimulatedLink, Timeline, Wait, Work, simulate, simulated_link
+from moe_mk.lab.plan.timeline import LINKS, Recording, SimulatedLink, Timeline, Wait, Work, simulate, simulated_link
 
 FAST = SimulatedLink("fast", 100.0, 1.0, 0.5, "made up")
 SLOW = SimulatedLink("slow", 10.0, 5.0, 2.0, "made up")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.plan.links import link_profile
-from moe_mk.plan.two_level import Relay
+from moe_mk.lab.plan.links import link_profile
+from moe_mk.lab.plan.two_level import Relay
 
 EXAMPLE = Relay(link_profile("ascend_910"), tokens=16, nodes=8, nodes_kept=4)
 

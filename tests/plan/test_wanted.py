@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_mk import ConfigError, Problem
-from moe_mk.cli import app
 from moe_mk.config import device_profile, load_config
+from moe_mk.lab.cli import app
+from moe_mk.lab.plan import wanted
+from moe_mk.lab.plan.wanted import Change, ways_to
 from moe_mk.oracle import select
-from moe_mk.plan import wanted
-from moe_mk.plan.wanted import Change, ways_to
 from moe_mk.quant.plain import BF16
 
 

@@ -16,13 +16,13 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.header import EAGER_BYTES, HEADER_BYTES
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
-from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens
 from tests.support.tiers import quick_where
 

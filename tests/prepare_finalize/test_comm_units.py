@@ -16,6 +16,9 @@ from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.emulated import deep_ep, uccl
+from moe_mk.lab.testing.emulated.deep_ep.base import V1Buffer
+from moe_mk.lab.testing.emulated.mori import ops as mori_ops
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
@@ -24,9 +27,6 @@ from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic
 from moe_mk.prepare_finalize.mori import Mori
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSidedNetwork
 from moe_mk.quant.plain import BF16
-from moe_mk.testing.emulated import deep_ep, uccl
-from moe_mk.testing.emulated.deep_ep.base import V1Buffer
-from moe_mk.testing.emulated.mori import ops as mori_ops
 from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
 from tests.support import library_ranks
 from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of, reported

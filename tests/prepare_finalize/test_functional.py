@@ -15,6 +15,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.lab.testing.cases import hostile_routings
 from moe_mk.prepare_finalize.functional import (
     Dispatched,
     DistributeOptions,
@@ -23,7 +24,6 @@ from moe_mk.prepare_finalize.functional import (
     plan_distribute,
 )
 from moe_mk.quant.int8 import INT8_TOKEN
-from moe_mk.testing.cases import hostile_routings
 
 FOUR = DistributeOptions(num_experts=4)
 # Rank 0 has tokens a -> experts 0, 3 and b -> 2, nowhere; rank 1 has c -> 0, 1. Two experts a rank.

@@ -17,12 +17,12 @@ from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.emulated import deep_ep
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16
-from moe_mk.testing.emulated import deep_ep
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from tests.support.library_layers import CPU, EXPERTS, TOP_K, Model, batch, expect_exact, flight_of
 

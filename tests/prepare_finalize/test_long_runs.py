@@ -14,9 +14,9 @@ import torch
 from moe_mk.comm import Communicator
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.flight import interleave, wait
+from moe_mk.lab.testing.on_ranks import run_ranks
+from moe_mk.lab.testing.transports import world_of
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
-from moe_mk.testing.on_ranks import run_ranks
-from moe_mk.testing.transports import world_of
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.growth import anonymous_bytes, containers_of, grown, touch_staging
 from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm

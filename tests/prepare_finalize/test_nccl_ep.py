@@ -15,14 +15,14 @@ from moe_mk.errors import CommError, ShapeError
 from moe_mk.external import library
 from moe_mk.external.nccl_ep_limits import high_throughput_bytes, low_latency_bytes
 from moe_mk.flight import wait
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.emulated.nccl.ep import Group, Handle
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.nccl_ep import NcclHighThroughput, NcclLowLatency
 from moe_mk.quant import BF16, FP16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.emulated.nccl.ep import Group, Handle
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing
 from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
 from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows

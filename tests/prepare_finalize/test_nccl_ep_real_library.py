@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.emulated.nccl import ep as emulated
 from moe_mk.prepare_finalize import nccl_ep as adapter
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.emulated.nccl import ep as emulated
 from tests.support.native_nccl_ep import load_wheel, unload_wheel
 
 WHEELS = sorted((Path(__file__).parents[2] / "build" / "wheels").glob("nccl_extensions-*.whl"))

@@ -21,10 +21,10 @@ from torch import Tensor
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, wait
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
 from tests.support.tiers import thorough
 

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from moe_mk.errors import CommError, FallbackWarning
 from moe_mk.flight import Flight
+from moe_mk.lab.testing import on_ranks as processes
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.rebalance.migration import Migration
 from moe_mk.rebalance.transfer import ExpertTransfer
-from moe_mk.testing import on_ranks as processes
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.rebalance.test_regroup_processes import (
     EXPERTS,

@@ -22,12 +22,12 @@ from moe_mk import MoELayer, ParallelGroups, WeightError
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric import setup as symmetric_setup
 from moe_mk.errors import CommError, FallbackWarning, RegroupError
+from moe_mk.lab.testing import on_ranks as processes
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.layer import moe_layer
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
-from moe_mk.testing import on_ranks as processes
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.support import layers as build
 
 Report = dict[str, Any]

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
+from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.router import grouped_topk
 from moe_mk.router.training import balance_loss, coefficient_of_variation, importance, noisy_topk, updated_bias
-from moe_mk.testing.on_ranks import run_ranks
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

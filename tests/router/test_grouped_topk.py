@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_mk.lab.plan.affinity import nodes_per_token
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.plan.affinity import nodes_per_token
 from moe_mk.router import grouped_topk, topk
 from tests.router.draws import normal, seeded
 

@@ -15,11 +15,11 @@ from moe_mk import DeepseekV3MoE, MoEConfig, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import each_rank, fly_together, world_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.runner.invariant import InvariantKernel, add_choices
-from moe_mk.testing.transports import each_rank, fly_together, world_of
-from moe_mk.weights import CheckpointShape, write_checkpoint
 from tests.support.tiers import quick_where
 
 EXPERTS, TOKENS = 16, 23

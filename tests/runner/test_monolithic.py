@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.runner import MonolithicKernel, needs_naive_dispatch_combine
-from moe_mk.testing.transports import run_together, virtual_groups
 from tests.support.layers import HIDDEN, layer
 
 # ranks with tokens of their own, sequence parallel, the kernel dispatches by itself -> gather around it

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.flight import Flight, InFlight, interleave
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.runner import alongside, run_alone, run_dual, run_with
-from moe_mk.testing.transports import virtual_groups
 from tests.support.layers import HIDDEN, layer
 
 

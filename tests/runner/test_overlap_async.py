@@ -10,11 +10,11 @@ from moe_mk import CommError
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.runner import AsyncResult, finalize_async, prepare_async
 from moe_mk.runner.overlap import ReceivedTwice
-from moe_mk.testing.cases import RoutingCase, hostile_routings
-from moe_mk.testing.experts import random_experts
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K
 

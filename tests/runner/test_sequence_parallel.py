@@ -9,9 +9,9 @@ from torch import Tensor
 from moe_mk import ConfigError, ParallelGroups, ShapeError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer import MoELayer, SequenceParallelMoE
 from moe_mk.runner import chunk_sizes, sequence_parallel
-from moe_mk.testing.transports import virtual_groups
 from tests.support.layers import HIDDEN, config, layer, tensors
 
 TOP_K = 2

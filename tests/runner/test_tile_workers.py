@@ -10,9 +10,9 @@ import torch
 
 from moe_mk.external.device import Queues
 from moe_mk.flight import wait
+from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, on_workers, plan_for
-from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.transports import NO_WEIGHTS
 from tests.runner.named_workers import NamedWorkers
 from tests.runner.tile_ranks import Ranks, no_thread_is_left
 from tests.support.library_layers import Model, batch, expect_exact, flight_of

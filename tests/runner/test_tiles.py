@@ -11,12 +11,12 @@ import torch
 
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight, wait
+from moe_mk.lab.testing.bits import equal_bits
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
+from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, tile_sizes
 from moe_mk.runner.tiled_kernel import on_workers
-from moe_mk.testing.bits import equal_bits
-from moe_mk.testing.cases import RoutingCase, hostile_routings
-from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing, Tokens
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.formats import FORMATS

@@ -11,10 +11,10 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import Flight, interleave
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner import MicroBatch, TileRecord, TileWork, in_turns, plan_for, run_dual
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K

@@ -17,9 +17,9 @@ from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, wait
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.runner import StageLink, TileRecord
 from moe_mk.runner.tiled_kernel import TiledKernel
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Rendezvous, both_ways, in_tiles
 
 EXPERTS, HIDDEN, INNER, TOKENS, TIMEOUT_S = 8, 128, 64, 24, 3.0

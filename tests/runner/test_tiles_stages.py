@@ -14,9 +14,9 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, InFlight, wait
+from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.runner import StageLink, TileRecord, tile_sizes
-from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.transports import NO_WEIGHTS
 from tests.runner.tile_ranks import CPU, HIDDEN, Meeting, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 
 TILES = 4

@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.training_exchange import TrainingExchange
-from moe_mk.testing.on_ranks import RankWorld
 
 EXPERTS, HIDDEN, TOKENS = 4, 3, 4
 F64 = torch.float64

@@ -16,14 +16,14 @@ from moe_mk.comm.threads import ThreadWorld
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.cases import RoutingCase
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import BF16
 from moe_mk.runner import TileRecord
 from moe_mk.runner.tiled_kernel import TiledKernel
-from moe_mk.testing.cases import RoutingCase
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing
 
 CPU, HIDDEN, MOST_TOKENS = torch.device("cpu"), 192, 8

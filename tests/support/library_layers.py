@@ -13,11 +13,11 @@ from moe_mk.comm.threads import ThreadWorld
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import BF16
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing
 
 CPU = torch.device("cpu")

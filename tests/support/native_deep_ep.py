@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.external.deepep_limits import elastic_bytes, low_latency_bytes
-from moe_mk.testing.emulated import deep_ep as emulated
+from moe_mk.lab.testing.emulated import deep_ep as emulated
 
 HERE = threading.local()
 """`group` of the rank whose thread this is: the native module is never given one."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moe_mk.testing.emulated.nccl import core, ep
-from moe_mk.testing.emulated.nccl.ep.interop.torch import get_nccl_comm_from_group
+from moe_mk.lab.testing.emulated.nccl import core, ep
+from moe_mk.lab.testing.emulated.nccl.ep.interop.torch import get_nccl_comm_from_group
 
 TORCH_OF = {number: dtype for dtype, number in core.OF_TORCH.items() if dtype is not torch.bool}
 KNOWN: dict[int, Any] = {}

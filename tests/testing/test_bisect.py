@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.cli.bisect import BisectOrder, scene_of
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.flight import Flight
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.bisect import BisectOrder, scene_of
+from moe_mk.lab.testing.bisect import STAGES, bisect
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.bisect import STAGES, bisect
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import Weights
 

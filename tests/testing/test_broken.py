@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_mk.testing.certify import certify
+from moe_mk.lab.testing.certify import certify
 from tests.support.tiers import quick_where
 from tests.testing.broken import experts, transports
 from tests.testing.broken.corpus import CORPUS, refused, registered

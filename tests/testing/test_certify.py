@@ -15,21 +15,21 @@ import torch
 from typer.testing import CliRunner
 
 from moe_mk import registry
-from moe_mk.cli import app
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.config.problem import Reason
 from moe_mk.config.traits import UNSTATED
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import EMULATED, installed
+from moe_mk.lab.cli import app
+from moe_mk.lab.testing import backend_conformance, certify_checks
+from moe_mk.lab.testing.cases import larger_routings, routings_of_slots
+from moe_mk.lab.testing.certificate import CONTRACT
+from moe_mk.lab.testing.certify import certify, checks_of
+from moe_mk.lab.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
+from moe_mk.lab.testing.limits import NonConforming
+from moe_mk.lab.testing.transports import world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.testing import backend_conformance, certify_checks
-from moe_mk.testing.cases import larger_routings, routings_of_slots
-from moe_mk.testing.certificate import CONTRACT
-from moe_mk.testing.certify import certify, checks_of
-from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
-from moe_mk.testing.limits import NonConforming
-from moe_mk.testing.transports import world_of
 from tests.support import wrong_plugins as wrong
 from tests.support.tiers import thorough
 

@@ -18,17 +18,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.cli.chaos import ChaosOrder, show_report
-from moe_mk.cli.screen import Screen
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
-from moe_mk.layer import MoELayer
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.testing import certify_checks
-from moe_mk.testing.certificate import Failed, Passed
-from moe_mk.testing.certify import _tried
-from moe_mk.testing.faults import (
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.chaos import ChaosOrder, show_report
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.testing import certify_checks
+from moe_mk.lab.testing.certificate import Failed, Passed
+from moe_mk.lab.testing.certify import _tried
+from moe_mk.lab.testing.faults import (
     BUILT_IN,
     KINDS,
     Call,
@@ -40,12 +38,14 @@ from moe_mk.testing.faults import (
     supervisor,
     transports_of,
 )
-from moe_mk.testing.faults.inject import error_named
-from moe_mk.testing.faults.plans import ERRORS
-from moe_mk.testing.faults.ranks import _difference
-from moe_mk.testing.faults.reference import ReferenceLayer
-from moe_mk.testing.faults.supervisor import _RankSeen, _Watch
-from moe_mk.verify.compare import ONE_TOKEN, error_of
+from moe_mk.lab.testing.faults.inject import error_named
+from moe_mk.lab.testing.faults.plans import ERRORS
+from moe_mk.lab.testing.faults.ranks import _difference
+from moe_mk.lab.testing.faults.reference import ReferenceLayer
+from moe_mk.lab.testing.faults.supervisor import _RankSeen, _Watch
+from moe_mk.layer import MoELayer
+from moe_mk.oracle.expected_error import ONE_TOKEN, error_of
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
 
 BROKEN = "tests.testing.broken_transports"
 
@@ -284,7 +284,7 @@ def processes_of_session(session: int) -> list[str]:
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, ending: signal.Signals) -> None:
     script = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from moe_mk.cli import app\n"
+        "from moe_mk.lab.cli import app\n"
         "app(['chaos', '--transport', 'one_sided', '--worlds', '200', '--seed', '1', '--out', sys.argv[1] + '/report'])"
     )
     run = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], start_new_session=True)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.testing import on_ranks
-from moe_mk.testing.on_ranks import RankError, RankWorld, run_ranks
+from moe_mk.lab.testing import on_ranks
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

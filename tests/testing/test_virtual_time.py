@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe_mk.comm.traffic import Nodes, RowBytes, all_to_all_flow, hierarchical_flow
 from moe_mk.errors import ConfigError
-from moe_mk.plan.timeline import LINKS, Message, SimulatedLink, simulate
+from moe_mk.lab.plan.timeline import LINKS, Message, SimulatedLink, simulate
+from moe_mk.lab.testing import virtual_time
+from moe_mk.lab.testing.virtual_time import TRANSPORTS, Recorded, VirtualCommunicator, record, uniform_routings
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot
-from moe_mk.testing import virtual_time
-from moe_mk.testing.virtual_time import TRANSPORTS, Recorded, VirtualCommunicator, record, uniform_routings
 from moe_mk.tokens import Routing
 from tests.plan.test_timeline import check_laws
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.on_ranks import RankWorld
 from tools.claims import BLOCKS, RESULTS, ROOT, claims, overlap, with_figures
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "rounds": 2}

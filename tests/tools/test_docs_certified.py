@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_mk.lab.testing.certificate import Certificate, Failed, Passed
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.testing.certificate import Certificate, Failed, Passed
 from tests.support import wrong_plugins as wrong
 from tools import docs_certified
 

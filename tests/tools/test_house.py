@@ -12,8 +12,8 @@ from tools.house_picture import draw, reduced
 
 FILES = {
     "moe_mk/__init__.py": "_ROOMS = frozenset('oracle unknown'.split())\n",
-    "moe_mk/__main__.py": "from moe_mk.cli import app\n",
-    "moe_mk/cli/__init__.py": "def app():\n    import moe_mk.errors\n",
+    "moe_mk/__main__.py": "from moe_mk.lab.cli import app\n",
+    "moe_mk/lab/cli/__init__.py": "def app():\n    import moe_mk.errors\n",
     "moe_mk/errors.py": "",
     "moe_mk/oracle/__init__.py": "from moe_mk.oracle.decide import decide\nfrom moe_mk.errors import X\n",
     "moe_mk/oracle/decide.py": "from moe_mk.oracle import cost\nPLACE = 'moe_mk.oracle.far'\n",
@@ -22,7 +22,7 @@ FILES = {
     "moe_mk/oracle/far/__init__.py": "",
     "moe_mk/oracle/far/by_name.py": "",
     "moe_mk/oracle/plugin.py": "@ORACLES.register('mine')\nclass Mine: ...\n",
-    "pyproject.toml": "[project]\nscripts = {moe-mk = 'moe_mk.cli:app'}\n",
+    "pyproject.toml": "[project]\nscripts = {moe-mk = 'moe_mk.lab.cli:app'}\n",
 }
 
 

@@ -16,7 +16,7 @@ from tools.touched import ROOT, SOURCES, changed_files, marks_for
     [
         ([], ["thorough"]),
         (["README.md", "moe_mk/router/gate.py"], ["thorough"]),
-        (["moe_mk/testing/emulated/mori/ops.py"], ["thorough", "emulated"]),
+        (["moe_mk/lab/testing/emulated/mori/ops.py"], ["thorough", "emulated"]),
         (["tests/comm/network/test_ring.py"], ["thorough", "network"]),
         (["moe_mk/comm/network/heap.py", "moe_mk/comm/threads.py"], ["thorough", "emulated", "network"]),
         (["tests/conftest.py"], ["thorough", "emulated", "network"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.plan.paths import MOVERS
+from moe_mk.lab.plan.paths import MOVERS
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from tools import transports
 from tools.movers import PROPERTIES, compared, movers_of, page_of_movers

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.flight import interleave
+from moe_mk.lab.testing.transports import virtual_groups
+from moe_mk.lab.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
 from moe_mk.runner import run_dual
-from moe_mk.testing.transports import virtual_groups
 from moe_mk.trace import Recorder, Span
-from moe_mk.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
 from tests.support.layers import HIDDEN, layer
 
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_mk.cli.inputs import read_token_ids
-from moe_mk.cli.loads import read_loads
 from moe_mk.errors import ConfigError
+from moe_mk.lab.cli.inputs import read_token_ids
+from moe_mk.lab.cli.loads import read_loads
+from moe_mk.lab.trace.foreign import read_npy
+from moe_mk.lab.trace.importers import from_arrays, import_trace
 from moe_mk.trace import routing_file
-from moe_mk.trace.foreign import read_npy
-from moe_mk.trace.importers import from_arrays, import_trace
 from moe_mk.trace.routing import RoutingTrace
 from moe_mk.trace.routing_forward import MOST, TraceError, TraceFacts
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_mk.trace.importers import from_arrays, from_router_tensors, import_trace
+from moe_mk.lab.trace.importers import from_arrays, from_router_tensors, import_trace
 from moe_mk.trace.routing import TraceError
 from tests.support.routing_cases import by_hand, equal
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.cli import app
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.transports import NO_WEIGHTS
+from moe_mk.lab.testing.virtual_time import uniform_routings
+from moe_mk.lab.trace.chrome import write_chrome_trace
+from moe_mk.lab.trace.waits import Waits, calls_of_trace, waits_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import NO_WEIGHTS
-from moe_mk.testing.virtual_time import uniform_routings
 from moe_mk.tokens import Routing
-from moe_mk.trace.chrome import write_chrome_trace
 from moe_mk.trace.recorder import Recorder, Span, Spans
-from moe_mk.trace.waits import Waits, calls_of_trace, waits_of
 
 
 def test_a_matrix_by_hand() -> None:

@@ -14,10 +14,10 @@ import torch
 
 from moe_mk.config import MoEConfig, device_profile
 from moe_mk.errors import UnsupportedError
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
-from moe_mk.tuning.ahead import AheadOrder, compile_layer
 
 pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 8, 2
@@ -65,7 +65,8 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
 def test_another_process_elsewhere_compiles_under_the_same_keys(tmp_path: Path) -> None:
     config, out = tmp_path / "model.yaml", tmp_path / "kernels"
     config.write_text(json.dumps({"model": MODEL, "router": ROUTER}))
-    command = [sys.executable, "-m", "moe_mk.cli", "compile", str(config), "--tokens", "5", "--out", str(out), "--json"]
+    options = ["--tokens", "5", "--out", str(out), "--json"]
+    command = [sys.executable, "-m", "moe_mk.lab.cli", "compile", str(config), *options]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True, timeout=100,
         check=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.tuning import Measured, TunedPoint, load_measured, save_measured, tuned_path
+from moe_mk.lab.tuning import Measured, TunedPoint, load_measured, save_measured, tuned_path
 
 POINTS = (TunedPoint(4, {"threads": 1}, 10.0), TunedPoint(64, {"threads": 2}, 160.0))
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from moe_mk.tuning.session import ROUNDS, Ratio, Trial, best_of, chosen, compare, extremes_allowed, ratio_of
+from moe_mk.lab.tuning.session import ROUNDS, Ratio, Trial, best_of, chosen, compare, extremes_allowed, ratio_of
 
 Noise = Callable[[random.Random], float]
 

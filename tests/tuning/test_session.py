@@ -12,15 +12,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
-from moe_mk.cli.tune import TuneOrder, case_of, command_of
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.lab.cli import app
+from moe_mk.lab.cli.tune import TuneOrder, case_of, command_of
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
+from moe_mk.lab.tuning.session import Stopwatch, thread_counts
 from moe_mk.quant.plain import FP32
-from moe_mk.testing.experts import random_experts
-from moe_mk.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
-from moe_mk.tuning.session import Stopwatch, thread_counts
 from moe_mk.weights.expert_weights import ExpertWeights
 
 CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)

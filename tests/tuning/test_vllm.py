@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.tuning import read_vllm
+from moe_mk.lab.tuning import read_vllm
 
 NAME = "E=256,N=128,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
 SMALL = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4}

@@ -12,9 +12,10 @@ import torch
 from moe_mk.comm import LockstepWorld, ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.flight import interleave
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.verify import Answer, Verification, verify
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.verify import Answer, Verification, verify
-from moe_mk.weights import CheckpointShape, LayerWeights, SafetensorsSource, load_layer, write_checkpoint
+from moe_mk.weights import LayerWeights, SafetensorsSource, load_layer
 
 SHAPES = {
     "fp8": CheckpointShape(

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from moe_mk.layer import DeepseekV3MoE
+from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN, error_of, experts_error
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import FP32
-from moe_mk.verify import error_of
-from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN, experts_error
 from tests.support.tiers import quick_where
 from tests.verify.conftest import Bench, Case, groups_of, inputs
 
@@ -143,7 +142,7 @@ def test_a_token_without_any_output_fails(bench: Callable[[Case], Bench]) -> Non
 
 
 def test_progress_counts_the_experts_that_are_hit(bench: Callable[[Case], Bench]) -> None:
-    from moe_mk.verify import verify
+    from moe_mk.lab.verify import verify
 
     ours, reported = bench(Case("bf16")), []
     answer = ours.answer(inputs(ours.case, 256, 0, num_tokens=1))

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from moe_mk.config.moe import MoEConfig
+from moe_mk.lab.verify import dense
+from moe_mk.lab.verify.dense import dense_layer
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.fp8_whole import FP8_TENSOR
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.verify import dense
-from moe_mk.verify.dense import dense_layer
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, load_layer
 
 FORBIDDEN = ("router", "experts", "permute", "kernels", "prepare_finalize", "kernel", "runner", "layer", "oracle")

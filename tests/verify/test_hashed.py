@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from moe_mk import ConfigError, ShapeError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.verify import Answer, verify
+from moe_mk.lab.verify.dense import dense_layer
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.verify import Answer, verify
-from moe_mk.verify.dense import dense_layer
-from moe_mk.weights import CheckpointShape, LayerWeights, SafetensorsSource, load_layer, write_checkpoint
+from moe_mk.weights import LayerWeights, SafetensorsSource, load_layer
 from tests.verify.test_dense import hand_layer
 
 VOCABULARY = 9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.verify import Fault, check_fault, faulty_router, faulty_weights
+from moe_mk.lab.verify import Fault, check_fault, faulty_router, faulty_weights
 from moe_mk.weights import LayerWeights
 from tests.verify.conftest import Bench, Case, inputs
 

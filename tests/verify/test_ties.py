@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.config.moe import RouterConfig
-from moe_mk.verify.compare import could_choose, tie_tolerance
+from moe_mk.lab.verify.compare import could_choose, tie_tolerance
 from tests.verify.conftest import Bench, Case
 
 TOLERANCE = 0.01

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from tests.weights.one_layer import PREFIX, StateDict
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.quant import BF16
-from moe_mk.weights import CheckpointShape, LayerSpec, MappingSource, SafetensorsSource, load_layer
+from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load
 
 

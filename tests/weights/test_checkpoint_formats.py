@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.quant import BF16, weight_scheme
-from moe_mk.weights import CheckpointShape, LayerSpec, SafetensorsSource, load_layer, write_checkpoint
+from moe_mk.weights import LayerSpec, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from moe_mk.config import MoEConfig
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES
+from moe_mk.lab.checkpoints.convert import REPORT, TARGETS, convert_checkpoint, kind_of_target
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
-from moe_mk.weights import CheckpointShape, SafetensorsSource, inspect_checkpoint, load_layer, write_checkpoint
-from moe_mk.weights.checkpoint_shape import GGUF_FILES
-from moe_mk.weights.convert import REPORT, TARGETS, convert_checkpoint, kind_of_target
+from moe_mk.weights import SafetensorsSource, inspect_checkpoint, load_layer
 
 SHAPE = CheckpointShape(4, 128, 128, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
 

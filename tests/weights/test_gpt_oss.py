@@ -17,10 +17,10 @@ from moe_mk.config.hf import settings_from_hf
 from moe_mk.experts.base import reasons_of_traits
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.kernels.reference.e2m1 import unpack
+from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
+from moe_mk.lab.verify import Answer, verify
 from moe_mk.quant import FP32, MXFP4
-from moe_mk.verify import Answer, verify
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, inspect_checkpoint, load_layer
-from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 96, 2
 PREFIX = "model.layers.0.mlp."

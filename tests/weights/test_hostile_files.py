@@ -19,17 +19,10 @@ from torch import Tensor
 from moe_mk import DeepseekV3MoE
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.external.gguf_file import read_gguf
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.quant.nvfp4 import NVFP4
-from moe_mk.weights import (
-    CheckpointShape,
-    LayerSpec,
-    MappingSource,
-    SafetensorsSource,
-    inspect_checkpoint,
-    load_layer,
-    write_checkpoint,
-)
-from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
 from moe_mk.weights.names import CONVENTIONS, block_prefixes, layer_of
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.source import INDEX, is_inside

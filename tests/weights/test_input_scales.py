@@ -17,6 +17,8 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.flight import Flight, interleave
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.layer.settings import stated
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.all_to_all import AllToAll
@@ -26,8 +28,6 @@ from moe_mk.quant import FP8_TENSOR
 from moe_mk.quant.fp8_whole import fp8_static
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
-from moe_mk.weights import CheckpointShape, write_checkpoint
-from moe_mk.weights.convert import convert_checkpoint
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.source import MappingSource
 

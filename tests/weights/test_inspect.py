@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_mk.errors import WeightError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.layer.settings import config_problems
-from moe_mk.weights import CheckpointShape, SafetensorsSource, inspect_checkpoint, load_layer, write_checkpoint
+from moe_mk.weights import SafetensorsSource, inspect_checkpoint, load_layer
 
 PREFIX = "model.layers.3.mlp."
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.quant import Fp8Block, QuantTensor, weight_scheme
 from moe_mk.weights import (
-    CheckpointShape,
     LayerSpec,
     LayerWeights,
     MappedExpertWeights,
@@ -22,7 +22,6 @@ from moe_mk.weights import (
     load_layer,
     official_state_dict,
     to_stacked,
-    write_checkpoint,
 )
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.quant import MXFP4
-from moe_mk.testing.transports import virtual_groups
 from moe_mk.weights import (
     CONVENTIONS,
-    CheckpointShape,
     LayerLoader,
     LayerSpec,
     LayerWeights,
@@ -28,7 +28,6 @@ from moe_mk.weights import (
     SafetensorsSource,
     inspect_checkpoint,
     load_layer,
-    write_checkpoint,
 )
 from moe_mk.weights.layer_spec import expected_tensors
 from tests.support.layers import config, layer, tensors

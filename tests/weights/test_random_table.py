@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from moe_mk import ConfigError, MoEConfig
-from moe_mk.weights import CheckpointShape, is_complete, write_checkpoint
-from moe_mk.weights import synthesize as random_table
-from moe_mk.weights.checkpoint_plan import recipe_of
-from moe_mk.weights.checkpoint_shape import HASHED
+from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints import synthesize as random_table
+from moe_mk.lab.checkpoints.checkpoint_plan import recipe_of
+from moe_mk.lab.checkpoints.checkpoint_shape import HASHED
 from moe_mk.weights.inspect import inspect_checkpoint
 
 SHAPE = CheckpointShape(

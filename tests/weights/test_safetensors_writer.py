@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_mk.lab.checkpoints.safetensors_writer import ALIGNMENT, Planned, SafetensorsWriter
 from moe_mk.weights.safetensors_header import read_header
-from moe_mk.weights.safetensors_writer import ALIGNMENT, Planned, SafetensorsWriter
 
 TENSORS = {
     "codes": torch.arange(7, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn),

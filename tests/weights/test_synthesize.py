@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_mk.errors import ConfigError
-from moe_mk.weights import CheckpointShape, SafetensorsSource, is_complete, load_layer, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.weights import SafetensorsSource, load_layer
 
 INDEX = "model.safetensors.index.json"
 PREFIX = "model.layers.3.mlp."

@@ -13,12 +13,13 @@ from torch import Tensor
 from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints import CheckpointShape
+from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
 from moe_mk.weights import (
-    CheckpointShape,
     LayerSpec,
     LayerWeights,
     MappingSource,
@@ -28,7 +29,6 @@ from moe_mk.weights import (
     load_layer,
     to_stacked,
 )
-from moe_mk.weights.checkpoint_shape import FORMATS
 from moe_mk.weights.expert_weights import SlotBiases
 from moe_mk.weights.requantise import held_as
 from tests.weights.one_layer import load_written, wide

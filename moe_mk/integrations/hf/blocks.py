@@ -19,8 +19,8 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
 from moe_mk.layer import MoELayer
+from moe_mk.oracle.expected_error import ALL_TOKENS, error_of, experts_error
 from moe_mk.shapes import expect_dense
-from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.stamp import Stamp
 

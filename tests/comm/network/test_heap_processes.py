@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 

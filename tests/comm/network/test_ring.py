@@ -14,7 +14,7 @@ import torch
 from moe_mk.comm.network.command import COMMANDS_AT, CommandRing, Op, TransferCommand, packed, ring_bytes
 from moe_mk.comm.symmetric.memory import attach, create, unlink
 from moe_mk.errors import ShapeError
-from moe_mk.testing.on_ranks import run_ranks
+from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.trace.clock import now
 
 

@@ -21,7 +21,7 @@ from moe_mk.comm.network import setup as symmetric_network_setup
 from moe_mk.comm.symmetric import setup as symmetric_setup
 from moe_mk.comm.symmetric.memory import FOLDER, OURS_ALONE, PREFIX, attach, create, remove_abandoned, unlink
 from moe_mk.comm.symmetric.setup import open_heap
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import opened
 

@@ -18,7 +18,7 @@ from moe_mk.comm.symmetric.flags import LIBATOMIC, AtomicWords
 from moe_mk.comm.symmetric.memory import FOLDER, SharedMemory, attach, create
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.symmetric.heaps import row
 

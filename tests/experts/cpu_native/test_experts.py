@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_weights import as_mapped

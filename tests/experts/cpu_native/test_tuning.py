@@ -15,7 +15,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_mk.cli import app
 from moe_mk.config import tuned as tuned_files
 from moe_mk.config.tuned import Point, Tuned, case_name, tuned_path
 from moe_mk.errors import ConfigError
@@ -37,13 +36,14 @@ from moe_mk.experts.cpu_native.tuning import (
     tuning_of,
 )
 from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
+from moe_mk.lab.cli import app
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import GroupedTokens, RowTokens
-from moe_mk.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 
 SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
 CONTEXT = ExpertsContext(BF16, BF16, "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))

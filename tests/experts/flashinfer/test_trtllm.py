@@ -13,14 +13,14 @@ from moe_mk.experts import ExpertsContext
 from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from moe_mk.experts.flashinfer.trtllm_weights import ORDERS, in_order, out_of_order
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.lab.testing.conformance import check_experts
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4, nvfp4_tokens
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.conformance import check_experts
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
-from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotBiases, SlotWeights, digest
 from moe_mk.weights.layer_weights import as_mapped
 

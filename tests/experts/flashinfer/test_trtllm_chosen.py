@@ -17,11 +17,11 @@ from moe_mk.experts.flashinfer import trtllm as adapter
 from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.quant.microscaling import MXFP8
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.layer_weights import as_mapped

@@ -18,12 +18,12 @@ from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, DECODED, as_json, load_tuned, tile_of, tuned_file
 from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.tuning import TunedPoint, save_measured, tuned_path
+from moe_mk.lab.tuning.session import TuneCase
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
 from moe_mk.quant.microscaling import MXFP4
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
-from moe_mk.tuning import TunedPoint, save_measured, tuned_path
-from moe_mk.tuning.session import TuneCase
 
 CPU = torch.device("cpu")
 CASE = Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128")

@@ -11,13 +11,13 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.experts.triton.weights import kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import BF16, FP8_1x128, QuantScheme
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.experts import random_experts
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.support.mxfp4 import packed, wide_matrix

@@ -22,9 +22,9 @@ from moe_mk.integrations.transformers import (
     patch_blocks,
     register,
 )
+from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.quant.fp8_block import FP8_1x128
-from moe_mk.verify.compare import experts_error
 from tests.integrations.hf.cases import generate, logits, prompt
 
 

@@ -20,9 +20,9 @@ from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
 from moe_mk.integrations.hf.tiny import tiny_model, write_packed_checkpoint
 from moe_mk.integrations.transformers import explain, model_without_experts, replace_experts
+from moe_mk.lab.checkpoints import write_checkpoint
+from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.verify.compare import ALL_TOKENS, error_of
-from moe_mk.weights import write_checkpoint
 from moe_mk.weights.packed_layouts import pack
 from tests.integrations.hf.cases import generate, logits, prompt
 from tests.integrations.hf.packed import (

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers.distributed.expert_parallel", reason="this transformers has no EP registry")
 
 from moe_mk.integrations.hf.tiny import tiny_model
-from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.integrations.hf import ranks
 
 CLOSE = 1e-5

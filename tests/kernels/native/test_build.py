@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from moe_mk import oracle
-from moe_mk.cli.doctor import findings
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import UnsupportedError
@@ -28,6 +27,7 @@ from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native import load, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
 from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
+from moe_mk.lab.cli.doctor import findings
 from moe_mk.quant.plain import BF16
 from tests.support.tiers import quick_where
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import BYTES_FOR_THREADS, ROW_TYPES, add_rows
-from moe_mk.testing.bits import bits_of
+from moe_mk.lab.testing.bits import bits_of
 
 
 def drawn(rows: int, hidden: int, dtype: torch.dtype, shares: tuple[float, ...]) -> list[tuple[Tensor, Tensor]]:

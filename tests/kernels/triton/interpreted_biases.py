@@ -14,16 +14,16 @@ from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.experts import _poisoned, random_experts
+from moe_mk.lab.testing.limits import require_close
+from moe_mk.oracle.expected_error import experts_error
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128, QuantScheme
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.experts import _poisoned, random_experts
-from moe_mk.testing.limits import require_close
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
-from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights, narrow_rows
 from moe_mk.weights.layer_weights import as_mapped
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, context, rows

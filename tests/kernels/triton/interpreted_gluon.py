@@ -13,6 +13,10 @@ from moe_mk.config.tuned import Tuned
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.bits import bits_of
+from moe_mk.lab.testing.experts import _poisoned, random_experts
+from moe_mk.lab.testing.limits import require_close
+from moe_mk.oracle.expected_error import experts_error
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import (
     BF16,
@@ -23,11 +27,7 @@ from moe_mk.quant import (
     QuantScheme,
     QuantTensor,
 )
-from moe_mk.testing.bits import bits_of
-from moe_mk.testing.experts import _poisoned, random_experts
-from moe_mk.testing.limits import require_close
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
-from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.kernels.triton.gluon_interpreter import interpreted
 from tests.kernels.triton.interpreted_experts import CPU, context

@@ -14,9 +14,9 @@ from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton.grouped_w13 import grouped_w13
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.kernels.triton.tile_map import tile_map
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme, QuantTensor
 from moe_mk.quant.microscaling import MXFP4
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, INNER, SLOTS, close, context, rows

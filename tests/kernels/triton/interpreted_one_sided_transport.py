@@ -14,6 +14,7 @@ from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.triton.one_sided import FLAG_BYTES
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedGpu
 from moe_mk.quant import BF16, FP32
@@ -22,7 +23,6 @@ from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing, RowTokens, Tokens
 from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
 

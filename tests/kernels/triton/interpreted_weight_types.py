@@ -16,6 +16,8 @@ from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.experts.triton.tuning import DECODED, load_tuned
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.lab.tuning import TuneCase, session, tune, tuned_path
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,
@@ -30,9 +32,7 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
-from moe_mk.tuning import TuneCase, session, tune, tuned_path
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, close, context, rows

@@ -50,7 +50,7 @@ SLOTS = ("nvlink_one_sided", "moe_ep_one_sided", "moe_ep_two_sided", "mori", "nc
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Whatever a transport makes of its library while the test runs."""
     module, _, name = MADE[request.getfixturevalue("name")].rpartition(".")
-    cls, seen = getattr(import_module(f"moe_mk.testing.emulated.{module}"), name), []
+    cls, seen = getattr(import_module(f"moe_mk.lab.testing.emulated.{module}"), name), []
     build = cls.__init__
 
     def counted(self: object, *args: object, **named: object) -> None:

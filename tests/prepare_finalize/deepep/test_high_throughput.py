@@ -7,11 +7,11 @@ import torch
 
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.prepare_finalize.deepep import high_throughput
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
 from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
 from tests.support.library_ranks import live_rows
 

@@ -7,11 +7,11 @@ import torch
 
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import interleave, wait
+from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage
 from tests.support.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, reported, small
 

@@ -17,13 +17,13 @@ from moe_mk.errors import CommError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.identity import IdentityExperts
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.layer.grid import Grid
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import MappedExpertWeights
 

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from moe_mk.comm.threads import ThreadCommunicator
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.emulated import deep_ep as emulated
 from moe_mk.prepare_finalize.deepep import high_throughput, low_latency
 from moe_mk.prepare_finalize.deepep import v2 as deepep_v2
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.emulated import deep_ep as emulated
 from tests.support.native_deep_ep import Group, load_wheel, unload_wheel
 
 WHEELS = sorted((Path(__file__).parents[3] / "build" / "wheels").glob("sgl_deep_ep-*.whl"))

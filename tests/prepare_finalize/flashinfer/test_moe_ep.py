@@ -11,13 +11,13 @@ from moe_mk import Problem
 from moe_mk.config import device_profile
 from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.emulated.flashinfer import moe_ep
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.flashinfer.moe_ep import MoeEpOneSided, MoeEpTwoSided, filled_hidden, wire_bytes
 from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.emulated.flashinfer import moe_ep
 from moe_mk.tokens import Routing
 from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
 

@@ -8,6 +8,7 @@ import torch
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, ShapeError, UnsupportedError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.flashinfer.one_sided import NvlinkOneSided, workspace_bytes
@@ -15,7 +16,6 @@ from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
 from moe_mk.tokens import Routing
 from tests.support.library_ranks import CPU, PLACE, ROUTINGS, Ranks, X, live_rows, problem, with_top_k
 
@@ -135,7 +135,7 @@ def test_without_the_library_and_without_leave_to_emulate_it_cannot_be_built() -
 
 
 def test_a_version_without_the_class_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("moe_mk.testing.emulated.flashinfer.comm.MoeAlltoAll")
+    monkeypatch.delattr("moe_mk.lab.testing.emulated.flashinfer.comm.MoeAlltoAll")
     with pytest.raises(UnsupportedError, match=r"(?s)installed flashinfer.*no flashinfer\.comm\.MoeAlltoAll"):
         Ranks(NAME)
 

@@ -17,12 +17,18 @@ from typing import Any
 
 import pytest
 
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.emulated.flashinfer import moe_ep as emulated
+from moe_mk.lab.testing.emulated.flashinfer.comm import (
+    mapping,
+    mnnvl,
+    moe_alltoall,
+    trtllm_alltoall,
+    trtllm_moe_alltoall,
+)
 from moe_mk.prepare_finalize.flashinfer import moe_ep as adapter
 from moe_mk.quant import BF16, MXFP8, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.emulated.flashinfer import moe_ep as emulated
-from moe_mk.testing.emulated.flashinfer.comm import mapping, mnnvl, moe_alltoall, trtllm_alltoall, trtllm_moe_alltoall
 
 WHEELS = sorted((Path(__file__).parents[3] / "build" / "wheels").glob("flashinfer_python-0.[7-9]*.whl"))
 pytestmark = pytest.mark.skipif(

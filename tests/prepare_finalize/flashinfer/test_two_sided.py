@@ -7,13 +7,13 @@ import torch
 
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
 from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.conformance import check_transport
 from moe_mk.tokens import Routing
 from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
 

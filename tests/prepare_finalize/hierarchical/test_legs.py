@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, interleave
+from moe_mk.lab.testing.bits import bits_of
+from moe_mk.lab.testing.cases import hostile_routings
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, hierarchical, packing
 from moe_mk.prepare_finalize.hierarchical import Held, Leg, handed_on, wanted
@@ -20,8 +22,6 @@ from moe_mk.prepare_finalize.rows import sums as row_sums
 from moe_mk.prepare_finalize.rows.sums import Part
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.bits import bits_of
-from moe_mk.testing.cases import hostile_routings
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.tiers import thorough
 

@@ -15,12 +15,12 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
+from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.transports import virtual_groups, yield_points_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
-from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.transports import virtual_groups, yield_points_of
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer

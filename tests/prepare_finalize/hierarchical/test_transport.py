@@ -23,6 +23,10 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.oracle import cost
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
@@ -33,10 +37,6 @@ from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
-from moe_mk.testing.cases import RoutingCase, hostile_routings
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.on_ranks import RankWorld
-from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer

@@ -14,14 +14,14 @@ from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.experts import EXPERTS
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32
-from moe_mk.testing.cases import RoutingCase, hostile_routings
-from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from tests.support.formats import EXPERTS as NUM_EXPERTS

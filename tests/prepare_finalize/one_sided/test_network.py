@@ -19,6 +19,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
@@ -26,7 +27,6 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from moe_mk.trace.clock import now
 from tests.support import one_sided_ranks

@@ -18,6 +18,9 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, LibraryMissing, UnsupportedError
 from moe_mk.external.library import RDMA, installed
 from moe_mk.flight import wait
+from moe_mk.lab.testing.certify import certify
+from moe_mk.lab.testing.conformance import check_transport
+from moe_mk.lab.testing.faults import Campaign, run_worlds
 from moe_mk.oracle import select
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import LinkChoice
@@ -25,9 +28,6 @@ from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSide
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.certify import certify
-from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.faults import Campaign, run_worlds
 from tests.support.network_ends import NEEDS_NIXL
 from tests.support.one_sided_ranks import context, drawn, there_and_back
 

@@ -19,10 +19,10 @@ from moe_mk.comm.symmetric.heap import StartWaiting
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, wait
 from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
 from moe_mk.runner import run_dual, run_with
-from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.clock import now
 from tests.prepare_finalize.one_sided.compared import compare_with_all_to_all

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.native.exchange import ready
+from moe_mk.lab.testing.bits import bits_of
 from moe_mk.prepare_finalize.rows import sums as row_sums
 from moe_mk.prepare_finalize.rows.sums import ROWS_AT_ONCE, Part, add_up, cut, flattened
-from moe_mk.testing.bits import bits_of
 
 KERNELS = pytest.mark.skipif(ready() is None, reason="the native kernels are not compiled")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

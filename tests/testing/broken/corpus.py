@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moe_mk.experts.base import EXPERTS, FusedExperts
+from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.registry import Registry
-from moe_mk.testing.certify import certify
 
 Backend = TypeVar("Backend", bound="type[FusedExperts] | type[PrepareFinalize]")
 

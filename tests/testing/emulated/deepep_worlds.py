@@ -28,7 +28,7 @@ def rows(rank: int, hidden: int = 2048, *, dtype: torch.dtype = torch.bfloat16) 
 
 def differences(library: str) -> tuple[list[str], set[str]]:
     """Where an emulated library departs from the snapshot, and what of it is not emulated."""
-    module, wrong, absent = import_module(f"moe_mk.testing.emulated.{library}"), [], set()
+    module, wrong, absent = import_module(f"moe_mk.lab.testing.emulated.{library}"), [], set()
     for name, wanted in SNAPSHOT[library].items():
         class_name, _, method = name.partition(".")
         found: Any = getattr(getattr(module, class_name, None), method, None)

@@ -32,7 +32,7 @@ def on_ranks(ranks: int, job: Callable[[ThreadCommunicator], X], timeout_s: floa
 
 def differences(module: str) -> list[str]:
     """Where an emulated module departs from the snapshot."""
-    there = import_module(f"moe_mk.testing.emulated.{module}")
+    there = import_module(f"moe_mk.lab.testing.emulated.{module}")
     return [f"{name}: {found} is not {asked}" for name, asked in SNAPSHOT[module].items()
             if (found := _seen(there, name)) != asked]  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.testing.emulated import deep_ep
+from moe_mk.lab.testing.emulated import deep_ep
 from tests.testing.emulated.deepep_worlds import IDS, WEIGHTS, differences, rows
 from tests.testing.emulated.row_library_ranks import on_ranks
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError, LibraryMissing
 from moe_mk.external import library
-from moe_mk.testing.emulated.exchange import Exchange, exchange_over
-from moe_mk.testing.emulated.live import swap_among
-from moe_mk.testing.emulated.pending import Pending, poison
-from moe_mk.testing.on_ranks import run_ranks
+from moe_mk.lab.testing.emulated.exchange import Exchange, exchange_over
+from moe_mk.lab.testing.emulated.live import swap_among
+from moe_mk.lab.testing.emulated.pending import Pending, poison
+from moe_mk.lab.testing.on_ranks import run_ranks
 
 
 def swapped(exchange: Exchange, live: tuple[int, ...] = (0, 1, 2)) -> list[list[Tensor]]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.testing.emulated.flashinfer import comm as fi
-from moe_mk.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory, TorchDistBackend
-from moe_mk.testing.emulated.flashinfer.comm.trtllm_alltoall import MnnvlMoe
-from moe_mk.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import (
+from moe_mk.lab.testing.emulated.flashinfer import comm as fi
+from moe_mk.lab.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory, TorchDistBackend
+from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_alltoall import MnnvlMoe
+from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_active_rank_mask,
     moe_a2a_get_workspace_size_per_rank,
 )

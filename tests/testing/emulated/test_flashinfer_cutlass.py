@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.testing.emulated.flashinfer.fused_moe.core import ActivationType, cutlass_fused_moe
+from moe_mk.lab.testing.emulated.flashinfer.fused_moe.core import ActivationType, cutlass_fused_moe
 
 SNAPSHOT = json.loads((Path(__file__).parent / "flashinfer_moe_signatures.json").read_text(encoding="utf-8"))
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.testing.emulated.flashinfer import moe_ep
-from moe_mk.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import moe_a2a_active_rank_mask
+from moe_mk.lab.testing.emulated.flashinfer import moe_ep
+from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import moe_a2a_active_rank_mask
 from tests.testing.emulated.row_library_ranks import differences, on_ranks
 
 MOST, HIDDEN, EXPERTS = 4, 8, 8

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.testing.emulated.flashinfer.fused_moe import core
+from moe_mk.lab.testing.emulated.flashinfer.fused_moe import core
 
 SNAPSHOT = json.loads((Path(__file__).parent / "flashinfer_moe_signatures.json").read_text(encoding="utf-8"))
 ASKED = SNAPSHOT["flashinfer.fused_moe.core"]

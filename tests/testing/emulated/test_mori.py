@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.testing.emulated.mori import ops, shmem
+from moe_mk.lab.testing.emulated.mori import ops, shmem
 from tests.testing.emulated.row_library_ranks import differences, on_ranks
 
 MOST, HIDDEN = 4, 8

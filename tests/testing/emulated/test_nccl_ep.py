@@ -11,10 +11,10 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.external.nccl_ep_limits import least_low_latency_sms, most_low_latency_top_k
-from moe_mk.testing.emulated.nccl import ep
-from moe_mk.testing.emulated.nccl.core import NcclInvalid
-from moe_mk.testing.emulated.nccl.ep.interop.torch import get_nccl_comm_from_group
-from moe_mk.testing.emulated.nccl.ep.state import NCCLEpError
+from moe_mk.lab.testing.emulated.nccl import ep
+from moe_mk.lab.testing.emulated.nccl.core import NcclInvalid
+from moe_mk.lab.testing.emulated.nccl.ep.interop.torch import get_nccl_comm_from_group
+from moe_mk.lab.testing.emulated.nccl.ep.state import NCCLEpError
 from tests.testing.emulated.row_library_ranks import differences, on_ranks
 
 MOST, HIDDEN, EXPERTS = 4, 128, 4

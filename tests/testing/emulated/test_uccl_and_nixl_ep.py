@@ -9,7 +9,7 @@ import torch
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.external.deepep_limits import low_latency_bytes
-from moe_mk.testing.emulated import nixl_ep, uccl
+from moe_mk.lab.testing.emulated import nixl_ep, uccl
 from tests.testing.emulated.deepep_worlds import IDS, WEIGHTS, differences, rows
 from tests.testing.emulated.row_library_ranks import on_ranks
 

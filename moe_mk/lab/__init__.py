@@ -1,0 +1,4 @@
+"""What a person runs at a desk: the command, plans, tuning, the conformance kit, checkpoints and their verification.
+
+The library never imports this package; it needs `pip install 'moe-mk[lab]'`.
+"""

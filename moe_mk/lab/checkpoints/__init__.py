@@ -1,0 +1,6 @@
+"""Writing checkpoints: synthetic ones, and conversions of others."""
+
+from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
+from moe_mk.lab.checkpoints.synthesize import is_complete, write_checkpoint
+
+__all__ = ["CheckpointShape", "is_complete", "write_checkpoint"]

@@ -1,0 +1,5 @@
+"""The `moe-mk` command."""
+
+from moe_mk.lab.cli.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,219 @@
+"""`moe-mk bench`: milliseconds of each stage over several batch sizes, for the selected pair or a pinned one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.table import Table
+
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError
+from moe_mk.external.device import collective_backend, describe, device_of_rank
+from moe_mk.external.library import find
+from moe_mk.files import write_text
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, tokens_of
+from moe_mk.lab.cli.measure import SHOWN, time_stages
+from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
+from moe_mk.lab.cli.processes import run_ranks
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.version import own_version
+from moe_mk.lab.cli.world import Place, World, groups_of, team_of, together
+from moe_mk.layer import DeepseekV3MoE
+from moe_mk.layer.settings import config_of, stated
+
+
+@dataclass(frozen=True)
+class BenchOrder:
+    """The settings of a measurement."""
+
+    checkpoint: Path | None
+    """None: a random layer of `shape` in a temporary folder."""
+    shape: CheckpointShape
+    layer: int
+    tokens: tuple[int, ...]
+    """Per rank, one measurement each."""
+    repeats: int
+    device: str
+    dtype: str
+    settings: Mapping[str, Any]
+    """Of MoEConfig, by bare key."""
+    timeout_s: float
+    threads: int = 1
+    out: Path | None = None
+    plot: Path | None = None
+
+
+def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
+    """Measure on every rank, print on one. Raises the errors of building the layer."""
+    dtype_of(order.dtype)
+    expect_outputs({"--out": order.out, "--plot": order.plot})
+    if order.checkpoint is not None:
+        expect_checkpoint(order.checkpoint)
+    if order.plot is not None:
+        format_of(order.plot)
+    if order.checkpoint is None and world.launched is not None:
+        raise ConfigError("a launcher's ranks must share a checkpoint; write one with moe-mk make-checkpoint")
+    place = nullcontext(order.checkpoint) if order.checkpoint else tempfile.TemporaryDirectory(prefix="moe-mk-")
+    with place as folder, tempfile.TemporaryDirectory(prefix="moe-mk-") as results:
+        if order.checkpoint is None:
+            write_checkpoint(folder, order.shape)
+        result = Path(results) / "bench.json"
+        job = BenchJob(order, Path(str(folder)), result)
+        backend = collective_backend(order.device, world.local_size)
+        code = run_ranks(bench_rank, job, world, backend, order.timeout_s)
+        if code == OK and result.is_file():
+            _report(screen, order, json.loads(result.read_text(encoding="utf-8")), as_json=as_json)
+    return code
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """The settings sent to every rank."""
+
+    order: BenchOrder
+    folder: Path
+    result: Path
+
+
+@torch.no_grad()
+def bench_rank(job: BenchJob, place: Place) -> int:
+    """Measure one rank; rank 0 writes the results."""
+    order = job.order
+    torch.set_num_threads(order.threads)
+    team, groups = team_of(place, order.timeout_s, "bench"), groups_of(place)
+    device, dtype = device_of_rank(order.device, place.local_rank), DTYPES[order.dtype]
+
+    def build() -> DeepseekV3MoE:
+        settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
+        config = stated(config_of(job.folder, order.layer, **settings), job.folder, order.layer)
+        layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
+        return layer.load_from_safetensors(job.folder, order.layer)
+
+    layer, measured = together(team, build), []
+    for count in order.tokens:
+        batch = _random_batch(layer.config, count, place.ep_rank, dtype).to(device)
+        times = time_stages(layer, batch, team, order.repeats)
+        measured.append({"tokens": count, "total_ms": times.total, "stages_ms": times.stages})
+    layer.report().require_as_planned()
+    if place.rank == 0:
+        job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
+    return OK
+
+
+def _random_batch(config: MoEConfig, count: int, seed: int, dtype: torch.dtype) -> Batch:
+    draw, vocabulary = torch.Generator("cpu").manual_seed(seed), config.router.hash_vocabulary
+    shape = (count, config.model.hidden_size)
+    x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+    if vocabulary is None:
+        return Batch(x_TH)
+    return Batch(x_TH, torch.randint(vocabulary, (count,), generator=draw, dtype=torch.int64, device="cpu"))
+
+
+def _facts(
+    order: BenchOrder, place: Place, layer: DeepseekV3MoE, device: str, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    model = layer.config.model
+    return {
+        "what": "moe-mk bench",
+        "environment": {
+            "moe_mk": own_version(),
+            "torch": torch.__version__,
+            "device": device,
+            "threads": order.threads,
+            "ranks": place.size,
+            "tp": place.tp,
+        },
+        "layer": {
+            "checkpoint": str(order.checkpoint) if order.checkpoint else asdict(order.shape),
+            "num_experts": model.num_experts,
+            "hidden_size": model.hidden_size,
+            "moe_intermediate_size": model.moe_intermediate_size,
+            "top_k": layer.config.router.top_k,
+            "dtype": order.dtype,
+        },
+        "pair": layer.decision.chosen.name,
+        "because": layer.decision.because,
+        "repeats": order.repeats,
+        "ran_as_decided": not layer.report().departures,
+        "results": list(measured),
+    }
+
+
+def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json: bool) -> None:
+    if order.out is not None:
+        write_text(order.out, json.dumps(facts, indent=2) + "\n")
+    if order.plot is not None:
+        save_bench_plot(facts, order.plot)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    screen.facts(bench_head(facts))
+    screen.console.print(bench_table(facts))
+    for option, file in (("json", order.out), ("plot", order.plot)):
+        if file is not None:
+            screen.fact(option, str(file))
+
+
+def bench_head(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The settings and the machine of a measurement."""
+    e, shape = facts["environment"], facts["layer"]
+    sizes = f"{shape['num_experts']} experts, hidden {shape['hidden_size']}"
+    inner = f"intermediate {shape['moe_intermediate_size']}, top-{shape['top_k']}, {shape['dtype']}"
+    ran = "it ran as decided" if facts["ran_as_decided"] else "ANOTHER BACKEND RAN"
+    ranks, threads = _several(e["ranks"], "rank"), _several(e["threads"], "thread")
+    return [
+        ("layer", f"{sizes}, {inner}"),
+        ("pair", f"{facts['pair']}: {facts['because']}; {ran}"),
+        ("where", f"{ranks}, {e['device']}, {threads} per rank, torch {e['torch']}"),
+    ]
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def bench_table(facts: Mapping[str, Any]) -> Table:
+    """Milliseconds per stage, one column per batch size."""
+    title = f"milliseconds: median of {facts['repeats']} forward passes, slowest rank"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    for result in facts["results"]:
+        table.add_column(f"{result['tokens']} tok", justify="right")
+    for stage in SHOWN:
+        table.add_row(stage, *(f"{result['stages_ms'][stage]:.3f}" for result in facts["results"]))
+    table.add_row("forward", *(f"{result['total_ms']:.3f}" for result in facts["results"]), style="bold")
+    return table
+
+
+def save_bench_plot(facts: Mapping[str, Any], file: Path) -> None:
+    """Stacked stages over batch sizes. Raises LibraryMissing without matplotlib."""
+    find("matplotlib")
+    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
+    figure = figures.Figure(figsize=(8, 4), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    axes, results = figure.subplots(), facts["results"]
+    labels, bottoms = [str(result["tokens"]) for result in results], [0.0] * len(results)
+    for stage in SHOWN:
+        heights = [result["stages_ms"][stage] for result in results]
+        axes.bar(labels, heights, bottom=bottoms, label=stage)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    axes.set_xlabel("tokens per rank")
+    axes.set_ylabel("ms")
+    axes.set_title(f"{facts['pair']}, {facts['environment']['ranks']} ranks")
+    axes.legend(fontsize="small")
+    save_picture(figure, file)
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Batch sizes from "1,16,64"; raises ConfigError for anything else."""
+    return tuple(dict.fromkeys(tokens_of(text)))

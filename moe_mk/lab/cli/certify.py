@@ -1,0 +1,105 @@
+"""`moe-mk certify NAME`: the conformance kit on one backend, with a table and a certificate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from moe_mk.errors import ConfigError
+from moe_mk.files import read_json, write_text
+from moe_mk.lab.cli.chaos import import_modules
+from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.outputs import expect_outputs
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.testing.certificate import Certificate
+from moe_mk.lab.testing.certify import certify
+
+
+@dataclass(frozen=True)
+class CertifyOrder:
+    """The settings of a certification."""
+
+    name: str
+    out: Path | None
+    """None: NAME.certificate.json in the working directory."""
+    modules: tuple[str, ...] = ()
+    """Modules to import first, for a backend that is not installed as a wheel."""
+    against: Path | None = None
+    """Another certificate, whose digests must be equal."""
+    processes: bool = True
+    faults: bool = False
+    """Whether a transport is also tested with injected faults."""
+    quick: bool = False
+    """Whether cases with many tokens, many experts and further sizes are left out."""
+
+
+def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
+    """Certify, write, print. Raises ConfigError for unknown names and modules."""
+    out = order.out or Path(f"{order.name}.certificate.json")
+    import_modules(order.modules)
+    theirs = None if order.against is None else _read(order.against)
+    expect_outputs({"--out": out})
+    with screen.progress("certify", in_bytes=False) as advance:
+        certificate = certify(
+            order.name, processes=order.processes, quick=order.quick, on_check=advance, faults=order.faults,
+            modules=order.modules,
+        )  # fmt: skip
+    facts = certificate.as_dict()
+    differing = [] if theirs is None else _differing(facts, theirs)
+    write_text(out, json.dumps(facts, indent=2) + "\n")
+    if as_json:
+        typer.echo(json.dumps(facts | {"differing": differing}, indent=2))
+    else:
+        _show(screen, certificate, out, differing)
+    return OK if certificate.passed and not differing else MISMATCH
+
+
+def _show(screen: Screen, certificate: Certificate, out: Path, differing: list[str]) -> None:
+    screen.fact("backend", f"{certificate.backend}, {certificate.kind} of {certificate.origin}")
+    where = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
+    screen.fact("environment", where)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "check", "cases", "digest"):
+        table.add_column(column, justify="right" if column == "cases" else "left")
+    for one in certificate.coverage:
+        table.add_row(Text("ok", "green"), one.check, str(one.cases), one.digest[:16] or "not deterministic")
+    for failure in certificate.failures:
+        table.add_row(Text("FAIL", "bold red"), failure.check, "", Text(f"law {failure.law!r}: {failure.text}", "red"))
+    screen.console.print(table)
+    for failure in certificate.failures:
+        screen.fact("violated law", f"{failure.law}: {failure.text}\n{' ' * 12}{failure.check}: {failure.message}")
+    if certificate.coverage:
+        screen.fact("tested up to", str(certificate.sizes))
+    for claim in certificate.not_covered:
+        screen.fact("not tested", claim)
+    for line in differing:
+        screen.fact("differs", line)
+    screen.fact("certificate", str(out))
+    word = Text("CERTIFIED", "bold green") if certificate.passed and not differing else Text("REFUSED", "bold red")
+    screen.fact("verdict", word)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        read = read_json(file)
+        words, _ = [one[name] for one in read["coverage"] for name in ("check", "digest")], read["contract"]
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError("checks and digests must be texts")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+        raise ConfigError(f"--against {file} is no certificate: {problem}") from problem
+    return dict(read)
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Checks in only one of the certificates, and digests that differ."""
+    mine, others = ({one["check"]: one["digest"] for one in facts["coverage"]} for facts in (ours, theirs))
+    lines = [f"contract {ours['contract']} here, {theirs['contract']} there"] * (ours["contract"] != theirs["contract"])
+    lines += [f"{check}: passed {'here' if check in mine else 'there'} only" for check in sorted(mine.keys() ^ others)]
+    changed = [check for check in mine.keys() & others if mine[check] != others[check]]
+    return lines + [f"{check}: other bits, {mine[check][:16]} here, {others[check][:16]} there" for check in changed]

@@ -1,0 +1,31 @@
+"""`moe-mk compile MODEL`: compile the Triton kernels of a layer for a GPU that this machine does not have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
+
+
+def compile_kernels(
+    screen: Screen, config: str, device: str, ranks: int, tokens: tuple[int, ...], out: Path, *, as_json: bool
+) -> int:
+    """Compile, and print what the folder has."""
+    out.mkdir(parents=True, exist_ok=True)
+    kernels = compile_layer(AheadOrder(load_config(config), device_profile(device), ranks, tokens), out)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(out), "kernels": [asdict(each) for each in kernels]}, indent=2))
+        return OK
+    new = [each for each in kernels if not each.was_there]
+    screen.fact("compiled", f"{len(new)} kernels in {sum(each.seconds for each in new):.1f} s")
+    screen.fact("found", f"{len(kernels) - len(new)} kernels from earlier runs")
+    screen.fact("folder", f"{out}; on the GPU: TRITON_CACHE_DIR={out}, with the same wheel of Triton")
+    screen.fact("moved", "run the same command again where the folder is now: it corrects the paths inside")
+    return OK

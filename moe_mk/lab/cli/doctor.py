@@ -1,0 +1,117 @@
+"""`moe-mk doctor`: versions, devices, libraries, and every backend with the reasons against running on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import load_config
+from moe_mk.errors import UnsupportedError
+from moe_mk.experts.base import EXPERTS
+from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.external.device import describe, profile_here, usable_device
+from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
+from moe_mk.kernels.native import described
+from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.report import versions
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.oracle.base import ORACLES
+from moe_mk.placement.eplb import EPLB_POLICIES
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.quant.plain import BF16
+
+
+def examine(screen: Screen, *, as_json: bool) -> int:
+    """Print the findings. Exit code 0."""
+    facts = findings()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return OK
+    libraries = [
+        (name, library["version"] or f"not installed: {library['install']}")
+        for name, library in facts["libraries"].items()
+    ]
+    judged = (
+        "backends",
+        "checked for DeepSeek-V3 on the best device of this machine, each with its minimum number of ranks",
+    )
+    screen.facts([*facts["versions"].items(), *facts["devices"].items(), *libraries, judged])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("kind", "backend", "works", "details"):
+        table.add_column(column, no_wrap=column != "details", overflow="fold")
+    for backend in facts["backends"]:
+        why = "; ".join(backend["reasons"]) or backend["summary"]
+        state = (
+            ("broken", "red") if backend["broken"] else (("no", "yellow") if backend["reasons"] else ("yes", "green"))
+        )
+        table.add_row(backend["kind"], backend["name"], Text(*state), Text(why))
+    screen.console.print(table)
+    return OK
+
+
+def findings() -> dict[str, Any]:
+    """The findings as JSON values."""
+    return {
+        "versions": versions(),
+        "devices": _devices(),
+        "libraries": {
+            name: {"version": installed_version(name), "purpose": lib.purpose, "install": lib.install}
+            for name, lib in LIBRARIES.items()
+        },
+        "backends": _backends(),
+        "oracles": list(ORACLES),
+    }
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": describe(torch.device("cpu"))}
+    found["cpu kernels"] = described()
+    try:
+        found["cuda"] = describe(usable_device("cuda"))
+    except UnsupportedError as problem:
+        found["cuda"] = "; ".join(problem.reasons)
+    return found
+
+
+def _backends() -> list[dict[str, Any]]:
+    """Every registered backend, checked for DeepSeek-V3 on the best device, with its minimum number of ranks."""
+    try:
+        device = usable_device("cuda")
+    except UnsupportedError:
+        device = torch.device("cpu")
+    profile, rows = profile_here(device), []
+    for registry in (PREPARE_FINALIZE, EXPERTS, MONOLITHIC):
+        for name, backend in registry.items():
+            needs = getattr(backend.traits, "min_ranks", 1)
+            tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
+            config = load_config("deepseek_v3").with_(ep=needs, tokens=tokens)
+            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, installed(), emulated()))
+            rows.append(
+                _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
+            )
+        for name, reason in registry.broken.items():
+            rows.append(_row(registry.kind, name, "", [reason], "plugin", broken=True))
+    for name, policy in EPLB_POLICIES.items():
+        rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
+    for name, reason in EPLB_POLICIES.broken.items():
+        rows.append(_row(EPLB_POLICIES.kind, name, "", [reason], "plugin", broken=True))
+    return rows
+
+
+def _row(
+    kind: str, name: str, summary: str, reasons: list[str], origin: str, *, broken: bool = False
+) -> dict[str, Any]:
+    return {
+        "kind": kind.removesuffix(" backend"),
+        "name": name,
+        "summary": summary,
+        "reasons": reasons,
+        "origin": origin,
+        "broken": broken,
+    }

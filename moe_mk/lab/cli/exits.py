@@ -1,0 +1,102 @@
+"""Exit codes: 0 ok, 1 mismatch or a failed peer, 2 usage, 3 unsupported here. Errors are printed once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import NoReturn, ParamSpec
+
+import typer
+
+from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
+from moe_mk.lab.cli import environment
+
+OK, MISMATCH, USAGE, UNSUPPORTED = 0, 1, 2, 3
+INTERRUPTED = 130
+"""The exit code of shells after Ctrl-C."""
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "Storage size calculation overflowed",
+    "multiplication overflow",
+)
+"""Parts of torch's messages for tensors that are too large."""
+
+P = ParamSpec("P")
+
+
+class RanksFailed(MoEMKError):
+    """Some ranks failed: their messages, and the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+def exit_code_of(problem: MoEMKError) -> int:
+    """The exit code that an error stands for."""
+    if isinstance(problem, RanksFailed):
+        return problem.code
+    if isinstance(problem, UnsupportedError):
+        return UNSUPPORTED
+    return MISMATCH if isinstance(problem, CommError) else USAGE
+
+
+def named(problem: Exception) -> MoEMKError | None:
+    """An error of the system (file, memory) as a ConfigError; None for a defect or a closed pipe."""
+    if isinstance(problem, OSError) and problem.errno not in (None, errno.EPIPE):
+        file = problem.filename2 or problem.filename
+        where = "" if file is None else f"{os.fsdecode(file) if isinstance(file, bytes) else file}: "
+        return ConfigError(f"{where}{problem.strerror}; name another file or folder")
+    words = str(problem)
+    if isinstance(problem, MemoryError) or any(sign in words for sign in OUT_OF_MEMORY):
+        return ConfigError(f"this does not fit into memory; use smaller sizes ({words[-200:] or 'MemoryError'})")
+    return None
+
+
+def print_error(problem: MoEMKError) -> int:
+    """Print an error on the first rank only, and return its exit code.
+
+    After a CommError the first rank of each host prints it, because other hosts may be unreachable.
+    """
+    place = environment.launched()
+    if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
+        sys.stderr.write(f"moe-mk: {problem}\n")
+    return exit_code_of(problem)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this rank without shutting the interpreter down.
+
+    A gloo thread that releases a tensor meanwhile would abort the process (torch 2.13, pytorch/pytorch#179291),
+    and after a failure its threads wait for peers that are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Convert the result and the errors of a verb into exit codes."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except MoEMKError as problem:
+            code = print_error(problem)
+        except (OSError, MemoryError, RuntimeError) as problem:
+            error = named(problem)
+            if error is None:
+                raise
+            code = print_error(error)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            if (place := environment.launched()) is None or place.rank == 0:
+                sys.stderr.write("moe-mk: interrupted\n")
+        raise typer.Exit(code or OK)
+
+    return run

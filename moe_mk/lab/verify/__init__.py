@@ -1,0 +1,19 @@
+"""Verification of layers: an independent reference, error limits derived from number formats, and fault injection."""
+
+from moe_mk.lab.verify.compare import Answer, Verification, could_choose, tie_tolerance, verify
+from moe_mk.lab.verify.dense import DenseResult, dense_layer
+from moe_mk.lab.verify.inject import Fault, check_fault, faulty_router, faulty_weights
+
+__all__ = [
+    "Answer",
+    "DenseResult",
+    "Fault",
+    "Verification",
+    "check_fault",
+    "could_choose",
+    "dense_layer",
+    "faulty_router",
+    "faulty_weights",
+    "tie_tolerance",
+    "verify",
+]

@@ -1,5 +1,0 @@
-"""`flashinfer.fused_moe`, as far as its experts go: CUTLASS, and TRT-LLM for tokens that are routed already."""
-
-from moe_mk.testing.emulated.flashinfer.fused_moe import core
-
-__all__ = ["core"]
