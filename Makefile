@@ -183,7 +183,6 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/headline.py
 	@$(BIN)/python tools/claims.py
-	@$(BIN)/python tools/house.py --svg docs/house.svg
 
 certify: venv  ## certify every built-in backend and write the table of docs/certify.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py

@@ -5,7 +5,6 @@ python tools/house.py --list        also the modules with one importer, and ever
 python tools/house.py --trace       also the frames of the two decode steps in order, file:function
 python tools/house.py --check       static measurements alone; exit 1 if there is a circle or an orphan
 python tools/house.py --json FILE   write what was measured
-python tools/house.py --svg FILE    draw the rooms on their floors and what they import
 
 Lines are all lines of all files of the package, C++ included. An importer is a module that imports another one by name;
 `from room import name` imports the module of that name, or the room's `__init__`. Importers that are an `__init__`
@@ -29,9 +28,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from tests.architecture.checks import GROUND, HOUSE
-from tools.house_picture import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_mk"
@@ -159,15 +155,6 @@ class House:
                 rooms[room] = lines + _lines(path), files + 1
         return rooms
 
-    def room_imports(self) -> set[tuple[str, str]]:
-        """(room, room it imports); a file of the root is a room, and so is the package's own `__init__`.
-
-        Left out: modules that any room may import, and imports for types but for those of the `__init__`, which are
-        what it opens.
-        """
-        kept = (each for each in self.imports if not each.typing or each.module == PACKAGE)
-        return {(_room(each.module), _room(each.target)) for each in kept if each.target not in GROUND}
-
     def _doors(self) -> Iterator[str]:
         """Where somebody from outside comes in."""
         yield PACKAGE
@@ -211,17 +198,6 @@ class House:
                     yield named
                     inner = named.count(".") > 1  # a room's name is the name of its entry points
                     yield from (name for name in self.paths if inner and name.startswith(f"{named}."))
-
-
-def _room(module: str) -> str:
-    """As the floors name it."""
-    return [*module.split("."), "__init__"][1]
-
-
-def picture(house: House) -> str:
-    """The rooms on their floors as SVG."""
-    rooms = {_room(module) for module in house.paths}
-    return draw([[room for room in floor.split() if room in rooms] for floor in HOUSE], house.room_imports())
 
 
 def _lines(path: Path) -> int:
@@ -341,14 +317,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="modules with one importer, and circles of typing")
     parser.add_argument("--trace", action="store_true", help="the frames of the decode steps in order")
     parser.add_argument("--check", action="store_true", help="exit 1 if there is a circle or an orphan; no decode step")
-    parser.add_argument("--svg", type=Path, help="draw the rooms and what they import into a file, and do no more")
     parser.add_argument("--json", type=Path, help="write what was measured")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
     house = House(options.root)
-    if options.svg is not None:
-        options.svg.write_text(picture(house), encoding="utf-8")
-        return 0
     measured = static_measurements(house)
     if not options.check:
         from tools.decode_step import decode_steps

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trees import write_tree
-from tools.house import ROOT, House, main, picture, static_measurements
-from tools.house_picture import draw, reduced
+from tools.house import House, main, static_measurements
 
 FILES = {
     "moe_mk/__init__.py": "_ROOMS = frozenset('oracle unknown'.split())\n",
@@ -69,17 +68,3 @@ def house() -> House:
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle(house: House) -> None:
     assert house.circles(typing=False) == []
-
-
-def test_the_picture_has_every_room_and_only_arrows_that_no_other_arrows_imply() -> None:
-    imports = [("top", "middle"), ("middle", "ground"), ("top", "ground"), ("side", "middle"), ("top", "unknown")]
-    assert reduced(imports[:4]) == {("top", "middle"), ("middle", "ground"), ("side", "middle")}
-    drawn = draw([["ground"], ["middle", "side"], ["top"]], imports)
-    assert all(f">{room}</text>" in drawn for room in ("ground", "middle", "side", "top"))
-    assert "top imports middle<" in drawn and "top imports ground<" not in drawn and "unknown" not in drawn
-    assert drawn.count("stroke-dasharray") == 1, "side and middle are on one floor"
-
-
-def test_the_picture_of_the_documentation_is_current(house: House) -> None:
-    current = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == picture(house)
-    assert current, "docs/house.svg is stale: python tools/house.py --svg docs/house.svg"
