@@ -62,22 +62,26 @@ def test_mapped_weights_are_the_same_slots_and_bytes(scheme: QuantScheme) -> Non
     assert weights.layout != mapped.layout
 
 
-def test_a_digest_depends_on_every_tensor_of_every_expert() -> None:
-    def weights(**changed: Tensor) -> ExpertWeights:
-        given = of_engine("int4_g32_zp", "gate_up")[1]
-        biases = {"w13_bias": torch.ones(3, 128), "w2_bias": torch.ones(3, 96)}
-        return ExpertWeights.from_engine(**(given | biases | changed))
-
-    given = of_engine("int4_g32_zp", "gate_up")[1]
-    given |= {"w13_bias": torch.ones(3, 128), "w2_bias": torch.ones(3, 96)}
-    found = {digest(weights())}
-    for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_zeros", "w2_zeros", "w13_bias", "w2_bias"):
+@pytest.mark.parametrize("quant", [*KINDS, "int4_g32_zp", "int8_row_zp"])
+def test_a_digest_depends_on_every_tensor_of_every_expert_and_on_nothing_else(quant: str) -> None:
+    biases = {"w13_bias": torch.arange(384.0).view(3, 128), "w2_bias": torch.ones(3, 96)}
+    given = of_engine(quant, "gate_up")[1] | biases
+    weights = ExpertWeights.from_engine(**given)
+    found, names = {digest(weights)}, [name for name, part in given.items() if isinstance(part, Tensor)]
+    for name in names:
         for slot in (0, 2):
             other = given[name].clone()
             octets = other[slot].reshape(-1).view(torch.uint8)
             octets[-1] ^= 1
-            found.add(digest(weights(**{name: other})))
-    assert len(found) == 17 and digest(weights()) in found
+            found.add(digest(ExpertWeights.from_engine(**(given | {name: other}))))
+    assert len(found) == 1 + 2 * len(names)
+    # The name of the format counts; strides do not: rows of gate and up that alternate are the same experts.
+    named = MappedExpertWeights(weights.slots, BF16 if weights.scheme != BF16 else FP8_128x128)
+    assert digest(named) not in found
+    if not quant.endswith("_block"):
+        halves = biases["w13_bias"].view(3, 2, 64)
+        mixed = of_engine(quant, "interleaved")[1] | biases | {"w13_bias": halves.transpose(1, 2).reshape(3, 128)}
+        assert digest(ExpertWeights.from_engine(**mixed)) == digest(weights)
 
 
 def test_views_of_files_move_to_a_device_with_their_biases() -> None:
@@ -117,6 +121,22 @@ def test_narrowing_at_block_edges_keeps_the_right_scales(scheme: QuantScheme) ->
     for start, length in ((0, 10), (3, 3), (6, 4), (9, 1), (3, 5)):
         part = narrow_columns(q, start, length)
         assert torch.equal(part.dequantize(torch.float32), whole[:, start : start + length])
+
+
+@pytest.mark.parametrize("kind", ["int4_g32", "int4_g64_zp", "int8_g32_zp", "int4_row"])
+def test_columns_of_groups_are_cut_at_edges_and_after_the_last_one(kind: str) -> None:
+    q = scheme_of_kind(kind).quantize(normal(4, 80))  # the last group of a row is shorter
+    whole, tried = q.dequantize(torch.float32), 0
+    side = {"int4_g32": 32, "int8_g32_zp": 32, "int4_g64_zp": 64}.get(kind, 2)
+    for start in range(0, 80, 8):
+        for end in range(start + 8, 81, 8):
+            if start % side or (end % side and end != 80):
+                with pytest.raises(ShapeError, match=f"columns {start} to {end} of 80 would cut a group of {side} "):
+                    narrow_columns(q, start, end - start)
+                continue
+            part, tried = narrow_columns(q, start, end - start), tried + 1
+            assert torch.equal(part.dequantize(torch.float32), whole[:, start:end])
+    assert tried >= 3
 
 
 def test_a_start_inside_a_block_is_a_mistake_of_ours() -> None:
@@ -181,6 +201,7 @@ def test_tensors_of_an_engine_are_read_in_every_format_and_order_without_a_copy(
         return
     weights = ExpertWeights.from_engine(**given)
     assert (weights.num_slots, weights.scheme.name) == (3, scheme_of_kind(quant, (32, 32)).name)
+    assert isinstance(weights, ExpertWeights) == (order == "gate_up")  # a stack where nothing has to be reordered
     ends = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (given["w13"], given["w2"])]
     for index, expert in enumerate(experts):
         slot = weights.slot(index)
