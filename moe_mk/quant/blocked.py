@@ -124,7 +124,7 @@ class BlockedScheme(QuantScheme):
         if q.global_scale is None:
             return scales
         parts = q.global_scale.shape[-2]
-        return scales * spread(q.global_scale, n, k, (-(-n // parts), WHOLE))
+        return scales * spread(q.global_scale, n, k, (-(-n // max(parts, 1)), WHOLE))
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
         """Values times scale in f32, rounded once."""

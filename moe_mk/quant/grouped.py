@@ -102,7 +102,7 @@ class Grouped(BlockedScheme):
         scales = _rounded_up(linear_scales(high - low, top - 1.0))
         zeros = (-low / scales.to(torch.float32)).round().nan_to_num(0.0)
         codes = (wide / spread(scales, n, k, self.block)).round() + spread(zeros, n, k, self.block)
-        return QuantTensor(self.pack(codes.clamp(0.0, top)), scales, self, zeros=zeros.to(torch.uint8))
+        return QuantTensor(self.pack(codes), scales, self, zeros=zeros.to(torch.uint8))
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
         """(code - zero) * scale in f32, rounded once."""

@@ -26,8 +26,8 @@ def row_bytes(scheme: QuantScheme, hidden_size: int) -> int:
 def as_bytes(x: Tensor) -> Tensor:
     """(rows, X) as (rows, bytes) uint8: a view, or a copy if the rows are not contiguous."""
     rows, columns = x.shape
-    # Flat first: a last dimension of one may have any stride, and a view as bytes wants it to be 1.
-    return x.reshape(-1).view(torch.uint8).view(rows, columns * x.element_size())
+    # Dense and flat first: a last dimension of one may have any stride, and a view as bytes wants it to be 1.
+    return x.contiguous().view(-1).view(torch.uint8).view(rows, columns * x.element_size())
 
 
 def encode_rows(q: QuantTensor) -> Tensor:

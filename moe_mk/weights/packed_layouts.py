@@ -132,9 +132,7 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
         raise ConfigError(
             "GPTQ stores a zero point minus one, and one of the matrix is 0; use AWQ or compressed-tensors"
         )
-    order = torch.arange(k, dtype=torch.int32, device=codes.device) // (
-        k if scheme.columns == WHOLE else scheme.columns
-    )
+    order = torch.arange(k, dtype=torch.int32, device=codes.device) // scheme.columns
     words = _words(codes, scheme.bits).T.contiguous()
     return {"": words, "scale": scales, "zeros": _words(zeros.T - less, scheme.bits), "order": order}
 

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -10,8 +10,14 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, scheme_named
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import as_bytes
+from moe_mk.quant.wire import as_bytes, encode_rows
+from tests.support.strides import restrided
+
+ALL = [*SCHEMES.values(), *GROUPED.values(), *GGUF.values()]
+PARTS = ("values", "scales", "global_scale", "zeros")
 
 
 def normal(*shape: int) -> Tensor:
@@ -84,3 +90,29 @@ def test_a_deep_copy_of_a_view_has_a_storage_of_its_own_size() -> None:
     copied = copy.deepcopy(view)
     assert copied.values.untyped_storage().nbytes() == 128 * 128
     assert torch.equal(copied.dequantize(torch.float32), view.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.name)
+def test_strides_of_numbers_and_of_every_part_change_nothing(scheme: QuantScheme) -> None:
+    x = normal(4, 512) * torch.arange(1, 5)[:, None]
+    q = scheme.quantize(x)
+    wanted = q.dequantize(torch.float32)
+    sends = q.global_scale is None and q.zeros is None and (q.scales is None or len(q.scales) == 4)
+    for other in restrided(x):
+        assert torch.equal(scheme.quantize(other).dequantize(torch.float32), wanted)
+    for name in PARTS:
+        for part in () if getattr(q, name) is None else restrided(getattr(q, name)):
+            other = replace(q, **{name: part})
+            for same in (other, copy.deepcopy(other), pickle.loads(pickle.dumps(other)), other.to(part.device)):
+                assert torch.equal(same.dequantize(torch.float32), wanted), (name, part.stride())
+            assert not sends or torch.equal(encode_rows(other), encode_rows(q)), (name, part.stride())
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.name)
+def test_no_rows_have_a_shape_and_no_bytes(scheme: QuantScheme) -> None:
+    by_row = scheme.block is None or scheme.block[0] == 1
+    for shape in [(0, 512), *([(2, 0, 512), (0, 4, 512)] if by_row else [])]:
+        q = scheme.quantize(torch.empty(shape, dtype=torch.float32))
+        assert q.shape == shape and q.dequantize(torch.bfloat16).shape == shape
+        assert q.num_bytes == shape[0] * scheme.num_bytes(0, 512) == 0
+        assert copy.deepcopy(q).to(torch.device("meta")).shape == pickle.loads(pickle.dumps(q)).shape == shape

@@ -215,7 +215,9 @@ def test_what_a_conversion_drops_is_reported(checkpoint: Callable[[dict[str, Ten
 def test_two_scales_make_a_scheme_of_their_own() -> None:
     assert fp8_static(0.25, 0.5).name == "fp8_static_x0.25_h0.5" and fp8_static(0.25, 0.5).hidden == fp8_static(0.5)
     assert fp8_static(0.25, 0.25) == fp8_static(0.25) and fp8_static(0.25).hidden == fp8_static(0.25)
-    with pytest.raises(ConfigError, match="positive and finite, got -1"):
-        fp8_static(0.25, -1.0)
+    for bad in (-1.0, 0.0, float("inf"), float("nan")):
+        for given in ((0.25, bad), (bad,)):
+            with pytest.raises(ConfigError, match=f"positive and finite, got {bad}"):
+                fp8_static(*given)
     with pytest.raises(ConfigError, match="hidden_scale=0.5 goes with the input_scale"):
         QuantConfig.parse({"weights": "fp8_tensor", "hidden_scale": 0.5}, "a test")
