@@ -146,7 +146,7 @@ CONVERSIONS = ("contiguous", "clone", "clamp", "clamp_", "clamp_min", "clamp_max
 
 
 LEFT_ALONE = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
-DTYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32", "uint8": "int8"}
+DTYPES = {"float32": "bfloat16", "float64": "float32"}
 NOT_CODE = ("annotation", "returns", "decorator_list", "bases", "keywords")
 Change = tuple[ast.AST, str]
 """A node and the text that replaces it."""
@@ -370,6 +370,21 @@ def _pytest(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | Non
         return code, printed.read().decode(errors="replace")
 
 
+class _InOrder:
+    """A plugin that runs tests as they are listed, those of a file together: their processes start once."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._place = {test: at for at, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        of_file: dict[str, int] = {}
+        for test, at in self._place.items():
+            of_file.setdefault(test.split("::")[0], at)
+        last = len(self._place)
+        items.sort(key=lambda item: (of_file.get(item.nodeid.split("::")[0], last), self._place.get(item.nodeid, last)))
+
+
 def _in_child(copy: Path, tests: Sequence[str], output: int) -> NoReturn:
     code = 3
     try:
@@ -382,7 +397,7 @@ def _in_child(copy: Path, tests: Sequence[str], output: int) -> NoReturn:
         for name in [name for name in sys.modules if name.split(".")[0] in OWN]:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
-        code = int(pytest.main([*PYTEST, "-m", NOT_RUN, *tests]))
+        code = int(pytest.main([*PYTEST, "-m", NOT_RUN, *tests], plugins=[_InOrder(tests)]))
     finally:
         sys.stdout.flush()
         os._exit(code)
