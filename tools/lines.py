@@ -30,7 +30,7 @@ MARKS = "MOE_MK_MARKS"
 """Environment variable of the recording processes: the file of the marks."""
 OUTPUT = "MOE_MK_MARKS_OUTPUT"
 """And the one that receives the seconds and lines of each test."""
-AS_THEY_ARE = ("kernels/triton/", "experts/triton/")
+AS_THEY_ARE = ("kernels/triton/",)
 """Modules whose functions are compiled by others."""
 SITE = f"import sys; sys.path.append({str(ROOT)!r}); from tools.lines import install; install()\n"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from moe_mk.config import MoEConfig
+from moe_mk.config import MoEConfig, keys
 from moe_mk.config.hf import DEFAULTS, FAMILIES, SECOND, settings_from_hf
 from moe_mk.errors import ConfigError
 
@@ -190,9 +190,50 @@ def test_lists_of_modules_are_matched_as_their_writer_does(section: dict[str, An
         "weights") == FOUR else None)  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"])
+def test_a_list_of_modules_is_read_under_every_name_and_in_both_sections(key: str) -> None:
+    listed = {key: ["model.layers.3.mlp*"]}
+    for section in ({**MODELOPT, **listed}, {**MODELOPT, "quantization": {"quant_algo": "NVFP4", **listed}}):
+        quant = settings_from_hf({**TEXT, "quantization_config": section}, "here", layer=3)["model"]["quant"]
+        assert quant["weights"] == "bf16"
+
+
+PROBES: tuple[Any, ...] = (
+    True, False, None, "", "3", -2, -1, 0, 1, 7, -0.5, 0.0, 2.5, math.inf, -math.inf, math.nan, [], ["a"], ("a", "b"),
+    [1], [1, 2], (0, 2), [1, 2.0], [1, 2, 3], ["a", 1], {}, {"a": 1},
+)  # fmt: skip
+FITTING: dict[str, list[Any]] = {
+    "COUNT": [1, 7], "COUNT_OR_NONE": [0, 1, 7], "FACTOR": [1, 7, 2.5], "LIMIT": [0, 1, 7, 0.0, 2.5],
+    "FLAG": [True, False], "WORD": ["3"], "SECTION": [{}, {"a": 1}], "NAMES": [[], ["a"], ("a", "b")], "PAIR": [[1, 2]],
+    "COLUMNS": [-1, 1, 7], "ANY": list(PROBES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_a_kind_takes_its_values_and_no_others(kind: str) -> None:
+    words, fits = getattr(keys, kind)
+    assert words and [repr(value) for value in PROBES if fits(value)] == [repr(value) for value in FITTING[kind]]
+
+
 @pytest.mark.parametrize(
     "section, problem",
     [
+        (
+            with_key(QUANTS["packed"], ("config_groups", "group_0"), "input_activations", TOKENS),
+            "input_activations are",
+        ),
+        (
+            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "strategy", "tensor"),
+            "'tensor', not one of",
+        ),
+        (
+            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "actorder", "group"),
+            "actorder is 'group'",
+        ),
+        (
+            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "type", "float"),
+            "type is 'float' in format",
+        ),
         ({**QUANTS["w8a8"], "ignore": ["re:(*"]}, "invalid expression"),
         ({**QUANTS["w8a8"], "format": "marlin-24"}, "format is 'marlin-24'"),
         ({**QUANTS["modelopt"], "group_size": 32}, "group_size is 32, NVFP4 has 16"),

@@ -1,7 +1,9 @@
 """What plans are worth on fifty drawn problems: balance, arrivals, copies and methods, as they were recorded.
 
 Every policy is a heuristic whose parts no worked example shows: limits of search, orders, thresholds. A change of one
-of them moves these numbers. python tests/placement/test_recorded_plans.py writes the record anew, after one that is meant.
+of them moves these numbers.
+
+python tests/placement/test_recorded_plans.py       writes the record anew, after a change that is meant
 """
 
 from __future__ import annotations

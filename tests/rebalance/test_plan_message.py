@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_mk.placement.eplb import Topology, plan
 from moe_mk.rebalance.plan_message import BadPlanMessage, PlanMessage
@@ -46,3 +48,32 @@ def test_slots_of_a_dead_rank_stay_empty() -> None:
     sent = message(Topology(gpus=3, slots=2, alive=(True, True, False)))
     assert (sent.phy2log[:, 4:] == -1).all() and (sent.share[:, 4:] == 0).all()
     assert all(sorted(set(row[:4])) == [0, 1, 2, 3] for row in sent.phy2log.tolist())
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whatever_a_plan_leaves_empty_every_expert_keeps_its_tokens_once_a_rank(data: st.DataObject) -> None:
+    # Slots of a plan: experts, twice on a rank too, and empty ones at any place; a dead rank has none.
+    dead = data.draw(st.sampled_from([None, 0, 2]))
+    alive = tuple(gpu != dead for gpu in range(3))
+    made = plan(np.ones((1, 4)), Topology(gpus=3, slots=3, alive=alive), policy="flat")
+    drawn = data.draw(st.lists(st.integers(-1, 3), min_size=9, max_size=9))
+    serving = np.array([data.draw(st.lists(st.integers(-1, 3), min_size=9, max_size=9))])
+    slots = np.array([[expert if alive[at // 3] else -1 for at, expert in enumerate(drawn)]])
+    share = np.where(slots >= 0, np.arange(1, 10), 0).astype(np.float32)
+    message = PlanMessage.of(replace(made, phy2log=slots, share=share), 1, 0, serving)
+    for gpu in range(3):
+        part = slice(3 * gpu, 3 * gpu + 3)
+        held, taken = message.phy2log[0, part].tolist(), message.share[0, part].tolist()
+        wanted = [
+            s if s >= 0 or not alive[gpu] else old for s, old in zip(slots[0, part], serving[0, part], strict=True)
+        ]
+        assert sorted(held) == sorted(map(int, wanted))
+        assert held == sorted(held, key=lambda expert: expert < 0), "empty slots come last"
+        busy = [expert for expert, part_of in zip(held, taken, strict=True) if part_of > 0]
+        assert len(busy) == len(set(busy)) and -1 not in busy
+        for expert in range(4):
+            total = sum(s for e, s in zip(held, taken, strict=True) if e == expert)
+            assert total == share[0, part][slots[0, part] == expert].sum()
+    again = PlanMessage.decode(message.encode())
+    assert np.array_equal(again.phy2log, message.phy2log) and np.array_equal(again.share, message.share)

@@ -26,6 +26,7 @@ from moe_mk.external.library import installed
 from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native import load, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
+from moe_mk.kernels.native.selfcheck import is_compiled
 from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
 from moe_mk.lab.cli.doctor import findings
 from moe_mk.quant.plain import BF16
@@ -424,6 +425,13 @@ def test_no_compiler_is_a_typed_reason_with_the_fix() -> None:
         load(which=lambda name: None)
     assert "apt install g++" in reasons_against(which=lambda name: None)[0]
     assert reasons_against() == []
+
+
+def test_a_cache_that_is_no_folder_is_a_reason_and_holds_nothing_compiled(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    reasons = reasons_against(tmp_path / "file")
+    assert reasons and str(tmp_path / "file") in reasons[0]
+    assert not is_compiled(tmp_path / "empty") and not is_compiled(tmp_path / "empty", which=lambda name: None)
 
 
 def test_a_broken_compiler_is_passed_over() -> None:
