@@ -22,7 +22,7 @@ assert "torch" not in sys.modules, "import moe_mk imports torch"
 assert set(moe_mk.__all__) <= set(dir(moe_mk)) and "oracle" in dir(moe_mk)
 assert moe_mk.ConfigError.__module__ == "moe_mk.errors" and "torch" not in sys.modules
 
-import torch, numpy, scipy, pydantic, safetensors.torch
+import torch, numpy, pydantic, safetensors.torch
 
 def first(line):
     child = os.fork()
@@ -42,6 +42,30 @@ first("from moe_mk.experts.monolithic import MONOLITHIC; assert list(MONOLITHIC)
 first("from moe_mk.prepare_finalize.base import PREPARE_FINALIZE as all; assert 'one_sided' in all and 'mori' in all")
 first("from moe_mk.oracle.base import ORACLES; assert len(list(ORACLES)) == 8")
 first("from moe_mk.placement.eplb import EPLB_POLICIES as all; assert {'compat', 'flat', 'hybrid'} <= set(all)")
+"""
+
+WITHOUT_THE_LAB = """
+import sys
+for name in ("typer", "rich", "click", "pygments", "shellingham", "scipy", "matplotlib"):
+    sys.modules[name] = None  # importing it raises ModuleNotFoundError
+import moe_mk.layer
+assert not [name for name in sys.modules if name.startswith("moe_mk.lab")]
+import numpy as np, torch
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+sizes = dict(num_experts=8, hidden_size=128, intermediate_size=128, top_k=2, num_groups=1, top_k_groups=1)
+write_checkpoint(sys.argv[1], CheckpointShape(**sizes))
+layer = moe_mk.DeepseekV3MoE.from_checkpoint(sys.argv[1], layer=3)
+y_TH = layer(torch.ones(3, 128, dtype=torch.bfloat16))
+assert y_TH.isfinite().all() and y_TH.any() and "no_ep" in str(layer.explain())
+
+from moe_mk.placement.eplb import Topology, plan
+import moe_mk.rebalance
+load_XE, topology = np.arange(1.0, 17).reshape(2, 8), Topology(4, nodes=2, slots=3)
+moved = plan(np.flip(load_XE, 1).copy(), topology, old=plan(load_XE, topology), groups=2)
+assert len(moved.moves)
+
+from moe_mk.__main__ import main
+main()
 """
 
 
@@ -73,6 +97,13 @@ def test_what_is_not_there_is_stated() -> None:
     with pytest.raises(AttributeError, match=r"module 'moe_mk' has no attribute 'DeepSeekV3MoE'"):
         moe_mk.DeepSeekV3MoE  # noqa: B018
     assert not hasattr(moe_mk, "utils")
+
+
+def test_a_layer_runs_without_the_packages_of_the_lab_and_the_command_names_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_LAB, str(tmp_path / "checkpoint")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stderr) == (3, "moe-mk: the command needs typer: pip install 'moe-mk[lab]'\n")
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("old", ["testing.certify", "plan", "verify", "cli.exits", "trace.chrome", "weights.convert"])

@@ -27,7 +27,7 @@ NEEDED = (
     "sortedcontainers typer typing-inspection typing_extensions"
 ).split()
 """The library's own requirements and those of its tests, with all that they need in turn. Not scipy (35 MB): only
-placements over many ranks call it."""
+tests of placements call it."""
 PEERS = ("sgl-deep-gemm==0.1.5.post1", "apache-tvm-ffi==0.1.11")
 """The newest that link against torch 2.11. FlashInfer is left out: 59 MiB, and its kernels compile for minutes."""
 VLLM_FOLDER = "vllm/model_executor/layers/fused_moe/"

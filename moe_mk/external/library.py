@@ -76,7 +76,7 @@ LIBRARIES: Mapping[str, Library] = {
         Library("uccl", "UCCL-EP transports", "pip install uccl, and its deep_ep_wrapper", ("uccl",)),
         Library("transformers", "Hugging Face models", "pip install 'moe-mk[hf]'", ("transformers",)),
         Library("gguf", "GGUF files", "pip install 'moe-mk[gguf]'", ("gguf",)),
-        Library("matplotlib", "pictures", "pip install 'moe-mk[plot]'", ("matplotlib",)),
+        Library("matplotlib", "pictures", "pip install 'moe-mk[lab]'", ("matplotlib",)),
     )
 }
 

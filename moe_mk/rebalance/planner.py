@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.placement.balance.moves import assignment_solver
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance.background import BackgroundJob, Failed
 from moe_mk.rebalance.ledger import Ledger
@@ -34,7 +33,6 @@ class PlacementPlanner:
         self.reason = ""
         """Why the last plan was not announced; empty after one was."""
         self._planner = planner or self._plan
-        assignment_solver()  # imported here, not on the thread during the first steps
         self._thread: BackgroundJob[PlanMessage | str] = BackgroundJob(
             "moe_mk planner", limit_s=settings.plan_limit_s, inline=settings.inline
         )

@@ -191,22 +191,23 @@ def _may_import(room: str, other: str) -> bool:
 
 @rule
 def optional_libraries_stay_home(source: Source) -> Iterator[tuple[int, str]]:
-    """Only what every installation has may be imported outside three rooms."""
+    """Only what every installation has is imported outside three rooms; the lab also imports what `[lab]` installs."""
     if source.path.startswith(OPTIONAL_LIVES_IN):
         return
-    everywhere = sys.stdlib_module_names | DEPENDENCIES | {"moe_mk"}
+    everywhere = sys.stdlib_module_names | DEPENDENCIES | {"moe_mk"} | (LAB if source.room == "lab" else set())
     for line, name in source.imports():
         if name.split(".")[0] not in everywhere:
             yield line, f"{name} is optional and belongs in kernels/triton, external or integrations"
 
 
-def _dependencies() -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in project["dependencies"]}
+def _modules(requirements: list[str]) -> set[str]:
+    names = {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in requirements}
     return {{"PyYAML": "yaml"}.get(name, name.replace("-", "_")) for name in names}
 
 
-DEPENDENCIES = _dependencies()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DEPENDENCIES = _modules(PROJECT["dependencies"])
+LAB = _modules(PROJECT["optional-dependencies"]["lab"]) - {"matplotlib"}
 
 
 @rule

@@ -106,7 +106,7 @@ def test_what_cannot_be_compared_is_stated(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_picture_of_the_stages(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[lab]'")
     facts = run_of({1: 2.0, 4: 3.0})
     for result in facts["results"]:
         result["stages_ms"] = dict.fromkeys(SHOWN, 0.25)

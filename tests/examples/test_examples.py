@@ -114,7 +114,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_experts_of_the_tiny_model_are_reported_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[lab]'")
     file = tmp_path / "trace.safetensors"
     stated = run(example("07_load_map.py"), str(tiny_model), "--trace", str(file), "--docs", str(tmp_path))
     rows = re.findall(r"^\| (\d) \| (\S+) % \| (\S+) % ", stated, re.MULTILINE)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from moe_mk.errors import ShapeError
 from moe_mk.placement.balance.change import Bench
-from moe_mk.placement.balance.moves import aligned_slots, colour_rounds, num_arrivals, plan_moves
+from moe_mk.placement.balance.moves import aligned_slots, assign, colour_rounds, num_arrivals, plan_moves
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import InfeasiblePlacement, Moves, PlacementPlan, Policy, Topology, plan
 
@@ -41,6 +42,20 @@ def check_rounds(src: Ints, dst: Ints, rounds: Ints) -> None:
         assert len(set(src[now].tolist())) == now.sum() == len(set(dst[now].tolist()))
     degree = max(np.bincount(src).max(), np.bincount(dst).max())
     assert rounds.min() >= 0 and rounds.max() + 1 <= degree
+
+
+def test_an_assignment_costs_least():
+    cost = np.array([[[4.0, 1, 3], [2, 0, 5], [3, 2, 2]]])  # rows 0, 1, 2 take columns 1, 0, 2: 1 + 2 + 2
+    assert assign(cost).tolist() == [[1, 0, 2]] and assign(cost[:, :1, :1]).tolist() == [[0]]
+    rng = np.random.default_rng(5)
+    for case in range(60):
+        count, size = rng.integers(1, 5), rng.integers(1, 24)
+        many = (
+            rng.integers(-3, 4, (count, size, size)).astype(float) if case % 2 else rng.normal(size=(count, size, size))
+        )
+        for cost_NN, column_N in zip(many, assign(many), strict=True):
+            assert sorted(column_N) == list(range(size))
+            assert cost_NN[range(size), column_N].sum() == pytest.approx(cost_NN[linear_sum_assignment(cost_NN)].sum())
 
 
 def test_two_transfers_from_one_gpu_take_two_rounds():

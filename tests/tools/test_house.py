@@ -21,7 +21,7 @@ FILES = {
     "moe_mk/oracle/far/__init__.py": "",
     "moe_mk/oracle/far/by_name.py": "",
     "moe_mk/oracle/plugin.py": "@ORACLES.register('mine')\nclass Mine: ...\n",
-    "pyproject.toml": "[project]\nscripts = {moe-mk = 'moe_mk.lab.cli:app'}\n",
+    "pyproject.toml": "[project]\nscripts = {moe-mk = 'moe_mk.__main__:main'}\n",
 }
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -49,12 +47,14 @@ def aligned_slots(old: Ints, new: Ints, sites: Sites, *, whole_nodes: bool) -> I
     GPUs trade names only with GPUs of the same speed and slots; with whole_nodes only inside a node, and whole nodes
     with nodes of the same GPUs.
     """
-    layers, num_slots = old.shape
-    source = np.empty((layers, num_slots), np.int64)
-    for layer in range(layers):
-        overlap = _overlap(old[layer], new[layer], sites)
-        gpu = _by_nodes(overlap, sites) if whole_nodes else _by_kind(overlap, sites, np.arange(sites.num_gpus))
-        for mine, theirs in enumerate(gpu):
+    overlaps = [_overlap(*layers, sites) for layers in zip(old, new, strict=True)]
+    if whole_nodes:
+        gpu_XW = [_by_nodes(overlap, sites) for overlap in overlaps]
+    else:
+        gpu_XW = [*_by_kind(np.stack(overlaps), _kinds(sites))]
+    source = np.empty(old.shape, np.int64)
+    for layer, gpus in enumerate(gpu_XW):
+        for mine, theirs in enumerate(gpus):
             count = sites.slots_W[mine]
             source[layer, sites.cell_WS[mine, :count]] = sites.cell_WS[theirs, :count]
     return _stay_in_slot(old, new, source, sites)
@@ -70,47 +70,89 @@ def _overlap(old: Ints, new: Ints, sites: Sites) -> Doubles:
     return overlap
 
 
-def _by_kind(overlap: Doubles, sites: Sites, gpus: Ints) -> Ints:
-    """Best relabelling among the given GPUs, each within its kind; answers in their order."""
-    kinds = np.stack([sites.slots_W[gpus].astype(np.float64), sites.speed_W[gpus]], 1)
-    _, kind = np.unique(kinds, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
-    answer = np.empty(len(gpus), np.int64)
-    for each in range(int(kind.max()) + 1):
-        same = np.flatnonzero(kind == each)
-        mine, theirs = assignment_solver()(-overlap[np.ix_(gpus[same], gpus[same])])
-        answer[same[mine]] = gpus[same[theirs]]
+def _kinds(sites: Sites) -> Ints:
+    """A number of each GPU, equal for those of the same slots and speed, [W]."""
+    kinds = np.stack([sites.slots_W.astype(np.float64), sites.speed_W], 1)
+    kind_W: Ints = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1)
+    return kind_W
+
+
+def _by_kind(overlap_BNN: Doubles, kind_N: Ints) -> Ints:
+    """Best relabellings of N GPUs for each of B overlaps, each GPU within its kind, [B, N]."""
+    answer = np.empty(overlap_BNN.shape[:2], np.int64)
+    for kind in np.unique(kind_N):
+        same = np.flatnonzero(kind_N == kind)
+        answer[:, same] = same[assign(-overlap_BNN[:, same[:, None], same])]
     return answer
-
-
-@cache
-def assignment_solver() -> Callable[[Doubles], tuple[Ints, Ints]]:
-    """scipy's assignment of least cost: half a second of import, so call it early where a first plan must be quick."""
-    from scipy.optimize import linear_sum_assignment
-
-    solver: Callable[[Doubles], tuple[Ints, Ints]] = linear_sum_assignment
-    return solver
 
 
 def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
     """Best relabelling of whole nodes, with the best relabelling of GPUs inside each pair of nodes."""
     members = [np.flatnonzero(sites.node_W == node) for node in np.unique(sites.node_W)]
-    shape = [(sites.slots_W[m].tolist(), sites.speed_W[m].tolist()) for m in members]
-    worth = np.full((len(members), len(members)), -1e9)
-    inside: dict[tuple[int, int], Ints] = {}
-    for one, mine in enumerate(members):
-        for two, theirs in enumerate(members):
-            if shape[one] != shape[two]:
-                continue
-            shifted = np.zeros_like(overlap)
-            shifted[np.ix_(mine, mine)] = overlap[np.ix_(mine, theirs)]
-            local = _by_kind(shifted, sites, mine)
-            inside[one, two] = theirs[np.searchsorted(mine, local)]
-            worth[one, two] = overlap[mine, inside[one, two]].sum()
+    kind_W, alike = _kinds(sites), dict[tuple[int, ...], list[int]]()
+    for node, gpus in enumerate(members):
+        alike.setdefault(tuple(kind_W[gpus]), []).append(node)
     answer = np.empty(sites.num_gpus, np.int64)
-    for one, two in zip(*assignment_solver()(-worth), strict=True):
-        answer[members[one]] = inside[int(one), int(two)]
+    for kinds, nodes in alike.items():
+        held = np.stack([members[node] for node in nodes])
+        count, size = held.shape
+        pairs = overlap[held[:, None, :, None], held[None, :, None, :]].reshape(-1, size, size)
+        inside = _by_kind(pairs, np.array(kinds))
+        worth = np.take_along_axis(pairs, inside[:, :, None], 2).sum((1, 2)).reshape(count, count)
+        other = assign(-worth[None])[0]
+        for one, two in enumerate(other):
+            answer[held[one]] = held[two, inside[one * count + two]]
     return answer
+
+
+def assign(cost_BNN: Doubles) -> Ints:
+    """For each of B problems the column of every row, [B, N], so that the sum of the costs is least.
+
+    Shortest augmenting paths (Jonker and Volgenant 1987), one step of all problems at a time.
+    """
+    count, size = cost_BNN.shape[:2]
+    row_price, price, column_of = np.zeros((count, size)), cost_BNN.min(1), np.full((count, size), -1)
+    row_of, cheapest, each = np.full((count, size), -1), cost_BNN.argmin(1), np.arange(count)
+    for column in range(size):  # a row keeps the first column in which it is cheapest
+        free = each[column_of[each, cheapest[:, column]] < 0]
+        column_of[free, cheapest[free, column]], row_of[free, column] = column, cheapest[free, column]
+    while len(live := np.flatnonzero((column_of < 0).any(1))):
+        _augment(cost_BNN, row_price, price, column_of, row_of, live)
+    return column_of
+
+
+def _augment(cost_BNN: Doubles, row_price: Doubles, price: Doubles, column_of: Ints, row_of: Ints, live: Ints) -> None:
+    """Assign the first free row of each live problem along the path of least reduced cost, and update the prices."""
+    count, size = len(live), cost_BNN.shape[1]
+    start = (column_of[live] < 0).argmax(1)
+    distance, before = np.full((count, size), np.inf), np.empty((count, size), np.int64)
+    done, row, far, end = np.zeros((count, size), bool), start.copy(), np.zeros(count), np.empty(count, np.int64)
+    active = np.arange(count)
+    while len(active):
+        b, r = live[active], row[active]
+        reach = (far[active] - row_price[b, r])[:, None] + cost_BNN[b, r] - price[b]
+        nearer = (reach < distance[active]) & ~done[active]
+        at, column = np.nonzero(nearer)
+        distance[active[at], column], before[active[at], column] = reach[at, column], r[at]
+        left = np.where(done[active], np.inf, distance[active])
+        far[active] = left.min(1)
+        nearest = left == far[active][:, None]
+        unowned = nearest & (row_of[b] < 0)
+        end[active] = column = np.where(unowned.any(1), unowned.argmax(1), nearest.argmax(1))
+        owner = row_of[b, column]
+        active, column, owner = active[owner >= 0], column[owner >= 0], owner[owner >= 0]
+        done[active, column], row[active] = True, owner
+    at, column = np.nonzero(done)
+    slack = far[at] - distance[at, column]
+    price[live[at], column] -= slack
+    row_price[live[at], row_of[live[at], column]] += slack
+    row_price[live, start] += far
+    at, column = np.arange(count), end
+    while len(at):  # along the path, every row takes the column that reached it
+        b, r = live[at], before[at, column]
+        replaced = column_of[b, r]
+        column_of[b, r], row_of[b, column] = column, r
+        at, column = at[r != start[at]], replaced[r != start[at]]
 
 
 def _stay_in_slot(old: Ints, new: Ints, source: Ints, sites: Sites) -> Ints:
