@@ -32,7 +32,8 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ENGINES := .venv-engines
 ENGINES_NEED := tests/integrations/engines/needs.txt
-ENGINES_INSTALLED := $(ENGINES)/.installed-$(shell cat $(ENGINES_NEED) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+ENGINES_ALONE := tests/integrations/engines/alone.txt
+ENGINES_INSTALLED := $(ENGINES)/.installed-$(shell cat $(ENGINES_NEED) $(ENGINES_ALONE) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 NIXL := .venv-nixl
 NIXL_NEEDS := tests/comm/network/nixl.txt
@@ -114,7 +115,7 @@ $(HF_INSTALLED): | $(INSTALLED)
 	@$(HF)/bin/python -m pip install -qq --disable-pip-version-check -r $(HF_NEEDS)
 	@touch $@
 
-engines: $(ENGINES_INSTALLED)  ## the adapters on vLLM's build for CPUs and on torchtitan, where they install; takes minutes
+engines: $(ENGINES_INSTALLED)  ## the adapters on vLLM's build for CPUs, SGLang and torchtitan, where they install; takes minutes
 	@echo "pytest    tests/integrations/engines"
 	@OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q tests/integrations/engines
 
@@ -125,6 +126,7 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 	@$(call after,$(ENGINES))
 	@$(ENGINES)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $(ENGINES_NEED)
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: --no-deps -r $(ENGINES_ALONE)
 	@touch $@
 
 nixl: $(NIXL_INSTALLED)  ## the tests of the network transport over NIXL, where it installs

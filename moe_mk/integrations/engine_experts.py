@@ -66,6 +66,9 @@ class EngineWeights:
     w2_scale: Tensor | None = None
     w13_global_scale: Tensor | None = None
     w2_global_scale: Tensor | None = None
+    w13_zeros: Tensor | None = None
+    """uint8, the code of zero, of the shape of the scales; of formats that end in _zp."""
+    w2_zeros: Tensor | None = None
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
     dtype: torch.dtype | None = None
@@ -76,7 +79,7 @@ class EngineWeights:
         """All tensors, values first."""
         found = (
             self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_global_scale, self.w2_global_scale,
-            self.w13_bias, self.w2_bias,
+            self.w13_zeros, self.w2_zeros, self.w13_bias, self.w2_bias,
         )  # fmt: skip
         return tuple(tensor for tensor in found if tensor is not None)
 
@@ -91,6 +94,8 @@ class EngineWeights:
             w2_scale=self.w2_scale,
             w13_global_scale=self.w13_global_scale,
             w2_global_scale=self.w2_global_scale,
+            w13_zeros=self.w13_zeros,
+            w2_zeros=self.w2_zeros,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
             order=self.order,

@@ -29,7 +29,7 @@ class Tiny:
 
     def expert(self, e: int, x: Tensor) -> Tensor:
         h = x.double() @ self.w13[e].double().T
-        if self.w13.shape[1] == INNER:
+        if self.w13.shape[1] == self.w2.shape[2]:
             return torch.relu(h).square() @ self.w2[e].double().T
         gate, up = h.chunk(2, dim=-1)
         return (functional.silu(gate) * up) @ self.w2[e].double().T
@@ -39,7 +39,7 @@ class Tiny:
         y_TH = torch.zeros(x_TH.shape, dtype=torch.float64)
         for t, k in torch.cartesian_prod(torch.arange(x_TH.shape[0]), torch.arange(ids_TK.shape[1])).tolist():
             e = int(ids_TK[t, k])
-            if 0 <= e < EXPERTS:
+            if 0 <= e < len(self.w13):
                 y_TH[t] += float(weights_TK[t, k]) * self.expert(e, x_TH[t])
         return y_TH
 

@@ -124,28 +124,11 @@ class StandardCombineInput(NamedTuple):
     hidden_states: Tensor
 
 
-class Sglang:
-    """One process of SGLang: built-in backends by name, and factories of others."""
-
-    def __init__(self) -> None:
-        self.factories: dict[str, Callable[[Any], Any]] = {}
-        runner, moe = "sglang.srt.layers.moe.moe_runner", "sglang.srt.layers.moe"
-        self.modules: dict[str, dict[str, object]] = {
-            f"{runner}.runner": {"register_moe_runner_core": self.register_moe_runner_core},
-            f"{runner}.base": {"DispatchMoeRunnerCore": DispatchMoeRunnerCore},
-            f"{moe}.utils": {"resolve_moe_runner_backend": self.resolve_moe_runner_backend},
-            f"{moe}.token_dispatcher": {"StandardCombineInput": StandardCombineInput},
-        }
-
-    def resolve_moe_runner_backend(self, backend: str) -> str:
-        if backend not in {"triton", *self.factories}:
-            raise ValueError(f"MoE runner backend {backend!r} is neither built in nor registered")
-        return backend
-
-    def register_moe_runner_core(self, backend_name: str, factory: Callable[[Any], Any]) -> None:
-        if backend_name in self.factories:
-            raise ValueError(f"Runner core for {backend_name!r} is already registered")
-        self.factories[backend_name] = factory
+SGLANG: dict[str, dict[str, object]] = {
+    "sglang.srt.layers.moe.moe_runner.base": {"DispatchMoeRunnerCore": DispatchMoeRunnerCore},
+    "sglang.srt.layers.moe.token_dispatcher": {"StandardCombineInput": StandardCombineInput},
+}
+"""What a core needs; sglang_host.py has the rest from the wheel."""
 
 
 # mini-sglang.

@@ -1,7 +1,13 @@
-"""The SGLang runner core: entered once, built for a layer, one call by loops, and what it refuses."""
+"""The SGLang runner core: one call by loops, what it refuses, and layers of the wheel where it is installed."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +18,21 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.integrations import sglang as door
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, Tiny, call, error
-from tests.integrations.engines.stand_ins import DispatchMoeRunnerCore, Sglang, StandardCombineInput, put_in
+from tests.integrations.engines.stand_ins import SGLANG, DispatchMoeRunnerCore, StandardCombineInput, put_in
 from tests.layer.native import NEEDS_COMPILER
 
+INSTALLED = importlib.util.find_spec("sglang") is not None
+HOST = Path(__file__).parent / "sglang_host.py"
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Sglang:
-    made = Sglang()
-    put_in(monkeypatch, made.modules)
-    return made
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in(monkeypatch, SGLANG)
 
 
 def runner_config(**changes: Any) -> SimpleNamespace:
     facts = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False}
-    facts |= {"routed_scaling_factor": None, "gemm1_alpha": None, "gemm1_clamp_limit": None, "swiglu_limit": None}
+    facts |= dict.fromkeys(("routed_scaling_factor", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"))
     return SimpleNamespace(**(facts | changes))
 
 
@@ -34,39 +41,33 @@ def dispatched(x: Any, weights: Any, ids: Any) -> SimpleNamespace:
 
 
 def quant_info(tiny: Tiny, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**({"w13_weight": tiny.w13, "w2_weight": tiny.w2, "b13": None, "b2": None} | changes))
+    facts: dict[str, Any] = {"w13_weight": tiny.w13, "w2_weight": tiny.w2, "b13": None, "b2": None}
+    facts |= {"fuse_swiglu_interleaved": False, "use_int4_w4a16": False, "use_int8_w8a16": False}
+    return SimpleNamespace(**(facts | changes))
 
 
-def test_it_enters_one_name_and_leaves_the_others_alone(host: Sglang) -> None:
-    assert door.register() and list(host.factories) == ["moe_mk"]
-    assert not door.register(), "SGLang's entry point may come after a program's own call"
-
-
-def test_one_call_computes_what_loops_do(host: Sglang) -> None:
-    door.register(experts="torch_cpu")
+def test_one_call_computes_what_loops_do() -> None:
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
     ids_TK[0, 1] = -1  # of another rank
     config = runner_config()
-    core = host.factories["moe_mk"](config)
-    assert isinstance(core, DispatchMoeRunnerCore) and core.runner_backend == "moe_mk"
+    core = door.core(config, {"experts": "torch_cpu"})
+    assert isinstance(core, DispatchMoeRunnerCore)
     out = core.run_from_dispatch(dispatched(x_TH, weights_TK, ids_TK), quant_info(tiny), config)
     assert isinstance(out, StandardCombineInput)
     assert error(out.hidden_states, tiny.loops(x_TH, weights_TK, ids_TK)) < CLOSE
 
 
-def test_a_scaling_factor_that_the_router_left_is_applied_once(host: Sglang) -> None:
-    door.register()
+def test_a_scaling_factor_that_the_router_left_is_applied_once() -> None:
     tiny, tokens = Tiny.drawn(), call()
     config = runner_config(routed_scaling_factor=2.5)
-    out = host.factories["moe_mk"](config).run_from_dispatch(dispatched(*tokens), quant_info(tiny), config)
+    out = door.core(config, {}).run_from_dispatch(dispatched(*tokens), quant_info(tiny), config)
     assert error(out.hidden_states, 2.5 * tiny.loops(*tokens)) < CLOSE
 
 
-def test_experts_without_a_gate(host: Sglang) -> None:
-    door.register()
+def test_experts_without_a_gate() -> None:
     tiny, tokens = Tiny.drawn(gated=False), call()
     config = runner_config(is_gated=False, activation="relu2")
-    out = host.factories["moe_mk"](config).run_from_dispatch(dispatched(*tokens), quant_info(tiny), config)
+    out = door.core(config, {}).run_from_dispatch(dispatched(*tokens), quant_info(tiny), config)
     assert error(out.hidden_states, tiny.loops(*tokens)) < CLOSE
 
 
@@ -79,31 +80,30 @@ def test_experts_without_a_gate(host: Sglang) -> None:
         ("int8", {"use_int8_w8a8": True}),
     ],
 )
-def test_fp8_and_int8_weights_with_their_scales(host: Sglang, quant: str, flags: dict[str, Any]) -> None:
-    door.register(experts="reference", activations="plain")
+def test_fp8_and_int8_weights_with_their_scales(quant: str, flags: dict[str, Any]) -> None:
     scheme, tokens, config = scheme_of_kind(quant, (8, 16)), call(), runner_config()
     tiny = Tiny.drawn()
     w13, w2 = scheme.quantize(tiny.w13), scheme.quantize(tiny.w2)
     decoded = Tiny(w13.dequantize(torch.float32), w2.dequantize(torch.float32))
     given = quant_info(Tiny(w13.values, w2.values), w13_scale=w13.scales, w2_scale=w2.scales, **flags)
-    out = host.factories["moe_mk"](config).run_from_dispatch(dispatched(*tokens), given, config)
+    out = door.core(config, {"experts": "reference", "activations": "plain"}).run_from_dispatch(
+        dispatched(*tokens), given, config
+    )
     assert error(out.hidden_states, decoded.loops(*tokens)) < CLOSE
 
 
-def test_biases_are_added(host: Sglang) -> None:
-    door.register()
+def test_biases_are_added() -> None:
     tiny, (x_TH, weights_TK, ids_TK), config = Tiny.drawn(), call(), runner_config()
     given = quant_info(tiny, b13=torch.zeros(EXPERTS, 48), b2=torch.ones(EXPERTS, 32))
-    out = host.factories["moe_mk"](config).run_from_dispatch(dispatched(x_TH, weights_TK, ids_TK), given, config)
+    out = door.core(config, {}).run_from_dispatch(dispatched(x_TH, weights_TK, ids_TK), given, config)
     wanted = tiny.loops(x_TH, weights_TK, ids_TK) + weights_TK.double().sum(dim=1, keepdim=True)
     assert error(out.hidden_states, wanted) < CLOSE
 
 
 @NEEDS_COMPILER
-def test_released_weights_are_freed_once_they_are_converted(host: Sglang) -> None:
-    door.register(release_weights=True, experts="cpu_native")
+def test_released_weights_are_freed_once_they_are_converted() -> None:
     config, layers = runner_config(), [Tiny.drawn(seed=seed) for seed in (0, 1)]
-    core, (x_TH, weights_TK, ids_TK) = host.factories["moe_mk"](config), call()
+    core, (x_TH, weights_TK, ids_TK) = door.core(config, {"experts": "cpu_native"}, release_weights=True), call()
     given = [quant_info(Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16())) for tiny in layers]
     tokens = dispatched(x_TH.bfloat16(), weights_TK, ids_TK)
     first = [core.run_from_dispatch(tokens, each, config).hidden_states for each in given]
@@ -117,17 +117,55 @@ def test_released_weights_are_freed_once_they_are_converted(host: Sglang) -> Non
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-def test_what_nothing_here_computes_is_refused_with_every_reason(host: Sglang) -> None:
-    door.register()
-    make = host.factories["moe_mk"]
+def test_rows_of_gate_and_up_that_alternate() -> None:
+    tiny, tokens, config = Tiny.drawn(), call(), runner_config()
+    alternating = torch.stack(tiny.w13.chunk(2, dim=1), dim=2).flatten(1, 2)
+    given = quant_info(Tiny(alternating, tiny.w2), fuse_swiglu_interleaved=True)
+    out = door.core(config, {}).run_from_dispatch(dispatched(*tokens), given, config)
+    assert error(out.hidden_states, tiny.loops(*tokens)) < CLOSE
+
+
+def test_what_nothing_here_computes_is_refused_with_every_reason() -> None:
     with pytest.raises(UnsupportedError, match=r"no_combine=True(.|\n)*swiglu_limit=7.0"):
-        make(runner_config(no_combine=True, swiglu_limit=7.0))
+        door.core(runner_config(no_combine=True, swiglu_limit=7.0), {})
     with pytest.raises(UnsupportedError, match="without a gate and activation 'gelu'"):
-        make(runner_config(is_gated=False, activation="gelu"))
+        door.core(runner_config(is_gated=False, activation="gelu"), {})
+    with pytest.raises(UnsupportedError, match="a_new_law=3, which is not known"):
+        door.core(runner_config(a_new_law=3), {})
     config, tokens = runner_config(), dispatched(*call())
-    core = make(config)
-    odd = quant_info(Tiny.drawn(), use_int4_w4a16=True, a13_scale=torch.ones(EXPERTS))
-    with pytest.raises(UnsupportedError, match=r"use_int4_w4a16(.|\n)*a13_scale"):
+    core = door.core(config, {})
+    with pytest.raises(UnsupportedError, match="use_mxfp8"):
+        core.run_from_dispatch(tokens, quant_info(Tiny.drawn(), use_mxfp8=True), config)
+    odd = quant_info(Tiny.drawn(), use_int4_w4a16=True, block_shape=[0, 48], w13_zp=None, w2_zp=None)
+    with pytest.raises(UnsupportedError, match="groups of 48 columns"):
         core.run_from_dispatch(tokens, odd, config)
+    rounded = SimpleNamespace(**vars(tokens), hidden_states_scale=torch.ones(1))
+    with pytest.raises(UnsupportedError, match="quantised before dispatch .hidden_states_scale."):
+        core.run_from_dispatch(rounded, quant_info(Tiny.drawn()), config)
     with pytest.raises(UnsupportedError, match="LoRA"):
         core.run_from_dispatch(tokens, quant_info(Tiny.drawn()), config, hooks=object())
+
+
+def run_host(plugins: str) -> subprocess.CompletedProcess[str]:
+    if not INSTALLED:
+        pytest.skip("SGLang is not installed here; `make engines` installs its wheel and runs this")
+    environment = os.environ | {"SGLANG_PLUGINS": plugins}
+    return subprocess.run([sys.executable, str(HOST)], env=environment, capture_output=True, text=True, timeout=115)
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_layers_of_the_wheel_compute_what_loops_do() -> None:
+    done = run_host("moe_mk")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert len(facts["errors"]) == 11 and max(facts["errors"].values()) < 0.02
+    assert set(facts["settings"]) == {*door.READ, *door.HARMLESS, *door.REFUSED}
+    assert "swiglu_limit=7.0" in facts["refused"]
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_the_wheel_keeps_its_own_runner_where_the_plugin_is_not_named() -> None:
+    done = run_host("another")
+    assert done.returncode != 0 and "MoeMkRunnerCore" in done.stderr, done.stderr[-2000:]
