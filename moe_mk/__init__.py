@@ -10,10 +10,9 @@ Four lines do it:
 A name is imported where it is first used, so that a door which needs no layer waits for no torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from moe_mk.moved import MOVED
+from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
     from moe_mk import errors, oracle, router
@@ -46,29 +45,17 @@ _ROOMS = frozenset(
     "quant rebalance registry router runner shapes tokens trace weights".split()
 )
 _HOMES = {
-    "comm.groups": ("ParallelGroups",),
-    "config": ("DeviceProfile", "MoEConfig"),
-    "errors": (
-        "CommError", "ConfigError", "LibraryMissing", "LostExpertError", "MoEMKError", "ShapeError",
-        "UnsupportedError", "WeightError",
-    ),
-    "layer": ("DeepseekV3MoE", "MemoryReport", "MoELayer"),
-    "oracle": ("Decision", "Problem"),
-    "placement.expert_map": ("ExpertMap",),
-}  # fmt: skip
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+    "comm.groups": "ParallelGroups",
+    "config": "DeviceProfile MoEConfig",
+    "errors": "CommError ConfigError LibraryMissing LostExpertError MoEMKError ShapeError UnsupportedError WeightError",
+    "layer": "DeepseekV3MoE MemoryReport MoELayer",
+    "oracle": "Decision Problem",
+    "placement.expert_map": "ExpertMap",
+}
 
 if not TYPE_CHECKING:  # a checker reads the imports above, and would take any name for known
-
-    def __getattr__(name: str) -> object:
-        """Import a room, or a name of one, at its first use (PEP 562)."""
-        if name in _ROOMS or f"{__name__}.{name}" in MOVED:
-            return import_module(f"{__name__}.{name}")
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-        return value
+    __getattr__ = at_first_use(__name__, _HOMES, _ROOMS)
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOME_OF.keys() | _ROOMS)
+    return sorted({*globals(), *" ".join(_HOMES.values()).split(), *_ROOMS})

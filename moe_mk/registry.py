@@ -1,15 +1,17 @@
 """Names to plugins: one short name is the identity, nothing is ever overwritten, and typos are answered.
 
 Built-in plugins register with a decorator; third-party ones arrive by entry point. A plugin that fails to load is
-remembered by name with its reason and skipped, so that `doctor` can show it.
+remembered by name with its reason and skipped, so that `doctor` can show it. A built-in plugin that `builtin` declares
+is listed without an import; its module is imported when the class is first asked for.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -35,17 +37,24 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, base: type, group: str = "") -> None:
         self.kind, self.base, self.group = kind, base, group
         self.broken: dict[str, str] = {}
-        self._entries: dict[str, T] = {}
+        self._entries: dict[str, T | str] = {}
+        """By name; the module of a built-in one that has not been asked for."""
+        self._imported: dict[str, T] = {}
         self._origin: dict[str, str] = {}
         self._tried: set[tuple[str, str]] = set()
         self._discovered = not group
+
+    def builtin(self, modules: Mapping[str, str]) -> None:
+        """Declare built-in entries in the order in which they are listed: module -> names, separated by spaces."""
+        self._origin |= {name: module for module, names in modules.items() for name in names.split()}
+        self._entries |= self._origin
 
     def register(self, name: str, origin: str = "") -> Callable[[T], T]:
         """Add a class under a name; a second registration and a wrong signature raise ConfigError."""
 
         def add(entry: T) -> T:
             where = origin or entry.__module__
-            if name in self._entries:
+            if self._entries.get(name, entry.__module__) != entry.__module__:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {where}")
             try:
                 problems = contract_problems(entry, self.base)
@@ -58,7 +67,8 @@ class Registry(Generic[T]):
                 )
             for advice in getattr(getattr(entry, "traits", None), "advice", ()):
                 warnings.warn(f"{self.kind} {name!r} of {where} {advice}", PluginWarning, stacklevel=2)
-            self._entries[name], self._origin[name] = entry, where
+            self._entries[name] = self._imported[name] = entry
+            self._origin[name] = where
             return entry
 
         return add
@@ -66,7 +76,11 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         self._discover()
         if name in self._entries:
-            return self._entries[name]
+            entry = self._entries[name]
+            if isinstance(entry, str):
+                import_module(entry)
+                entry = self._entries[name] = self._imported[name]
+            return entry
         if name in self.broken:
             raise ConfigError(f"{self.kind} {name!r} is installed but could not be loaded: {self.broken[name]}")
         raise ConfigError(f"no {self.kind} is called {name!r}{did_you_mean(name, list(self._entries))}")
@@ -81,8 +95,7 @@ class Registry(Generic[T]):
 
     def items(self) -> list[tuple[str, T]]:
         """All names with their classes, in order of registration."""
-        self._discover()
-        return list(self._entries.items())
+        return [(name, self[name]) for name in self]
 
     def origin(self, name: str) -> str:
         """The module or wheel an entry came from."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import moe_mk
-from moe_mk.moved import new_name
+from moe_mk.imports import new_name
 
 SOURCE = Path(str(moe_mk.__file__))
 ALONE = """
@@ -49,7 +49,11 @@ import sys
 for name in ("typer", "rich", "click", "pygments", "shellingham", "scipy", "matplotlib"):
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 import moe_mk.layer
-assert not [name for name in sys.modules if name.startswith("moe_mk.lab")]
+modules = [name for name in sys.modules if name.split(".")[0] == "moe_mk"]
+assert len(modules) <= 120 and not [name for name in modules if name.startswith("moe_mk.lab")], modules
+registries = moe_mk.experts.EXPERTS, moe_mk.prepare_finalize.PREPARE_FINALIZE
+read = {registry.origin(name) for registry in registries for name in registry} & sys.modules.keys()
+assert read <= {"moe_mk.prepare_finalize.no_ep"}, read
 import numpy as np, torch
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 sizes = dict(num_experts=8, hidden_size=128, intermediate_size=128, top_k=2, num_groups=1, top_k_groups=1)
@@ -99,7 +103,7 @@ def test_what_is_not_there_is_stated() -> None:
     assert not hasattr(moe_mk, "utils")
 
 
-def test_a_layer_runs_without_the_packages_of_the_lab_and_the_command_names_them(tmp_path: Path) -> None:
+def test_a_layer_imports_no_backend_and_needs_no_package_of_the_lab_as_the_command_does(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_THE_LAB, str(tmp_path / "checkpoint")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stderr) == (3, "moe-mk: the command needs typer: pip install 'moe-mk[lab]'\n")
@@ -122,6 +126,18 @@ def test_names_that_left_a_package_have_their_old_place_too() -> None:
         moe_mk.weights.write_checkpoints  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="moe_mk.planner"):
         import_module("moe_mk.planner")
+
+
+def test_names_imported_at_first_use_are_no_modules_of_their_package() -> None:
+    lazy = [path for path in SOURCE.parent.rglob("__init__.py") if "at_first_use(__name__" in path.read_text()]
+    assert len(lazy) >= 7
+    for init in lazy:
+        package = import_module(".".join(("moe_mk", *init.parent.relative_to(SOURCE.parent).parts)))
+        block = next(node for node in ast.parse(init.read_text()).body if isinstance(node, ast.If))
+        named = [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+        modules = {path.stem for path in init.parent.iterdir()} - set(getattr(package, "_ROOMS", ()))
+        assert not modules & set(named), package
+        assert all(getattr(package, name) is not None for name in named)
 
 
 @pytest.mark.thorough

@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from moe_mk.config.base import Settings
-from moe_mk.config.hf import read_config, settings_from_hf
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
@@ -339,6 +338,8 @@ class MoEConfig(Settings):
         Raises ConfigError for a path that does not exist, for a model type without a MoE layer, and for unknown
         overrides.
         """
+        from moe_mk.config.hf import read_config, settings_from_hf
+
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         if not file.exists():
             what = f"{path} has no config.json" if Path(path).is_dir() else f"{path} does not exist"

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.external.device import without_autocast
-from moe_mk.kernels.native import Gating, RowsOfExperts
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
@@ -34,6 +33,9 @@ from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, T
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
 from moe_mk.weights.scan import Progress
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native import Gating, RowsOfExperts
 
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 """Every weight format with scales, without the weight-only ones."""

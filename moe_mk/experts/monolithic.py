@@ -9,17 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from moe_mk.config.moe import RouterConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, default_workspace_bytes, reasons_of_traits
-from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.kernels.reference.grouped_topk import grouped_topk
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.registry import Registry
-from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import Weights, on_device
 
 
@@ -65,29 +61,4 @@ class MonolithicExperts(ABC):
 
 
 MONOLITHIC: Registry[type[MonolithicExperts]] = Registry("monolithic experts backend", MonolithicExperts)
-
-
-@MONOLITHIC.register("reference_monolithic")
-class ReferenceMonolithic(MonolithicExperts):
-    """The reference router kernel and the reference experts in one call."""
-
-    traits = ReferenceExperts.traits
-
-    @classmethod
-    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Logits, ids and weights of all rows, and the workspace of the reference experts."""
-        logits = rows * (problem.config.model.num_experts + 2 * problem.config.router.top_k) * 4
-        return logits + ReferenceExperts.workspace_bytes(problem, rows)
-
-    def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
-        """Route, keep the assignments of this rank, multiply."""
-        r, tables = self.context.router, self.context.tables
-        score_dtype = router_logits_RE.dtype if r.router_dtype == "model" else torch.float32
-        weights_RK, ids_RK = grouped_topk(
-            router_logits_RE, r.top_k, r.num_expert_group, r.topk_group, r.scoring_func, bias_E,
-            r.renormalize, r.routed_scaling_factor, score_dtype,
-        )  # fmt: skip
-        slots_RK = tables.local_slots(tables.to_physical(ids_RK, salt=0), self.context.rank)
-        x = self.context.experts.dtype.quantize(x_RH)
-        tokens = RowTokens(x, slots_RK, weights_RK, self.context.experts.num_slots)
-        return ReferenceExperts(self.context.experts).run(tokens, weights).y
+MONOLITHIC.builtin({"moe_mk.experts.reference": "reference_monolithic"})

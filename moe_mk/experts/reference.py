@@ -13,7 +13,9 @@ from torch import Tensor
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts
+from moe_mk.experts.monolithic import MONOLITHIC, MonolithicExperts
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
+from moe_mk.kernels.reference.grouped_topk import grouped_topk
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -108,3 +110,29 @@ def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
     """x (m, k) times a weight (n, k) transposed, plus a bias (n), in f32."""
     y = x @ weight.dequantize(torch.float32).T
     return y if bias is None else y + bias.to(torch.float32)
+
+
+@MONOLITHIC.register("reference_monolithic")
+class ReferenceMonolithic(MonolithicExperts):
+    """The reference router kernel and the reference experts in one call."""
+
+    traits = ReferenceExperts.traits
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """Logits, ids and weights of all rows, and the workspace of the reference experts."""
+        logits = rows * (problem.config.model.num_experts + 2 * problem.config.router.top_k) * 4
+        return logits + ReferenceExperts.workspace_bytes(problem, rows)
+
+    def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
+        """Route, keep the assignments of this rank, multiply."""
+        r, tables = self.context.router, self.context.tables
+        score_dtype = router_logits_RE.dtype if r.router_dtype == "model" else torch.float32
+        weights_RK, ids_RK = grouped_topk(
+            router_logits_RE, r.top_k, r.num_expert_group, r.topk_group, r.scoring_func, bias_E,
+            r.renormalize, r.routed_scaling_factor, score_dtype,
+        )  # fmt: skip
+        slots_RK = tables.local_slots(tables.to_physical(ids_RK, salt=0), self.context.rank)
+        x = self.context.experts.dtype.quantize(x_RH)
+        tokens = RowTokens(x, slots_RK, weights_RK, self.context.experts.num_slots)
+        return ReferenceExperts(self.context.experts).run(tokens, weights).y

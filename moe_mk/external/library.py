@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from moe_mk.comm.network.nixl import has_rdma_device
 from moe_mk.config.problem import Installed
 from moe_mk.errors import LibraryMissing
-from moe_mk.kernels.native.selfcheck import reasons_against
-from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.kernels import native
 from moe_mk.registry import did_you_mean
 
 
@@ -90,7 +88,7 @@ EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "
 
 def installed() -> Installed:
     """Optional libraries that could be used; none is imported or compiled to find out."""
-    return Installed((name for name in LIBRARIES if _is_there(name)), {COMPILER: "; ".join(reasons_against())})
+    return Installed((name for name in LIBRARIES if _is_there(name)), {COMPILER: "; ".join(native.reasons_against())})
 
 
 def emulated() -> frozenset[str]:
@@ -100,8 +98,10 @@ def emulated() -> frozenset[str]:
 
 def _is_there(name: str) -> bool:
     if name == RDMA:
+        from moe_mk.comm.network.nixl import has_rdma_device  # with the network engine, which few layers use
+
         return has_rdma_device()
-    return not reasons_against() if name == COMPILER else bool(LIBRARIES[name].found_as)
+    return not native.reasons_against() if name == COMPILER else bool(LIBRARIES[name].found_as)
 
 
 def installed_version(name: str) -> str | None:
@@ -112,7 +112,7 @@ def installed_version(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     if name == COMPILER:
-        compiler = find_compiler(shutil.which)
+        compiler = native.find_compiler(shutil.which)
         return None if compiler is None else compiler.version
     return "unknown" if _is_there(name) else None
 

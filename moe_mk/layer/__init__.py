@@ -1,12 +1,25 @@
-"""The layer an engine embeds, and its DeepSeek-V3 preset."""
+"""The layer an engine embeds, its DeepSeek-V3 preset, and variants that are imported at their first use."""
 
-from moe_mk.layer.decode_prefill import DecodePrefillMoE
+from typing import TYPE_CHECKING
+
+from moe_mk.imports import at_first_use
 from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
-from moe_mk.layer.hot_swap import SwapReport, swap_backends
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.report import MemoryReport
-from moe_mk.layer.sequence_parallel import SequenceParallelMoE
-from moe_mk.layer.training import TrainingMoE
+
+if TYPE_CHECKING:
+    from moe_mk.layer.decode_prefill import DecodePrefillMoE
+    from moe_mk.layer.hot_swap import SwapReport, swap_backends
+    from moe_mk.layer.sequence_parallel import SequenceParallelMoE
+    from moe_mk.layer.training import TrainingMoE
+else:
+    VARIANTS = {
+        "decode_prefill": "DecodePrefillMoE",
+        "hot_swap": "SwapReport swap_backends",
+        "sequence_parallel": "SequenceParallelMoE",
+        "training": "TrainingMoE",
+    }
+    __getattr__ = at_first_use(__name__, VARIANTS)
 
 __all__ = [
     "DecodePrefillMoE", "DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE", "SwapReport", "TrainingMoE",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Gating, RouteCall, is_dense, loaded
+from moe_mk.kernels import native
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
@@ -25,7 +25,7 @@ class _PreparedRoute:
     router: object
     logit_bias_E: Tensor | None
     at: object
-    call: RouteCall | None
+    call: native.RouteCall | None
 
 
 class Gate:
@@ -96,18 +96,18 @@ class Gate:
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None
         if gating is not None:
-            native = replace(loaded(), own_threads=self.decision.problem.config.kernel.threads == "own")
-            call = RouteCall(native, gating.gate_EH, gating.bias_E, gating.mode)
+            library = replace(native.loaded(), own_threads=self.decision.problem.config.kernel.threads == "own")
+            call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
         made = _PreparedRoute(router, self.logit_bias_E, places_of(self.weight_EH, self.bias_E), call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 
-    def gating(self, router: Router) -> Gating | None:
+    def gating(self, router: Router) -> native.Gating | None:
         """What a native call needs to route; None where it cannot, or would not read gate and bias where they are."""
         weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None and routes_natively(router)
-        if not able or weight_EH is None or not is_dense(weight_EH, self.bias_E):
+        if not able or weight_EH is None or not native.is_dense(weight_EH, self.bias_E):
             return None
-        return Gating(weight_EH, self.bias_E, mode_of(router))
+        return native.Gating(weight_EH, self.bias_E, mode_of(router))
 
     @property
     def _native(self) -> bool:

@@ -8,7 +8,7 @@ from moe_mk.comm.groups import Group, communicator
 from moe_mk.flight import Flight, wait
 from moe_mk.layer.checks import check_hidden_states
 from moe_mk.layer.moe_layer import MoELayer
-from moe_mk.runner.sequence_parallel import chunk_of, sequence_parallel
+from moe_mk.runner.sequence_chunks import chunk_of, sequence_parallel
 
 
 class SequenceParallelMoE(nn.Module):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.config.hf import read_config, router_keys, settings_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError, WeightError
@@ -24,7 +23,6 @@ from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
 from moe_mk.weights.checkpoint import find_prefix
-from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
@@ -206,6 +204,9 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
     """
     if not is_gguf(path):
         return MoEConfig.from_hf(str(path), layer=layer, **overrides)
+    from moe_mk.config.hf import settings_from_hf
+    from moe_mk.weights.gguf_metadata import hf_from_gguf
+
     source = GgufSource(path)
     hf = hf_from_gguf(source.metadata, str(path), source.names(), overrides.keys())
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
@@ -238,6 +239,9 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
 
 def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
     """One line on how the router of a checkpoint was read: each value, and its key, default or setting."""
+    from moe_mk.config.hf import read_config, router_keys
+    from moe_mk.weights.gguf_metadata import hf_from_gguf
+
     if is_gguf(path):
         source, router = GgufSource(path), type(config.router).model_fields
         keys = router_keys(hf_from_gguf(source.metadata, str(path), source.names(), router), str(path))

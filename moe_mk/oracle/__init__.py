@@ -2,11 +2,13 @@
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError
-from moe_mk.oracle import fp8, gguf, int8, int_wna16, mxfp4, mxfp8, nvfp4, unquantized
+from moe_mk.oracle import formats
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, Oracle
 from moe_mk.oracle.decide import decide, libraries_of
 from moe_mk.oracle.verdict import Decision, Verdict
+
+fp8 = gguf = int8 = int_wna16 = mxfp4 = mxfp8 = nvfp4 = unquantized = formats
 
 
 def select(problem: Problem) -> Decision:

@@ -10,7 +10,6 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
-from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.verdict import Decision
@@ -84,7 +83,11 @@ def _check_tables(decision: Decision, placement: ExpertMap) -> None:
 def build_experts(decision: Decision, name: str, context: ExpertsContext) -> FusedExperts:
     """Build a backend by name, wrapped in `HeldExperts` if the decision requantises weights at load."""
     experts = EXPERTS[name](context)
-    return experts if decision.effect is None else HeldExperts(experts, decision.problem.weights)
+    if decision.effect is None:
+        return experts
+    from moe_mk.experts.held import HeldExperts
+
+    return HeldExperts(experts, decision.problem.weights)
 
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:

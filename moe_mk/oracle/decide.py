@@ -22,9 +22,7 @@ from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
-from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
-from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier
 from moe_mk.text import amount
@@ -213,6 +211,9 @@ def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
 
 
 def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
+    from moe_mk.prepare_finalize.all_gather import AllGather
+    from moe_mk.prepare_finalize.no_ep import NoEP
+
     pairs = []
     for name, transport in PREPARE_FINALIZE.items():
         for experts_name, experts in EXPERTS.items():

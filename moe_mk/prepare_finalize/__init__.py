@@ -1,19 +1,11 @@
-"""Communication backends: dispatch tokens to experts and combine outputs. Importing it registers the built-ins."""
+"""Communication backends: dispatch tokens to experts and combine outputs.
 
-from moe_mk.prepare_finalize import (
-    all_gather,
-    all_to_all,
-    deepep,
-    flashinfer,
-    functional,
-    hierarchical,
-    mori,
-    nccl_ep,
-    no_ep,
-    one_sided,
-    one_sided_gpu,
-    replicated,
-)
+The module of a built-in one is imported at its first use by name.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_mk.imports import at_first_use
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
     PrepareFinalize,
@@ -22,18 +14,43 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.functional import (
-    Dispatched,
-    DistributeOptions,
-    DistributePlan,
-    distribute_combine,
-    distribute_dispatch,
-    plan_distribute,
-)
+
+if TYPE_CHECKING:
+    from moe_mk.prepare_finalize.functional import (
+        Dispatched,
+        DistributeOptions,
+        DistributePlan,
+        distribute_combine,
+        distribute_dispatch,
+        plan_distribute,
+    )
+else:
+    FUNCTIONAL = "Dispatched DistributeOptions DistributePlan distribute_combine distribute_dispatch plan_distribute"
+    __getattr__ = at_first_use(__name__, {"functional": FUNCTIONAL})
 
 __all__ = [
     "PREPARE_FINALIZE", "Dispatched", "DistributeOptions", "DistributePlan", "PrepareFinalize", "TransportContext",
-    "TransportPlan", "TransportTraits", "Volume", "all_gather", "all_to_all", "deepep", "distribute_combine",
-    "distribute_dispatch", "flashinfer", "functional", "hierarchical", "mori", "nccl_ep", "no_ep", "one_sided",
-    "one_sided_gpu", "plan_distribute", "replicated",
+    "TransportPlan", "TransportTraits", "Volume", "distribute_combine", "distribute_dispatch", "plan_distribute",
 ]  # fmt: skip
+
+PREPARE_FINALIZE.builtin(
+    {
+        f"{__name__}.all_gather": "all_gather",
+        f"{__name__}.all_to_all": "all_to_all all_to_all_p2p all_to_all_v",
+        f"{__name__}.deepep.high_throughput": "deepep_ht",
+        f"{__name__}.deepep.low_latency": "deepep_ll uccl_ep uccl_ep_ht",
+        f"{__name__}.deepep.nixl": "nixl_ep",
+        f"{__name__}.deepep.v2": "deepep_v2 deepep_v2_grouped",
+        f"{__name__}.flashinfer.one_sided": "nvlink_one_sided",
+        f"{__name__}.flashinfer.two_sided": "nvlink_two_sided",
+        f"{__name__}.flashinfer.moe_ep": "moe_ep_one_sided moe_ep_cake moe_ep_two_sided",
+        f"{__name__}.hierarchical": "hierarchical",
+        f"{__name__}.mori": "mori",
+        f"{__name__}.nccl_ep": "nccl_ep nccl_ep_ht",
+        f"{__name__}.no_ep": "no_ep",
+        f"{__name__}.one_sided.transport": "one_sided",
+        f"{__name__}.one_sided.network": "one_sided_network",
+        f"{__name__}.one_sided_gpu.transport": "one_sided_gpu",
+        f"{__name__}.replicated": "replicated",
+    }
+)

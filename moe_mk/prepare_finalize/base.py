@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import Flight
-from moe_mk.kernels.native import Gating, RowsOfExperts
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -33,6 +32,9 @@ from moe_mk.registry import Registry
 from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.trace.recorder import Spans
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native import Gating, RowsOfExperts
 
 
 @dataclass(frozen=True, kw_only=True)

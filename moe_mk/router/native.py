@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import RouteMode, Scoring, loaded, route
+from moe_mk.kernels import native
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
-SCORED = {"sigmoid": Scoring.SIGMOID, "softmax": Scoring.SOFTMAX}
+SCORED = ("sigmoid", "softmax")
 """The scores that the kernel computes."""
 
 
@@ -40,18 +40,18 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
     for scores that the kernel does not compute.
     """
     mode, threads = mode_of(router), torch.get_num_threads()
-    ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
+    ids_TK, weights_TK, logits_TE = native.route(native.loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
     return Routing(ids_TK, weights_TK), logits_TE
 
 
-def mode_of(router: Router) -> RouteMode:
+def mode_of(router: Router) -> native.RouteMode:
     """A router's settings as the kernel takes them. Raises UnsupportedError for scores that it does not compute."""
     if not scored_natively(router.scoring_func):
         reason = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
         raise UnsupportedError("the native router cannot run", [f"{reason}; route with the router itself"])
-    return RouteMode(
+    return native.RouteMode(
         top_k=router.top_k,
-        scoring=SCORED[router.scoring_func],
+        scoring=native.Scoring[router.scoring_func.upper()],
         num_groups=router.num_expert_group,
         top_groups=router.topk_group,
         renormalize=router.renormalize,

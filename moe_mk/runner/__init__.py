@@ -1,29 +1,44 @@
 """Schedules that use the waiting time of a flight, and kernels and exchanges built from them."""
 
-from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
-from moe_mk.runner.overlap import (
-    AsyncResult,
-    alongside,
-    finalize_async,
-    prepare_async,
-    run_alone,
-    run_dual,
-    run_with,
-)
-from moe_mk.runner.sequence_parallel import chunk_sizes, sequence_parallel
-from moe_mk.runner.tiled_kernel import on_workers
-from moe_mk.runner.tiles import (
-    MicroBatch,
-    StageLink,
-    TilePlan,
-    TileRecord,
-    TileWork,
-    cut,
-    in_turns,
-    plan_for,
-    tile_sizes,
-)
-from moe_mk.runner.training_exchange import TrainingExchange
+from typing import TYPE_CHECKING
+
+from moe_mk.imports import at_first_use
+
+if TYPE_CHECKING:
+    from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
+    from moe_mk.runner.overlap import (
+        AsyncResult,
+        alongside,
+        finalize_async,
+        prepare_async,
+        run_alone,
+        run_dual,
+        run_with,
+    )
+    from moe_mk.runner.sequence_chunks import chunk_sizes, sequence_parallel
+    from moe_mk.runner.tiled_kernel import on_workers
+    from moe_mk.runner.tiles import (
+        MicroBatch,
+        StageLink,
+        TilePlan,
+        TileRecord,
+        TileWork,
+        cut,
+        in_turns,
+        plan_for,
+        tile_sizes,
+    )
+    from moe_mk.runner.training_exchange import TrainingExchange
+else:
+    HOMES = {
+        "monolithic": "MonolithicKernel needs_naive_dispatch_combine",
+        "overlap": "AsyncResult alongside finalize_async prepare_async run_alone run_dual run_with",
+        "sequence_chunks": "chunk_sizes sequence_parallel",
+        "tiled_kernel": "on_workers",
+        "tiles": "MicroBatch StageLink TilePlan TileRecord TileWork cut in_turns plan_for tile_sizes",
+        "training_exchange": "TrainingExchange",
+    }
+    __getattr__ = at_first_use(__name__, HOMES)
 
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",

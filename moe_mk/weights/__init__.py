@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_mk.moved import moved_name
+from moe_mk.imports import at_first_use
 from moe_mk.weights.checkpoint import find_prefix, load_layer
 from moe_mk.weights.expert_weights import (
     CANONICAL,
@@ -28,4 +28,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = moved_name
+    __getattr__ = at_first_use(__name__, {})

@@ -10,16 +10,19 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import WeightError
-from moe_mk.external.gguf_file import Value, read_gguf
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import GGUF_NAMES
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import MappedFile, SafetensorsSource, TensorSource
+
+if TYPE_CHECKING:
+    from moe_mk.external.gguf_file import Value
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -31,6 +34,8 @@ class GgufSource(TensorSource):
     """The MoE blocks of a GGUF model."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        from moe_mk.external.gguf_file import read_gguf
+
         self.path, self.where = Path(path), str(path)
         self._files = [read_gguf(file) for file in gguf_files(self.path)]
         stated = self._files[0].metadata.get("split.count") or 1

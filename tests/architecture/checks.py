@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 HOUSE = [
-    "errors shapes registry flight files text moved",
+    "errors shapes registry flight files text imports",
     "quantized comm kernels",
     "config quant tokens weights placement external trace",
     "router prepare_finalize experts permute",

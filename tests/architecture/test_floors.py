@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from graphlib import TopologicalSorter
 
 import pytest
 
+from moe_mk.experts import EXPERTS
+from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.registry import Registry
 from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
 
 
@@ -30,6 +36,17 @@ def test_imports_along_a_floor_are_no_circle_and_never_between_families() -> Non
         assert FLOORS[room] == FLOORS[other] != FAMILIES
     graph = {room: {other for one, other in SIDEWAYS if one == room} for room, _ in SIDEWAYS}
     assert len(list(TopologicalSorter(graph).static_order())) == len({room for pair in SIDEWAYS for room in pair})
+
+
+@pytest.mark.parametrize("registry", [EXPERTS, PREPARE_FINALIZE, MONOLITHIC], ids=lambda registry: registry.kind)
+def test_every_backend_of_the_package_is_declared_with_its_module(registry: Registry) -> None:
+    kind = {EXPERTS: "EXPERTS", PREPARE_FINALIZE: "PREPARE_FINALIZE", MONOLITHIC: "MONOLITHIC"}[registry]
+    found = {
+        (ast.literal_eval(name) if name != "NAME" else "one_sided_gpu", source.path[:-3].replace("/", "."))
+        for source in package_sources()
+        for name in re.findall(rf"^@{kind}\.register\((.*)\)$", source.text, re.MULTILINE)
+    }
+    assert found == {(name, registry.origin(name)) for name in registry if registry.origin(name).startswith("moe_mk.")}
 
 
 BAD = [

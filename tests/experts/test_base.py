@@ -12,8 +12,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS, ExpertsTraits
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.held import HeldExperts
-from moe_mk.experts.monolithic import ReferenceMonolithic
-from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.experts.reference import ReferenceExperts, ReferenceMonolithic
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant.plain import FP16, FP32
 from moe_mk.tokens import GroupedTokens, OutputStage

@@ -16,7 +16,7 @@ from moe_mk.experts import EXPERTS
 from moe_mk.lab.cli.explain import Question, decide_on
 from moe_mk.oracle.cost import transport_us
 from moe_mk.oracle.decide import judge
-from moe_mk.oracle.fp8 import Fp8Oracle
+from moe_mk.oracle.formats import Fp8Oracle
 from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128

@@ -19,11 +19,18 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.verify import Answer, verify
 from moe_mk.oracle import Decision, Parts
-from moe_mk.oracle.fp8 import make_fp8_moe_kernel, select_fp8_moe_backend
-from moe_mk.oracle.int8 import make_int8_moe_kernel, select_int8_moe_backend
-from moe_mk.oracle.mxfp4 import make_mxfp4_moe_kernel, select_mxfp4_moe_backend
-from moe_mk.oracle.mxfp8 import make_mxfp8_moe_kernel, select_mxfp8_moe_backend
-from moe_mk.oracle.nvfp4 import make_nvfp4_moe_kernel, select_nvfp4_moe_backend
+from moe_mk.oracle.formats import (
+    make_fp8_moe_kernel,
+    make_int8_moe_kernel,
+    make_mxfp4_moe_kernel,
+    make_mxfp8_moe_kernel,
+    make_nvfp4_moe_kernel,
+    select_fp8_moe_backend,
+    select_int8_moe_backend,
+    select_mxfp4_moe_backend,
+    select_mxfp8_moe_backend,
+    select_nvfp4_moe_backend,
+)
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16

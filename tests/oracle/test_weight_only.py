@@ -12,8 +12,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.oracle.base import ORACLES
-from moe_mk.oracle.gguf import select_gguf_moe_backend
-from moe_mk.oracle.int_wna16 import select_int_wna16_moe_backend
+from moe_mk.oracle.formats import select_gguf_moe_backend, select_int_wna16_moe_backend
 from moe_mk.quant import BF16
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED

@@ -36,52 +36,75 @@
 
 from __future__ import annotations
 
-from moe_mk.kernels.native.exchange_layer import ExchangeLayer as ExchangeLayer
-from moe_mk.kernels.native.exchange_layer import RowsOfExperts as RowsOfExperts
-from moe_mk.kernels.native.experts import experts_batched as experts_batched
-from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
-from moe_mk.kernels.native.experts import experts_rows as experts_rows
-from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS as INT8_PART_FORMATS
-from moe_mk.kernels.native.experts_mode import Activation as Activation
-from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
-from moe_mk.kernels.native.experts_mode import Rounding as Rounding
-from moe_mk.kernels.native.experts_mode import Tuning as Tuning
-from moe_mk.kernels.native.experts_mode import wrong_formats as wrong_formats
-from moe_mk.kernels.native.layout import BlockType as BlockType
-from moe_mk.kernels.native.layout import Format as Format
-from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
-from moe_mk.kernels.native.layout import PartScales as PartScales
-from moe_mk.kernels.native.library import Isa as Isa
-from moe_mk.kernels.native.library import Native as Native
-from moe_mk.kernels.native.library import compile_and_open as compile_and_open
-from moe_mk.kernels.native.library import release as release
-from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
-from moe_mk.kernels.native.packed import PackedMatrix as PackedMatrix
-from moe_mk.kernels.native.packed import Shard as Shard
-from moe_mk.kernels.native.packed import allocate as allocate
-from moe_mk.kernels.native.packed import pack_slot as pack_slot
-from moe_mk.kernels.native.packed import scale_block as scale_block
-from moe_mk.kernels.native.packed import touch_slot as touch_slot
-from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
-from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
-from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
-from moe_mk.kernels.native.packed import unpack_zeros as unpack_zeros
-from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
-from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
-from moe_mk.kernels.native.prepared import Gating as Gating
-from moe_mk.kernels.native.prepared import Places as Places
-from moe_mk.kernels.native.prepared import RouteCall as RouteCall
-from moe_mk.kernels.native.prepared import Stack as Stack
-from moe_mk.kernels.native.prepared import route as route
-from moe_mk.kernels.native.quantize import count_nans as count_nans
-from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
-from moe_mk.kernels.native.route import RouteMode as RouteMode
-from moe_mk.kernels.native.route import Scoring as Scoring
-from moe_mk.kernels.native.route import is_dense as is_dense
-from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
-from moe_mk.kernels.native.selfcheck import load as load
-from moe_mk.kernels.native.selfcheck import loaded as loaded
-from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
-from moe_mk.kernels.native.threads import Threads as Threads
-from moe_mk.kernels.native.threads import described as described
-from moe_mk.kernels.native.threads import engine_runtime as engine_runtime
+from typing import TYPE_CHECKING
+
+from moe_mk.imports import at_first_use
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native.exchange_layer import ExchangeLayer as ExchangeLayer
+    from moe_mk.kernels.native.exchange_layer import RowsOfExperts as RowsOfExperts
+    from moe_mk.kernels.native.experts import experts_batched as experts_batched
+    from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
+    from moe_mk.kernels.native.experts import experts_rows as experts_rows
+    from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS as INT8_PART_FORMATS
+    from moe_mk.kernels.native.experts_mode import Activation as Activation
+    from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
+    from moe_mk.kernels.native.experts_mode import Rounding as Rounding
+    from moe_mk.kernels.native.experts_mode import Tuning as Tuning
+    from moe_mk.kernels.native.experts_mode import wrong_formats as wrong_formats
+    from moe_mk.kernels.native.layout import BlockType as BlockType
+    from moe_mk.kernels.native.layout import Format as Format
+    from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
+    from moe_mk.kernels.native.layout import PartScales as PartScales
+    from moe_mk.kernels.native.library import Isa as Isa
+    from moe_mk.kernels.native.library import Native as Native
+    from moe_mk.kernels.native.library import compile_and_open as compile_and_open
+    from moe_mk.kernels.native.library import release as release
+    from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
+    from moe_mk.kernels.native.packed import PackedMatrix as PackedMatrix
+    from moe_mk.kernels.native.packed import Shard as Shard
+    from moe_mk.kernels.native.packed import allocate as allocate
+    from moe_mk.kernels.native.packed import pack_slot as pack_slot
+    from moe_mk.kernels.native.packed import scale_block as scale_block
+    from moe_mk.kernels.native.packed import touch_slot as touch_slot
+    from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
+    from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
+    from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
+    from moe_mk.kernels.native.packed import unpack_zeros as unpack_zeros
+    from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
+    from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
+    from moe_mk.kernels.native.prepared import Gating as Gating
+    from moe_mk.kernels.native.prepared import Places as Places
+    from moe_mk.kernels.native.prepared import RouteCall as RouteCall
+    from moe_mk.kernels.native.prepared import Stack as Stack
+    from moe_mk.kernels.native.prepared import route as route
+    from moe_mk.kernels.native.quantize import count_nans as count_nans
+    from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
+    from moe_mk.kernels.native.route_mode import RouteMode as RouteMode
+    from moe_mk.kernels.native.route_mode import Scoring as Scoring
+    from moe_mk.kernels.native.route_mode import is_dense as is_dense
+    from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
+    from moe_mk.kernels.native.selfcheck import load as load
+    from moe_mk.kernels.native.selfcheck import loaded as loaded
+    from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
+    from moe_mk.kernels.native.threads import Threads as Threads
+    from moe_mk.kernels.native.threads import described as described
+    from moe_mk.kernels.native.threads import engine_runtime as engine_runtime
+    from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
+else:
+    HOMES = {
+        "exchange_layer": "ExchangeLayer RowsOfExperts",
+        "experts": "experts_batched experts_grouped experts_rows",
+        "experts_mode": "INT8_PART_FORMATS Activation ExpertsMode Rounding Tuning wrong_formats",
+        "layout": "BlockType Format MatrixLayout PartScales",
+        "library": "Isa Native compile_and_open release scratch_bytes",
+        "packed": "PackedMatrix Shard allocate pack_slot scale_block "
+        "touch_slot unpack_output_scales unpack_scales unpack_slot unpack_zeros",
+        "prepared": "ExpertsCall FusedLayer Gating Places RouteCall Stack route",
+        "quantize": "count_nans quantize_1x128",
+        "route_mode": "RouteMode Scoring is_dense",
+        "selfcheck": "is_compiled load loaded reasons_against",
+        "threads": "Threads described engine_runtime",
+        "toolchain": "find_compiler",
+    }
+    __getattr__ = at_first_use(__name__, HOMES)

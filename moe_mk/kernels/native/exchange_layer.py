@@ -22,7 +22,7 @@ from moe_mk.kernels.native.exchange_abi import CExchangeLayer
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call
 from moe_mk.kernels.native.library import CLayer, CRoute, Native, Status
 from moe_mk.kernels.native.prepared import Gating, Places, Stack, experts_block
-from moe_mk.kernels.native.route import check_gate, route_block
+from moe_mk.kernels.native.route_mode import check_gate, route_block
 
 
 class Stage(IntEnum):

@@ -18,7 +18,7 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.prepared import route
 from moe_mk.kernels.native.quantize import quantize_1x128
-from moe_mk.kernels.native.route import RouteMode, Scoring
+from moe_mk.kernels.native.route_mode import RouteMode, Scoring
 from moe_mk.kernels.native.selfcheck import loaded
 
 

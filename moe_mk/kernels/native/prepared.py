@@ -20,7 +20,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
 from moe_mk.kernels.native.library import CExperts, CLayer, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
-from moe_mk.kernels.native.route import RouteMode, check_gate, route_block
+from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
 
 
 class RouteCall:

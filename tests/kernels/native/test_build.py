@@ -558,7 +558,7 @@ def test_what_killed_builds_left_is_removed_and_what_lives_stays(tmp_path: Path)
 
 def test_kernels_that_cannot_be_kept_leave_auto_to_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is in the decision and in the error of a pin, and `moe-mk doctor` prints it."""
-    monkeypatch.setattr("moe_mk.external.library.reasons_against", lambda: ["the disk is full; pass another cache_dir"])
+    monkeypatch.setattr("moe_mk.kernels.native.reasons_against", lambda: ["the disk is full; pass another cache_dir"])
     config = load_config("deepseek_v3")
     problem = Problem(config, device_profile("cpu"), BF16, 8, installed())
     decision = oracle.select(problem)
