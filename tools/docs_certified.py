@@ -1,4 +1,4 @@
-"""Certify every built-in backend and write the table of docs/certify.md. Takes minutes.
+"""Certify every built-in backend and write the table of docs/add-a-backend.md. Takes minutes.
 
 `--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
 """
@@ -18,7 +18,7 @@ from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = "docs/certify.md"
+PAGE = "docs/add-a-backend.md"
 BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|---|"
 

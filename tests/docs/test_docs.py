@@ -170,5 +170,5 @@ def test_exit_codes_in_the_docs_are_those_of_the_command() -> None:
 
 
 def test_the_legend_has_every_letter() -> None:
-    cells = re.findall(r"\| ([A-Z]) \|", prose(ROOT / "docs/shapes.md"))
+    cells = re.findall(r"\| ([A-Z]) \|", prose(ROOT / "docs/architecture.md"))
     assert sorted(cells) == sorted(LEGEND)
