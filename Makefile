@@ -169,13 +169,15 @@ multihost: venv  ## a layer over two hosts made of network namespaces, and a cut
 	@echo "multihost $(SMALL)"
 	@$(BIN)/python tools/multihost.py --checkpoint $(SMALL)
 
-lint: venv  ## ruff and mypy
+lint: venv  ## ruff, mypy, and the limits of tools/house.py
 	@echo "ruff      check"
 	@$(BIN)/ruff check --quiet .
 	@echo "ruff      format"
 	@$(BIN)/ruff format --check --quiet .
 	@echo "mypy      strict"
 	@$(BIN)/mypy --no-error-summary
+	@echo "house     limits"
+	@$(BIN)/python tools/house.py --check
 
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
@@ -184,7 +186,6 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/headline.py
-	@$(BIN)/python tools/claims.py
 
 certify: venv  ## certify every built-in backend and write the table of docs/add-a-backend.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py

@@ -34,8 +34,8 @@ MARKS_OF_FOLDERS = {
     "tests/testing/test_faults": "thorough",
     "tests/tools/test_docs_certified": "thorough",
 }
-"""Marks of every test below a path. CI always runs `thorough`; tools/touched.py lists the sources whose changes make it
-run `emulated` and `network`."""
+"""Marks of every test below a path. CI always runs `thorough`; .ci/run lists the sources whose changes make it run
+`emulated` and `network`."""
 SAMPLED = (
     "tests/conformance/test_experts",
     "tests/conformance/test_pairs",

@@ -22,7 +22,6 @@ from moe_mk.external.library import EMULATED, LIBRARIES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
-from tools.movers import page_of_movers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/transports.md"
@@ -84,7 +83,6 @@ def render() -> str:
     kinds = built_in()
     parts = [INTRODUCTION, *table_of(kinds), "", MEANING, PLAN.format(tokens=TOKENS), *plan_of(kinds), ""]
     parts += [LIMITS, *(line for name, kind in kinds for line in limits_of(name, kind)), TOPOLOGY, *topology_of(8, 4)]
-    parts += ["", *page_of_movers()]
     return "\n".join(parts) + "\n"
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import typer
@@ -20,7 +19,6 @@ from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
 from moe_mk.lab.checkpoints.convert import TARGETS
 from moe_mk.lab.cli import app, words
 from moe_mk.lab.plan.exchange import WIRES
-from moe_mk.lab.plan.layouts import Strategy
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tests.cli.conftest import Invoke
 
@@ -28,7 +26,7 @@ DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint inspect".split(),
     *"certify chaos bench tune compile bisect demo waits".split(),
-    *(f"plan {verb}" for verb in "exchange tables held-out relay volumes layout paths timeline".split()),
+    *(f"plan {verb}" for verb in "exchange tables held-out relay volumes paths timeline".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """
@@ -114,7 +112,6 @@ def test_help_lists_the_words_that_the_library_takes() -> None:
         {name for name in each if each.origin(name).startswith("moe_mk.")} for each in (EXPERTS, PREPARE_FINALIZE)
     ]
     assert [set(listed.split(", ")) for listed in (words.EXPERTS, words.TRANSPORTS)] == built_in
-    assert words.STRATEGIES.split(", ") == list(get_args(Strategy))
     assert words.WIRES.split(", ") == list(WIRES)
 
 

@@ -117,6 +117,7 @@ def test_the_readme_has_one_row_of_each_kind(results: Path) -> None:
     assert ratios == ["1.50", "1.50", "2.00 / 4.00", "2.50", "6.00 / 6.00 / 6.00", "30"]
 
 
+@pytest.mark.row("N24")
 @pytest.mark.parametrize(("page", "written"), [(README, first_lines), (PAGE, table)], ids=("readme", "performance"))
 def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Path], str]) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trees import write_tree
-from tools.house import House, main, static_measurements
+from tools.house import LIMITS, LONGER, House, main, problems, static_measurements
 
 FILES = {
     "moe_mk/__init__.py": "_ROOMS = frozenset('oracle unknown'.split())\n",
@@ -47,11 +47,27 @@ def test_an_orphan_is_reached_from_no_door(repository: Path) -> None:
     assert House(repository).orphans() == ["moe_mk.oracle.forgotten"]
 
 
-def test_check_fails_on_an_orphan_and_states_which(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_fails_on_an_orphan_and_on_a_file_that_is_too_long(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--check", "--root", str(repository)]) == 1
     assert "moe_mk.oracle.forgotten" in capsys.readouterr().out
     (repository / "moe_mk/oracle/forgotten.py").unlink()
+    write_tree(repository, {"tests/test_a.py": "#\n" * 501})
+    assert main(["--check", "--root", str(repository)]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "long files: 1, at most 0: make something smaller", "  tests/test_a.py: 501 lines",
+    ]  # fmt: skip
+    exception = next(path for path in LONGER if path.startswith("tests/"))
+    write_tree(repository, {"tests/test_a.py": "#\n" * 500, exception: "#\n" * 501})
     assert main(["--check", "--root", str(repository)]) == 0
+
+
+def test_an_exception_that_is_no_longer_needed_is_reported(house: House) -> None:
+    measured = static_measurements(house)
+    assert problems(measured) == []
+    assert problems({**measured, "exceptions": ["a.py"]}) == ["a.py"]
+    assert problems({**measured, "test lines": LIMITS["test lines"] + 1})[0].startswith("test lines: ")
 
 
 def test_lines_are_those_of_all_sources(repository: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_mk.kernels.native import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer.native import NEEDS_COMPILER
-from tools.claims import ROOT
+from tools.headline import ROOT
 
 FOLDER = str(ROOT / "benchmarks")
 

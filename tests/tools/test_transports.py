@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.lab.plan.paths import MOVERS
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from tools import transports
-from tools.movers import PROPERTIES, compared, movers_of, page_of_movers
 from tools.transports import built_in, limits_of, main, plan_of, render, table_of, topology_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,21 +66,3 @@ def test_the_table_of_ranks_names_the_relay_of_equal_place() -> None:
         "| 2 | 1 | 0 | 0 | 2 | inter inter self intra |",
         "| 3 | 1 | 1 | 1 | 3 | inter inter intra self |",
     ]
-
-
-@pytest.mark.row(63)
-def test_ways_to_move_bytes_are_written_from_their_records() -> None:
-    lines = list(movers_of())
-    assert len(lines) == 2 + len(MOVERS)
-    assert "| `nvshmem` | NVSHMEM put and get | cluster | no | yes | yes | yes | - |" in lines
-    assert any(line.startswith("| `gdrcopy` |") and line.endswith("| 1 us |") for line in lines)
-    assert set(lines) <= set(page_of_movers())
-
-
-@pytest.mark.row(56)
-def test_collectives_and_puts_are_compared_property_by_property() -> None:
-    lines = list(compared("nccl", "nvshmem"))
-    assert "| can be started by a running kernel | no | yes |" in lines
-    assert "| without participation of the receiver | no | yes |" in lines
-    assert "| scope | cluster | cluster |" in lines
-    assert len(lines) == 2 + len(PROPERTIES) and set(lines) <= set(page_of_movers())

@@ -17,9 +17,8 @@ from moe_mk.files import write_text
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.plan.exchange import Exchange, Volumes, break_even_ranks
-from moe_mk.lab.plan.layouts import layout
 from moe_mk.lab.plan.links import Mode, link_profile, shipped_links
-from moe_mk.lab.plan.paths import MOVERS, HostBound, dispatch_us
+from moe_mk.lab.plan.paths import HostBound, dispatch_us
 from moe_mk.lab.plan.predict import DIRECTIONS, GOAL, HeldOut, exchange_of, held_out, predict, published_us
 from moe_mk.lab.plan.timeline import simulate, simulated_link
 from moe_mk.lab.plan.two_level import Relay
@@ -276,15 +275,7 @@ class PathsOrder:
 
 
 def compare_paths(screen: Screen, order: PathsOrder) -> int:
-    """Ways to move bytes, then the fixed costs of those that exchange tokens. Raises ConfigError for part of a node."""
-    table = Table()
-    for head in ("path", "scope", "CPU thread", "GPU direct", "from a kernel", "one-sided", "small copy"):
-        table.add_column(head)
-    for each in MOVERS.values():
-        flags = (each.needs_cpu, each.gpu_direct, each.from_kernel, each.one_sided)
-        cost = "-" if each.small_copy_us is None else f"{each.small_copy_us:g} us"
-        table.add_row(each.name, each.scope, *("yes" if flag else "no" for flag in flags), cost)
-    screen.console.print(table)
+    """Dispatch by CPU proxy and by GPU, and fixed costs of both ways. Raises ConfigError for part of a node."""
     device = device_profile(order.device)
     if order.ranks > device.ranks_per_node:
         call = (order.tokens, order.ranks)
@@ -294,13 +285,6 @@ def compare_paths(screen: Screen, order: PathsOrder) -> int:
     bound = HostBound.on(device, order.ranks, order.tokens * order.top_k * order.hidden)
     screen.fact("collective", f"{bound.collective_us:.0f} us driven by the host, {bound.wire_us:.0f} us of them bytes")
     screen.fact("one-sided", f"{bound.one_sided_us:.0f} us")
-    return OK
-
-
-def show_layout(screen: Screen, strategy: str, devices: int) -> int:
-    """Print the layout of weights and batch. Raises ConfigError for an unknown strategy."""
-    for line in layout(strategy, devices).lines():
-        screen.console.print(line)
     return OK
 
 

@@ -1,4 +1,4 @@
-"""The verbs of `moe-mk plan`: exchange, tables, held-out, timeline, relay, volumes, paths, layout."""
+"""The verbs of `moe-mk plan`: exchange, tables, held-out, timeline, relay, volumes, paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moe_mk.lab.cli.exits import with_exit_code
-from moe_mk.lab.cli.words import SIMULATED, STRATEGIES, TIMED, WIRES
+from moe_mk.lab.cli.words import SIMULATED, TIMED, WIRES
 
 predictions = typer.Typer(
     help="Predict bytes and times of an exchange on any fabric.",
@@ -157,21 +157,8 @@ def paths_command(
     top_k: TopK = 8,
     hidden: Hidden = 7168,
 ) -> int:
-    """Compare ways to move bytes, dispatch by CPU proxy and by GPU, and collectives with one-sided sends."""
+    """Compare dispatch by CPU proxy and by GPU, and collectives with one-sided sends."""
     from moe_mk.lab.cli.predict import PathsOrder, compare_paths
     from moe_mk.lab.cli.screen import Screen
 
     return compare_paths(Screen(), PathsOrder(device, ranks, tokens, top_k, hidden))
-
-
-@predictions.command("layout", epilog="Example: moe-mk plan layout expert+data --devices 16")
-@with_exit_code
-def layout_command(
-    strategy: Annotated[str, typer.Argument(help=f"one of {STRATEGIES}")],
-    devices: Annotated[int, typer.Option(min=1, help="devices")] = 16,
-) -> int:
-    """Print the weights and the part of the batch that each device holds."""
-    from moe_mk.lab.cli.predict import show_layout
-    from moe_mk.lab.cli.screen import Screen
-
-    return show_layout(Screen(), strategy, devices)

@@ -25,8 +25,6 @@ TRANSPORTS = (
     "one_sided_network, one_sided_gpu, replicated"
 )
 """`prepare_finalize.base.PREPARE_FINALIZE`."""
-STRATEGIES = "data, model, model+data, expert+data, expert+model+data"
-"""`plan.layouts.Strategy`."""
 WIRES = "bf16, fp8, fp8_ue8m0, mxfp8, nvfp4, int8"
 """`plan.exchange.WIRES`."""
 TIMED = "all_to_all, all_to_all_p2p, all_to_all_v, all_gather, hierarchical, one_sided_network"
