@@ -1,6 +1,7 @@
 // The loop around a register kernel: rows of one expert times some column pairs, scales applied once a scale block.
 //
-// For each chunk of k whose rows fit half of an L2: gather the rows (64 B a row and step) into groups of Ops::kGroup,
+// For each chunk of k whose rows fit half of an L2: gather the rows (64 B a row and step) unless they may be read in place,
+// split them evenly into groups of at most Ops::kGroup, so that no group has too few sums to hide the latency of a product,
 // then pair by pair, scale block by scale block: decode the weights once into a bf16 panel that stays in L1, multiply
 // every group with it, add scale * block sum into the totals.
 // Each total is one chain over k in order, independent of the number of rows and pairs: batch-invariant.
@@ -45,14 +46,34 @@ inline const float* tile_scales(const Columns& w, int pair, int tile) {
   return w.scales == nullptr ? nullptr : w.scales + (size_t(pair) * 2 + tile) * w.num_blocks;
 }
 
-// Memory to prefetch while multiplying: `lines` cache lines per k pair, 0: none.
+// Memory to prefetch while a group is multiplied: `lines` cache lines every four k pairs, 0: none.
 struct Ahead {
   const uint8_t* data;
   int lines;
+
+  // Those of `fours` times four k pairs.
+  inline __attribute__((always_inline)) void some(int fours = 1) {
+    for (int line = 0; line < fours * lines; ++line, data += 64) __builtin_prefetch(data);
+  }
 };
 
+// Rows that are multiplied together: x is [row][step][32] bf16, with any distances.
+struct RowGroup {
+  const uint8_t* x;
+  size_t row_bytes, step_bytes;  // from one row, and from one step to the next
+  int num_rows;
+  const float* scales;  // of each row; null: 1
+};
+
+// What a group of rows prefetches of a panel: its share, so that requests to memory are spread over all groups. A single group
+// reads two panels ahead, since it has less time for each.
+inline Ahead share_of_panel(const uint8_t* panel, size_t bytes, int steps, int group, int groups) {
+  const int fours = steps * (kStep / 8), all = int(bytes / 64), each = (all + fours * groups - 1) / (fours * groups);
+  return {panel + (groups == 1 ? 2 : 1) * bytes + size_t(group) * fours * each * 64, group * fours * each < all ? each : 0};
+}
+
 // Ops: kGroup; expand(w, pair, step, steps, panel), group scales included;
-// group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+// group(RowGroup, panel, steps, scale0, scale1, ahead, totals)
 // Formats with parts: codes(w, pair, step, steps, panel); parts(RowGroup, panel, steps, Parts, ahead, totals) of
 // at most kPartRows rows, see part_scales.h.
 template <typename Ops>
@@ -62,11 +83,13 @@ template <typename Ops>
 void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   if (has_parts(w.format)) return multiply_parts<Ops>(w, rows, scratch, totals);
   const size_t step_bytes = w.step_bytes;
-  const int chunk = steps_that_fit(w.gather_bytes, rows.num_rows, Ops::kGroup, w.steps_per_block);
+  const bool in_place = rows.apart != 0;
+  const int groups = (rows.num_rows + Ops::kGroup - 1) / Ops::kGroup, together = (rows.num_rows + groups - 1) / groups;
+  const int chunk = steps_that_fit(w.gather_bytes, rows.num_rows, together, w.steps_per_block);
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
     const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
-    gather_rows(rows, Ops::kGroup, step0, chunk_steps, scratch.gathered, false);
+    if (!in_place) gather_rows(rows, together, step0, chunk_steps, scratch.gathered, false);
     for (int pair = 0; pair < w.num_pairs; ++pair) {
       const float *s0 = tile_scales(w, pair, 0), *s1 = tile_scales(w, pair, 1);
       float* sums = totals + size_t(pair) * rows.num_rows * kPairColumns;
@@ -80,14 +103,17 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
           panel = scratch.panel;
         }
         const float scale0 = s0 == nullptr ? 1.0f : s0[block], scale1 = s1 == nullptr ? 1.0f : s1[block];
-        for (int first = 0; first < rows.num_rows; first += Ops::kGroup) {
-          const int n = rows.num_rows - first < Ops::kGroup ? rows.num_rows - first : Ops::kGroup;
-          const uint8_t* a = scratch.gathered + (size_t(first) * chunk_steps + size_t(s) * Ops::kGroup) * kRowBytes;
+        for (int first = 0, g = 0; first < rows.num_rows; first += together, ++g) {
+          const int n = rows.num_rows - first < together ? rows.num_rows - first : together;
           float row_scale[Ops::kGroup];
-          for (int r = 0; r < n; ++r) row_scale[r] = rows.scales == nullptr ? 1.0f : rows.scales[first + r][x_block];
-          // The first group prefetches the weights two panels ahead, spread over its k to spare the miss buffers.
-          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : int((step_bytes + kPanelTile - 1) / kPanelTile)};
-          Ops::group(n, a, panel, steps, scale0, scale1, row_scale, ahead, sums + size_t(first) * kPairColumns);
+          for (int r = 0; r < n && rows.scales != nullptr; ++r) row_scale[r] = rows.scales[first + r][x_block];
+          const float* row_scales = rows.scales == nullptr ? nullptr : row_scale;
+          const uint8_t* gathered = scratch.gathered + (size_t(first) * chunk_steps + size_t(s) * together) * kRowBytes;
+          const uint8_t* place = reinterpret_cast<const uint8_t*>(rows.bf16(first)) + size_t(step0 + s) * kRowBytes;
+          const RowGroup group = in_place ? RowGroup{place, rows.apart, kRowBytes, n, row_scales}
+                                          : RowGroup{gathered, kRowBytes, together * kRowBytes, n, row_scales};
+          const Ahead ahead = share_of_panel(packed, steps * step_bytes, steps, g, groups);
+          Ops::group(group, panel, steps, scale0, scale1, ahead, sums + size_t(first) * kPairColumns);
         }
       }
     }

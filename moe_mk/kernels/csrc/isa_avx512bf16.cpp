@@ -18,60 +18,53 @@ struct Avx512Ops {
     expand_panel(w, pair, step, steps, panel);
   }
 
-  // ahead: weights to prefetch meanwhile, `Lines` cache lines a k pair.
-  template <int N, int Lines>
-  static void rows_by_pair(const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
-                           const float* row_scale, const uint8_t* ahead, float* totals) {
+  template <int N>
+  static void rows_by_pair(const RowGroup& group, const uint8_t* panel, int steps, float scale0, float scale1, Ahead ahead, float* totals) {
     __m512 sums[N][2];
+    const uint8_t* x[N];
 #pragma GCC unroll 8
-    for (int m = 0; m < N; ++m) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
-    for (int s = 0; s < steps; ++s) {
+    for (int m = 0; m < N; ++m) {
+      x[m] = group.x + m * group.row_bytes;
+      sums[m][0] = sums[m][1] = _mm512_setzero_ps();
+    }
+    size_t at = 0;
+    for (int s = 0; s < steps; ++s, at += group.step_bytes - kRowBytes)
+#pragma GCC unroll 1
+      for (int four = 0; four < kStep / 8; ++four, at += 16, panel += 4 * kPanelRow) {
+        ahead.some();
 #pragma GCC unroll 4
-      for (int r = 0; r < kStep / 2; ++r) {
-        for (int line = 0; line < Lines; ++line)
-          _mm_prefetch(reinterpret_cast<const char*>(ahead + (r * Lines + line) * 64), _MM_HINT_T0);
-        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow));
-        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow + 64));
+        for (int r = 0; r < 4; ++r) {
+          const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow));
+          const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow + 64));
 #pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) {
-          const __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(a + m * kRowBytes + r * 4)));
-          sums[m][0] = _mm512_dpbf16_ps(sums[m][0], b0, x);
-          sums[m][1] = _mm512_dpbf16_ps(sums[m][1], b1, x);
+          for (int m = 0; m < N; ++m) {
+            const __m512bh two = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x[m] + at + r * 4)));
+            sums[m][0] = _mm512_dpbf16_ps(sums[m][0], b0, two);
+            sums[m][1] = _mm512_dpbf16_ps(sums[m][1], b1, two);
+          }
         }
       }
-      a += kGroup * kRowBytes;
-      panel += 2 * kPanelTile;
-      ahead += Lines * 1024;
-    }
 #pragma GCC unroll 8  // else the sums of all steps are in memory
     for (int m = 0; m < N; ++m) {
       float* to = totals + m * kPairColumns;
-      const __m512 s0 = _mm512_set1_ps(scale0 * row_scale[m]), s1 = _mm512_set1_ps(scale1 * row_scale[m]);
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[m][0], s0, _mm512_loadu_ps(to)));
-      _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(sums[m][1], s1, _mm512_loadu_ps(to + 16)));
+      const float row = group.scales == nullptr ? 1.0f : group.scales[m];
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[m][0], _mm512_set1_ps(scale0 * row), _mm512_loadu_ps(to)));
+      _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(sums[m][1], _mm512_set1_ps(scale1 * row), _mm512_loadu_ps(to + 16)));
     }
   }
 
-  template <int Lines>
-  static void group_of(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
-                       const float* row_scale, const uint8_t* ahead, float* totals) {
-    switch (n) {
-      case 1: return rows_by_pair<1, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 2: return rows_by_pair<2, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 3: return rows_by_pair<3, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 4: return rows_by_pair<4, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 5: return rows_by_pair<5, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 6: return rows_by_pair<6, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      case 7: return rows_by_pair<7, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
-      default: return rows_by_pair<8, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+  template <typename... Arguments>
+  static void group(const RowGroup& group, Arguments&&... given) {
+    switch (group.num_rows) {
+      case 1: return rows_by_pair<1>(group, given...);
+      case 2: return rows_by_pair<2>(group, given...);
+      case 3: return rows_by_pair<3>(group, given...);
+      case 4: return rows_by_pair<4>(group, given...);
+      case 5: return rows_by_pair<5>(group, given...);
+      case 6: return rows_by_pair<6>(group, given...);
+      case 7: return rows_by_pair<7>(group, given...);
+      default: return rows_by_pair<8>(group, given...);
     }
-  }
-
-  static void group(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
-                    const float* row_scale, const Ahead& ahead, float* totals) {
-    if (ahead.lines == 0) return group_of<0>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
-    if (ahead.lines == 1) return group_of<1>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
-    return group_of<2>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
   }
 
   static void codes(const Columns& w, int pair, int step, int steps, uint8_t* panel) { expand_codes(w, pair, step, steps, panel); }
@@ -92,8 +85,8 @@ struct Avx512Ops {
     for (int eight = 0, left = each, part = 0; eight < eights; ++eight) {
       const uint8_t* x = group.x + eight / 2 * group.step_bytes + eight % 2 * 32;
       const uint8_t* b = panel + size_t(eight) * 8 * kPanelRow;
-      for (int line = 0; line < 8 * ahead.lines; ++line)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead.data + (eight * 8 + line) * 64), _MM_HINT_T0);
+      for (int line = 0; line < 2 * ahead.lines; ++line)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead.data + (eight * 2 * ahead.lines + line) * 64), _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int r = 0; r < 8; ++r) {
         const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + r * kPanelRow));

@@ -85,6 +85,7 @@ struct Rows {
   const float* const* scales;  // per row, one per 128 k, of codes one in all; null: 1
   int num_rows;
   TiledRows tiles = {};        // the same rows in tile order
+  size_t apart = 0;            // bytes from one row to the next if they are neighbours in different cache sets, else 0
 
   const uint16_t* bf16(int row) const { return static_cast<const uint16_t*>(values[row]); }
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }

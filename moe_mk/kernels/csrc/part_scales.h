@@ -276,14 +276,6 @@ struct Parts {
   int pairs;            // k pairs of a part
 };
 
-// Gathered rows that are multiplied together.
-struct RowGroup {
-  const uint8_t* x;     // [step][row][32] bf16
-  size_t step_bytes;    // from one step to the next
-  int num_rows;
-  const float* scales;  // of each row; null: 1
-};
-
 // multiply_blocked for formats with parts: decodes integers, and scales the sum of every part. Rows are split evenly into
 // groups of at most Ops::kPartRows, whose totals stay in registers over a block.
 template <typename Ops>
@@ -311,10 +303,10 @@ void multiply_parts(const Columns& w, const Rows& rows, const Scratch& scratch, 
           float row_scale[Ops::kPartRows];
           for (int r = 0; r < n && rows.scales != nullptr; ++r) row_scale[r] = rows.scales[first + r][x_block];
           const RowGroup group = {scratch.gathered + (size_t(first) * chunk_steps + size_t(s) * together) * kRowBytes,
-                                  size_t(together) * kRowBytes, n, rows.scales == nullptr ? nullptr : row_scale};
+                                  kRowBytes, size_t(together) * kRowBytes, n, rows.scales == nullptr ? nullptr : row_scale};
           const float* sums = scratch.sums + size_t(first) * chunk_steps + s * (kStep / 2) / w.part_pairs;
           const Parts parts = {scales, w.minima ? minima : nullptr, sums, size_t(chunk_steps), w.part_pairs};
-          const Ahead ahead = {packed + 2 * steps * w.step_bytes, first != 0 ? 0 : 1};
+          const Ahead ahead = {packed + 2 * steps * w.step_bytes, first != 0 ? 0 : 4};
           Ops::parts(group, scratch.panel, steps, parts, ahead, totals + (size_t(pair) * rows.num_rows + first) * kPairColumns);
         }
       }

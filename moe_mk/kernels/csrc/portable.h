@@ -106,15 +106,15 @@ struct PortableOps {
 
   // sums += x of k pairs `first` to `last` times the panel.
   template <int N>
-  static inline __attribute__((always_inline)) void add_products(const uint8_t* a, size_t step_bytes, const uint8_t* panel,
-                                                                 int first, int last, f32x8 (&sums)[N][2]) {
+  static inline __attribute__((always_inline)) void add_products(const RowGroup& group, const uint8_t* panel, int first,
+                                                                 int last, f32x8 (&sums)[N][2]) {
     for (int at = first; at < last; ++at) {
       const uint8_t* b = panel + size_t(at) * kPanelRow;
       const u32x8 left = load<u32x8>(b), right = load<u32x8>(b + 32);
       const f32x8 even0 = bits<f32x8>(left << 16), odd0 = bits<f32x8>(left & 0xffff0000u);
       const f32x8 even1 = bits<f32x8>(right << 16), odd1 = bits<f32x8>(right & 0xffff0000u);
       for (int m = 0; m < N; ++m) {
-        const uint16_t* x = reinterpret_cast<const uint16_t*>(a + at / 16 * step_bytes + m * kRowBytes) + 2 * (at % 16);
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(group.x + at / 16 * group.step_bytes + m * group.row_bytes) + 2 * (at % 16);
         const float x0 = widen_one(x[0]), x1 = widen_one(x[1]);
         sums[m][0] += even0 * x0;
         sums[m][1] += even1 * x0;
@@ -129,7 +129,7 @@ struct PortableOps {
     const int pairs = steps * (kStep / 2);
     for (int first = 0, part = 0; first < pairs; first += parts.pairs, ++part) {
       f32x8 sums[N][2] = {};
-      add_products<N>(group.x, group.step_bytes, panel, first, first + parts.pairs < pairs ? first + parts.pairs : pairs, sums);
+      add_products<N>(group, panel, first, first + parts.pairs < pairs ? first + parts.pairs : pairs, sums);
       const size_t at = size_t(part) * kPairColumns + tile * kTileColumns;
       for (int half = 0; half < 2; ++half) {
         const f32x8 scale = load<f32x8>(parts.scales + at + 8 * half);
@@ -159,28 +159,27 @@ struct PortableOps {
   }
 
   template <int N>
-  static void rows_by_tile(const uint8_t* a, const uint8_t* panel, int steps, float scale, const float* row_scale, float* totals) {
+  static void rows_by_tile(const RowGroup& group, const uint8_t* panel, int steps, float scale, float* totals) {
     f32x8 sums[N][2] = {};
-    add_products<N>(a, kGroup * kRowBytes, panel, 0, steps * (kStep / 2), sums);
+    add_products<N>(group, panel, 0, steps * (kStep / 2), sums);
     for (int m = 0; m < N; ++m) {
-      const float factor = scale * row_scale[m];
+      const float factor = group.scales == nullptr ? scale : scale * group.scales[m];
       float* to = totals + m * kPairColumns;
       store(to, load<f32x8>(to) + sums[m][0] * factor);
       store(to + 8, load<f32x8>(to + 8) + sums[m][1] * factor);
     }
   }
 
-  static void group(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
-                    const float* row_scale, const Ahead&, float* totals) {
+  static void group(const RowGroup& group, const uint8_t* panel, int steps, float scale0, float scale1, const Ahead&, float* totals) {
     for (int tile = 0; tile < 2; ++tile) {
       const uint8_t* b = panel + tile * 64;
       const float scale = tile == 0 ? scale0 : scale1;
       float* to = totals + tile * kTileColumns;
-      switch (n) {
-        case 1: rows_by_tile<1>(a, b, steps, scale, row_scale, to); break;
-        case 2: rows_by_tile<2>(a, b, steps, scale, row_scale, to); break;
-        case 3: rows_by_tile<3>(a, b, steps, scale, row_scale, to); break;
-        default: rows_by_tile<4>(a, b, steps, scale, row_scale, to);
+      switch (group.num_rows) {
+        case 1: rows_by_tile<1>(group, b, steps, scale, to); break;
+        case 2: rows_by_tile<2>(group, b, steps, scale, to); break;
+        case 3: rows_by_tile<3>(group, b, steps, scale, to); break;
+        default: rows_by_tile<4>(group, b, steps, scale, to);
       }
     }
   }

@@ -70,16 +70,18 @@ struct OutputBlock {
       bias[p] = set.w2.bias(slot, first + p, biases[p]);
       scale[p] = set.w2.output_scales(slot, first + p);
     }
-    for (int r = 0; r < rows; ++r) {
-      const int64_t row = set.plan.row[place + r];
-      float only[kMaxPairs * kPairColumns];
-      float* sum = layer.one_term() ? only : sums + row * width;
-      if (layer.one_term()) std::memset(only, 0, sizeof only);
-      for (int p = 0; p < count; ++p)
-        layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, scale[p], bias[p],
-                                 set.plan.weight[place + r], sum + p * kPairColumns);
-      if (layer.one_term()) write(row, only);
+    const auto add_one = [&](int p, int r, float* sum) {
+      layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, scale[p], bias[p], set.plan.weight[place + r],
+                               sum + p * kPairColumns);
+    };
+    for (int r = 0; layer.one_term() && r < rows; ++r) {
+      float only[kMaxPairs * kPairColumns] = {};
+      for (int p = 0; p < count; ++p) add_one(p, r, only);
+      write(set.plan.row[place + r], only);
     }
+    // In the order of the totals: those of one row may all map to the same cache sets.
+    for (int p = 0; !layer.one_term() && p < count; ++p)
+      for (int r = 0; r < rows; ++r) add_one(p, r, sums + set.plan.row[place + r] * width);
   }
   void finish() const {
     const float zeros[kMaxPairs * kPairColumns] = {};
@@ -107,7 +109,8 @@ void down_projection(const Layer& layer, const OutputBlock& block, const ThreadS
           values[r] = set.hidden(slot, done + r, 0);
           scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
         }
-        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, tiles}, buffers);
+        const size_t apart = set.h_in_tiles ? 0 : size_t(set.inter_padded) * 2;
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, tiles, apart}, buffers);
         block.add(set, slot, place, n, buffers.totals);
       }
     }
