@@ -84,50 +84,69 @@ inline __attribute__((always_inline)) f32x16 take_minimum(f32x16 minimum, float 
   return fma16(-minimum, splat(row_sum), total);
 }
 
-// Any number of rows times panels of one unit. Ops: kUnsigned, of the codes in a panel; dots(panel, quads, rows, first, n, offset,
-// sums): adds the products of `quads` times four k to sums [n][2], the codes of rows from `offset` on.
+// A unit of k of one pair: the panel of its codes, and the scales and minima of its parts.
+struct CodeUnit {
+  const Columns& w;
+  const uint8_t* panel;
+  const float *scales, *minima;  // [part][32]
+  int step, steps, part_steps, num_parts;  // num_parts: of a whole row
+
+  int first_part() const { return step / part_steps; }
+};
+
+// Any number of rows times panels of one unit. Rows are split evenly into groups of at most Ops::kGroup. For each chunk of k whose
+// rows fit the L2, pair by pair. Ops: kUnsigned, of the codes in a panel; add(unit, rows, first, n, ahead, totals): adds the
+// products of n rows to their totals.
 template <typename Ops>
 void multiply_int8_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   alignas(64) float scales[kMostUnitParts * kPairColumns], minima[kMostUnitParts * kPairColumns];
   const int num_parts = row_parts(w), part_steps = w.part_pairs / (kStep / 2);
+  const int groups = (rows.num_rows + Ops::kGroup - 1) / Ops::kGroup, together = (rows.num_rows + groups - 1) / groups;
+  const int chunk = steps_that_fit(2 * w.gather_bytes, rows.num_rows, 1, kUnitSteps);  // a byte a code
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
-  for (int pair = 0; pair < w.num_pairs; ++pair, totals += size_t(rows.num_rows) * kPairColumns)
-    for (int step = 0; step < w.num_steps; step += kUnitSteps) {
-      const int steps = w.num_steps - step < kUnitSteps ? w.num_steps - step : kUnitSteps;
-      part_scales(w, pair, step, steps, scales, minima);
-      unpack_unit<Ops::kUnsigned>(w, pair, step, steps, scratch.panel);
-      const uint8_t* ahead = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes + w.prefetch;
-      for (size_t at = 0; at < steps * w.step_bytes; at += 64) __builtin_prefetch(ahead + at);
-      for (int first = 0; first < rows.num_rows; first += Ops::kGroup) {
-        const int n = rows.num_rows - first < Ops::kGroup ? rows.num_rows - first : Ops::kGroup;
-        for (int part = 0, done = 0; done < steps; ++part, done += part_steps) {
-          const int some = steps - done < part_steps ? steps - done : part_steps, at = step / part_steps + part;
-          i32x16 sums[2 * Ops::kGroup];
-          for (int m = 0; m < n; ++m) {
-            const int32_t start = Ops::kUnsigned ? -code_base(w) * RowParts{rows.scales[first + m], num_parts}.codes(at) : 0;
-            sums[2 * m] = sums[2 * m + 1] = i32x16{} + start;
-          }
-          const uint8_t* codes = scratch.panel + size_t(done) * (kStep / 4) * kCodeRow;
-          Ops::dots(codes, some * (kStep / 4), rows, first, n, size_t(step + done) * kStep, sums);
-          for (int m = 0; m < n; ++m) {
-            const RowParts row = {rows.scales[first + m], num_parts};
-            for (int tile = 0; tile < 2; ++tile) {
-              const int column = part * kPairColumns + tile * kTileColumns;
-              float* to = totals + size_t(first + m) * kPairColumns + tile * kTileColumns;
-              f32x16 total = add_part(sums[2 * m + tile], load<f32x16>(scales + column), row.scales[at], load<f32x16>(to));
-              if (w.minima) total = take_minimum(load<f32x16>(minima + column), row.sums()[at], total);
-              store(to, total);
-            }
-          }
+  for (int first_step = 0; first_step < w.num_steps; first_step += chunk) {
+    const int last_step = w.num_steps - first_step < chunk ? w.num_steps : first_step + chunk;
+    for (int pair = 0; pair < w.num_pairs; ++pair)
+      for (int step = first_step; step < last_step; step += kUnitSteps) {
+        const int steps = last_step - step < kUnitSteps ? last_step - step : kUnitSteps;
+        part_scales(w, pair, step, steps, scales, minima);
+        unpack_unit<Ops::kUnsigned>(w, pair, step, steps, scratch.panel);
+        const CodeUnit unit = {w, scratch.panel, scales, minima, step, steps, part_steps, num_parts};
+        const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
+        for (int first = 0, group = 0; first < rows.num_rows; first += together, ++group) {
+          const int n = rows.num_rows - first < together ? rows.num_rows - first : together;
+          const Ahead ahead = share_of_panel(packed, steps * w.step_bytes, steps, group, groups);
+          Ops::add(unit, rows, first, n, ahead, totals + (size_t(pair) * rows.num_rows + first) * kPairColumns);
         }
       }
-    }
+  }
 }
 
 struct PortableInt8PartOps {
   static constexpr int kGroup = 8;
   static constexpr bool kUnsigned = false;
 
+  static void add(const CodeUnit& unit, const Rows& rows, int first, int n, const Ahead&, float* totals) {
+    for (int part = 0, done = 0; done < unit.steps; ++part, done += unit.part_steps) {
+      const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps, at = unit.first_part() + part;
+      i32x16 sums[2 * kGroup] = {};
+      const uint8_t* codes = unit.panel + size_t(done) * (kStep / 4) * kCodeRow;
+      dots(codes, some * (kStep / 4), rows, first, n, size_t(unit.step + done) * kStep, sums);
+      for (int m = 0; m < n; ++m) {
+        const RowParts row = {rows.scales[first + m], unit.num_parts};
+        for (int tile = 0; tile < 2; ++tile) {
+          const int column = part * kPairColumns + tile * kTileColumns;
+          float* to = totals + size_t(m) * kPairColumns + tile * kTileColumns;
+          f32x16 total = add_part(sums[2 * m + tile], load<f32x16>(unit.scales + column), row.scales[at], load<f32x16>(to));
+          if (unit.w.minima) total = take_minimum(load<f32x16>(unit.minima + column), row.sums()[at], total);
+          store(to, total);
+        }
+      }
+    }
+  }
+
+ private:
+  // Adds the products of `quads` times four k to sums [n][2], the codes of rows from `offset` on.
   static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
     for (int quad = 0; quad < quads; ++quad)
       for (int tile = 0; tile < 2; ++tile) {

@@ -185,44 +185,74 @@ void few_parts_of(const Columns& w, const Rows& rows, float* totals) {
   }
 }
 
+// The sums of a part and the totals of six rows times both tiles are 24 registers.
 struct Avx512Int8PartOps {
-  static constexpr int kGroup = 8;
+  static constexpr int kGroup = 6;
   static constexpr bool kUnsigned = true;
 
-  template <int N>
-  static void dots_of(const uint8_t* panel, int quads, const Rows& rows, int first, size_t offset, i32x16* sums) {
-    __m512i all[N][2];
-    const uint8_t* x[N];
-#pragma GCC unroll 8
-    for (int m = 0; m < N; ++m) {
-      x[m] = rows.codes(first + m) + offset;
-      for (int t = 0; t < 2; ++t) all[m][t] = bits<__m512i>(sums[2 * m + t]);
-    }
+  template <int N, bool Minima>
+  static void rows_of(const CodeUnit& unit, const Rows& rows, int first, Ahead ahead, float* totals) {
+    __m512 all[N][2];
+    __m512i sums[N][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < N; ++m)
 #pragma GCC unroll 2
-    for (int quad = 0; quad < quads; ++quad) {
-      const __m512i left = _mm512_load_si512(panel + quad * kCodeRow), right = _mm512_load_si512(panel + quad * kCodeRow + 64);
-#pragma GCC unroll 8
+      for (int t = 0; t < 2; ++t) all[m][t] = _mm512_loadu_ps(totals + m * kPairColumns + 16 * t);
+    const int base = code_base(unit.w);
+    const uint8_t* panel = unit.panel;
+    for (int part = 0, done = 0; done < unit.steps; ++part, done += unit.part_steps) {
+      const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps, at = unit.first_part() + part;
+      const uint8_t* x[N];
+#pragma GCC unroll 6
       for (int m = 0; m < N; ++m) {
-        const __m512i four = _mm512_set1_epi32(load<int32_t>(x[m] + 4 * quad));
-        all[m][0] = _mm512_dpbusd_epi32(all[m][0], left, four);
-        all[m][1] = _mm512_dpbusd_epi32(all[m][1], right, four);
+        x[m] = rows.codes(first + m) + size_t(unit.step + done) * kStep;
+        sums[m][0] = sums[m][1] = _mm512_set1_epi32(-base * RowParts{rows.scales[first + m], unit.num_parts}.codes(at));
+      }
+#pragma GCC unroll 1
+      for (int four = 0; four < some * 2; ++four, panel += 4 * kCodeRow) {
+        ahead.some(2);
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; ++q) {
+          const __m512i left = _mm512_load_si512(panel + q * kCodeRow), right = _mm512_load_si512(panel + q * kCodeRow + 64);
+#pragma GCC unroll 6
+          for (int m = 0; m < N; ++m) {
+            const __m512i codes = _mm512_set1_epi32(load<int32_t>(x[m] + 16 * four + 4 * q));
+            sums[m][0] = _mm512_dpbusd_epi32(sums[m][0], left, codes);
+            sums[m][1] = _mm512_dpbusd_epi32(sums[m][1], right, codes);
+          }
+        }
+      }
+#pragma GCC unroll 6
+      for (int m = 0; m < N; ++m) {
+        const RowParts row = {rows.scales[first + m], unit.num_parts};
+#pragma GCC unroll 2
+        for (int t = 0; t < 2; ++t) {
+          const int column = part * kPairColumns + t * kTileColumns;
+          f32x16 total = add_part(bits<i32x16>(sums[m][t]), load<f32x16>(unit.scales + column), row.scales[at], bits<f32x16>(all[m][t]));
+          if (Minima) total = take_minimum(load<f32x16>(unit.minima + column), row.sums()[at], total);
+          all[m][t] = bits<__m512>(total);
+        }
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 6
     for (int m = 0; m < N; ++m)
-      for (int t = 0; t < 2; ++t) sums[2 * m + t] = bits<i32x16>(all[m][t]);
+#pragma GCC unroll 2
+      for (int t = 0; t < 2; ++t) _mm512_storeu_ps(totals + m * kPairColumns + 16 * t, all[m][t]);
   }
-  static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
+
+  template <bool Minima, typename... Arguments>
+  static void add_as(int n, Arguments&&... given) {
     switch (n) {
-      case 1: return dots_of<1>(panel, quads, rows, first, offset, sums);
-      case 2: return dots_of<2>(panel, quads, rows, first, offset, sums);
-      case 3: return dots_of<3>(panel, quads, rows, first, offset, sums);
-      case 4: return dots_of<4>(panel, quads, rows, first, offset, sums);
-      case 5: return dots_of<5>(panel, quads, rows, first, offset, sums);
-      case 6: return dots_of<6>(panel, quads, rows, first, offset, sums);
-      case 7: return dots_of<7>(panel, quads, rows, first, offset, sums);
-      default: return dots_of<8>(panel, quads, rows, first, offset, sums);
+      case 1: return rows_of<1, Minima>(given...);
+      case 2: return rows_of<2, Minima>(given...);
+      case 3: return rows_of<3, Minima>(given...);
+      case 4: return rows_of<4, Minima>(given...);
+      case 5: return rows_of<5, Minima>(given...);
+      default: return rows_of<kGroup, Minima>(given...);
     }
+  }
+  static void add(const CodeUnit& unit, const Rows& rows, int first, int n, const Ahead& ahead, float* totals) {
+    unit.w.minima ? add_as<true>(n, unit, rows, first, ahead, totals) : add_as<false>(n, unit, rows, first, ahead, totals);
   }
 };
 
