@@ -217,6 +217,30 @@ def test_a_plan_damaged_on_its_way_is_refused_by_all() -> None:
     assert ranks[3].manager.status().epochs == (1, 1) and [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
+@pytest.mark.parametrize("under_way", ["plan", "migration"])
+def test_a_halted_manager_rests_until_its_ranks_recover_and_then_plans_anew(under_way: str) -> None:
+    ranks = world()
+    first = ranks[0].manager
+    while (first._planner.outbox if under_way == "plan" else first._migration) is None:
+        serve(ranks, 1)
+    ranks[1].layers[0].ep.fail(ArithmeticError("a bad forward"))  # as a failed call of a layer reports it
+    with pytest.warns(RebalanceWarning, match="rank 1"):
+        interleave([rank.manager.steps() for rank in ranks])
+    stopped = [rank.manager.status() for rank in ranks]
+    sent = [dict(rank.layers[0].ep.traffic.bytes_by_phase) for rank in ranks]
+    for _ in range(5):
+        interleave([rank.manager.steps() for rank in ranks])
+    for rank, before, phases in zip(ranks, stopped, sent, strict=True):
+        after = rank.manager.status()
+        assert after.state == "halted" and len(before.incidents) == 1 and after.incidents == before.incidents
+        assert dict(rank.layers[0].ep.traffic.bytes_by_phase) == phases, "nothing travels"
+    interleave([rank.layers[0].ep.recover() for rank in ranks])
+    serve(ranks, 40)
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS and ranks[0].epochs[-1] == (1, 1)
+    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+    assert {len(rank.manager.status().incidents) for rank in ranks} == {1} and first.status().state == "watching"
+
+
 def lose(ranks: list[Rank], dead: int) -> list[Rank]:
     """The ranks that are left, in a world of their own."""
     left = [rank for rank in ranks if rank.original_rank != dead]
