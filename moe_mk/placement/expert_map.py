@@ -107,8 +107,7 @@ def edges_of(expert: int, shares: Sequence[float]) -> list[int]:
     for share in shares:
         so_far += share
         edges.append((expert << POINT) + round(so_far / total * (1 << POINT)))
-    last = max(index for index, share in enumerate(shares) if share > 0)
-    return edges[:last] + [(expert + 1) << POINT] * (len(edges) - last)
+    return edges
 
 
 def seen_from(rank: int, shares: Sequence[float], ranks: Sequence[int], num_ranks: int, per_node: int) -> list[float]:

@@ -110,11 +110,10 @@ class BlockedScheme(QuantScheme):
         return values + tall * wide * self.scale_dtype.itemsize + 4 * (self.has_global_scale and rows > 0)
 
     def sides_of(self, q: QuantTensor) -> tuple[int, int]:
-        """The sides of a block in a tensor; WHOLE sides are divided by the number of scales."""
+        """The sides of a block in a tensor; rows of WHOLE are divided by the number of scales."""
         assert q.scales is not None
-        (n, k), (tall, wide) = q.shape[-2:], q.scales.shape[-2:]
-        rows = -(-n // tall) if self.rows == WHOLE and tall else self.rows
-        return max(rows, 1), (-(-k // wide) if self.columns == WHOLE and wide else self.columns)
+        n, tall = q.shape[-2], q.scales.shape[-2]
+        return (max(-(-n // tall), 1) if self.rows == WHOLE and tall else self.rows), self.columns
 
     def spread_scales(self, q: QuantTensor) -> Tensor:
         """The f32 scales, repeated as far as needed to broadcast to the elements."""

@@ -101,6 +101,9 @@ def test_tables_are_overwritten_in_place_or_refused() -> None:
     assert tables.edges_X is edges_X and torch.equal(edges_X, other.edges_X)
     with pytest.raises(ConfigError, match="tables of 6 choices cannot take those of 4"):
         tables.overwrite(ExpertMap.linear(4, 2).tables(CPU))
+    two_of_one = ExpertMap(((0, 1), (2, 0)), 3).tables(CPU)  # four choices as well
+    with pytest.raises(ConfigError, match=r"one choice an expert: True and False\); capture the graph again"):
+        ExpertMap.linear(4, 2).tables(CPU).overwrite(two_of_one)
     turned, straight = ExpertMap(((2, 3), (1, 0)), 4).tables(CPU), ExpertMap.linear(4, 2).tables(CPU)
     assert straight.is_identity and not turned.is_identity
     straight.overwrite(turned)
