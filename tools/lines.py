@@ -42,6 +42,17 @@ def first_lines(root: Path) -> dict[str, int]:
     return dict(zip([file.relative_to(root).as_posix() for file in files] + [""], ends, strict=True))
 
 
+def statement_line(text: str, line: int) -> int | None:
+    """Where the innermost statement that contains a line begins; None outside functions."""
+    inside, found = False, None
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = inside or node.body[0].lineno <= line
+            found = max(found or 0, node.lineno)
+    return found if inside else None
+
+
 def _marked(body: list[ast.stmt], first: int, *, inside: bool) -> list[ast.stmt]:
     """Statements with a mark before each one that is inside a function."""
     marked: list[ast.stmt] = []

@@ -290,8 +290,8 @@ class ExpertMap:
             number[logical[p]] += 1
         # Copies that took nothing while the lost one served share its tokens evenly.
         shares = tuple(old[p] / parts[e] if parts[e := logical[p]] > 0 else 1.0 / number[e] for p in kept)
-        lost = self.lost | {e for e, count in number.items() if count == 0}
-        return ExpertMap(tuple(rows), self.num_experts, shares, frozenset(lost))
+        lost = frozenset(e for e, count in number.items() if count == 0)
+        return ExpertMap(tuple(rows), self.num_experts, shares, lost)
 
     def tables(self, device: torch.device, rank: int | None = None, per_node: int = 1) -> PlacementTables:
         """The placement as small tensors on a device, for routing without a host round trip.

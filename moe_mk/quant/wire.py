@@ -26,8 +26,9 @@ def row_bytes(scheme: QuantScheme, hidden_size: int) -> int:
 def as_bytes(x: Tensor) -> Tensor:
     """(rows, X) as (rows, bytes) uint8: a view, or a copy if the rows are not contiguous."""
     rows, columns = x.shape
-    # Dense and flat first: a last dimension of one may have any stride, and a view as bytes wants it to be 1.
-    return x.contiguous().view(-1).view(torch.uint8).view(rows, columns * x.element_size())
+    # Dense and flat first: dimensions of one may have any stride, and a view as bytes wants the last one to be 1.
+    flat = x.contiguous().view(-1).as_strided((x.numel(),), (1,))
+    return flat.view(torch.uint8).view(rows, columns * x.element_size())
 
 
 def encode_rows(q: QuantTensor) -> Tensor:

@@ -20,6 +20,7 @@ from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.wire import as_bytes
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 from moe_mk.weights.completeness import expect_not_transposed
@@ -301,11 +302,10 @@ def digest(weights: Weights) -> str:
         slot = weights.slot(index)
         for q in (slot.gate_IH, slot.up_IH, slot.down_HI):
             for part in () if q is None else (q.values, q.scales, q.global_scale, q.zeros):
-                total.update(
-                    b"" if part is None else part.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
-                )
+                if part is not None:
+                    total.update(as_bytes(part).cpu().numpy().data)
         for bias in slot.biases.tensors if slot.biases else ():
-            total.update(bias.contiguous().cpu().view(torch.uint8).numpy().data)
+            total.update(as_bytes(bias[None]).cpu().numpy().data)
     return total.hexdigest()
 
 

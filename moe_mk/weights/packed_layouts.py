@@ -30,6 +30,7 @@ from moe_mk.quant import MXFP4, WHOLE, Plain, QuantScheme, QuantTensor
 from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
 from moe_mk.quant.grouped import Grouped
+from moe_mk.quant.wire import as_bytes
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -212,9 +213,9 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix as another integer type. Flat first: a dimension of one may have any stride."""
-    flat = x.contiguous().reshape(-1).view(dtype)
-    return flat.reshape(x.shape[0], x.shape[1] * x.element_size() // dtype.itemsize)
+    """A matrix as another integer type."""
+    octets = as_bytes(x)
+    return octets.view(-1).view(dtype).view(x.shape[0], octets.shape[1] // dtype.itemsize)
 
 
 def _from_interleaved(codes: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def test_the_largest_size_is_divided_as_fast_as_a_small_one() -> None:
 def test_more_experts_than_anybody_asks_for_by_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=rf"num_experts={MOST_EXPERTS + 1} exceeds {MOST_EXPERTS}"):
         LayerSpec(MOST_EXPERTS + 1, 64, 32, BF16)
+    assert LayerSpec(MOST_EXPERTS, 64, 32, BF16).num_experts == MOST_EXPERTS
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])

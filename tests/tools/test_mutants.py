@@ -82,7 +82,7 @@ def kept(values: list[int] | None, limit: int = 3, *, strict: bool = True) -> in
     total = -1 if strict else sum(values[1:])
     assert total < 9
     values.sort()
-    return max(total, 0) * 2
+    return pow(max(total, 0), 2)
 """
 
 
@@ -95,7 +95,7 @@ def test_changes_are_those_of_running_code() -> None:
         "values is None or len(values) > limit -> False", "values is None or len(values) > limit -> True",
         "values is None or len(values) > limit -> (values is None and len(values) > limit)", "strict -> False",
         "strict -> True", "-1 -> (1)", "1 -> 2", "values.sort() -> pass", "max(total, 0) -> (min(total, 0))", "0 -> 1",
-        "max(total, 0) * 2 -> (max(total, 0) // 2)", "2 -> 3", "max(total, 0) -> (max(0, total))",
+        "pow(max(total, 0), 2) -> (pow(2, max(total, 0)))", "2 -> 3",
         "ValueError -> ArithmeticError", 'raise ValueError(f"{limit + 1} values") -> pass',
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ from moe_mk.weights import LayerWeights, MappingSource, SafetensorsSource, inspe
 from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.packed_layouts import Unpacked, pack, packed_shapes, unpack
+from tests.support.strides import restrided
 from tests.weights.one_layer import load_written, wide
 
 EXPERTS, HIDDEN, INNER = 4, 128, 256
@@ -143,6 +144,12 @@ def test_packing_comes_back_bit_for_bit(packing: str, name: str, rows: int, wide
     for one, other in ((back.q.values, q.values), (back.q.zeros, q.zeros)):
         assert (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
     assert torch.equal(back.q.dequantize(torch.float32), q.dequantize(torch.float32))
+    parts = [part for part in (back.q.values, back.q.scales, back.q.zeros) if part is not None]
+    assert all(part.is_contiguous() for part in parts), "kernels read them as they are"
+    for what in tensors:
+        for other in restrided(tensors[what]):
+            again = unpack(packing, scheme, named(tensors | {what: other})).q
+            assert torch.equal(again.dequantize(torch.float32), q.dequantize(torch.float32)), (what, other.stride())
 
 
 def test_what_compressed_tensors_state_about_a_matrix_must_hold() -> None:

@@ -246,6 +246,16 @@ def test_a_shard_that_splits_a_tile_is_refused_with_every_reason() -> None:
         scale_block(Shard(8, 100))
 
 
+def test_a_shard_starts_at_tiles_of_outputs_and_steps_of_inputs_alone() -> None:
+    for output in range(0, 300, 8):
+        for start in range(0, 300, 8):
+            if output % 16 or start % 32:
+                with pytest.raises(UnsupportedError, match="cannot be packed with its block scales"):
+                    scale_block(Shard(output, start))
+            else:
+                assert scale_block(Shard(output, start)) == next(b for b in (128, 64, 32) if start % b == 0)
+
+
 @pytest.mark.parametrize(
     ("sources", "scales", "words"),
     [
