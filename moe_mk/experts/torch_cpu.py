@@ -214,9 +214,9 @@ def decoded_block_rows(weight_nk: QuantTensor, dtype: torch.dtype) -> Iterator[T
     """Decode the rows of blocks in order: values times scale in f32, rounded once."""
     scheme = weight_nk.scheme
     assert isinstance(scheme, Fp8Block) and weight_nk.scales is not None
-    n, k = weight_nk.shape
+    k = weight_nk.shape[1]
     for block_row, scales in enumerate(weight_nk.scales.to(torch.float32)):
-        codes = weight_nk.values[block_row * scheme.rows : min((block_row + 1) * scheme.rows, n)]
+        codes = weight_nk.values[block_row * scheme.rows : (block_row + 1) * scheme.rows]
         # int8 to int16 repeats the sign above the seven bits of the code; shift them into place and drop the repeats.
         bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(E4M3_IN_BF16)
         wide = bits.view(torch.bfloat16).to(torch.float32)

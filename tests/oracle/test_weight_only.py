@@ -12,11 +12,13 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.oracle.base import ORACLES
+from moe_mk.oracle.fallback import added_rounding, in_fp8
 from moe_mk.oracle.formats import select_gguf_moe_backend, select_int_wna16_moe_backend
-from moe_mk.quant import BF16
+from moe_mk.quant import BF16, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
+from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, scheme_of_kind
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.requantise import held_as
 
@@ -66,6 +68,24 @@ def test_a_fallback_states_its_price(quant: str, held: str, memory: float, round
     assert decision.effect.memory == pytest.approx(memory, rel=1e-3)
     assert decision.effect.rounding == pytest.approx(rounding)
     assert f"reads fp8_block, plain weights, the experts are {quant}" in str(decision.passed_over[0])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED, *GGUF) if kind not in PLAIN_KINDS])
+@pytest.mark.parametrize("held", [BF16, weight_scheme((128, 128), ue8m0=True)], ids=lambda s: s.name)
+def test_no_rounding_is_added_exactly_where_every_stored_value_is_one_of_the_new_format(
+    kind: str, held: QuantScheme
+) -> None:
+    stored = scheme_of_kind(kind)
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    before = stored.quantize(x).dequantize(torch.float32)
+    exact = torch.equal(held.quantize(before).dequantize(torch.float32), before)
+    assert added_rounding(stored, held) == (0.0 if exact else held.relative_rms)
+
+
+def test_blocks_of_a_fallback_fit_the_slices_of_tensor_parallel_ranks() -> None:
+    for inner, tp, side in ((768, 1, 128), (192, 1, 128), (384, 2, 64), (768, 4, 64), (768, 2, 128), (160, 2, 16)):
+        asked = Problem(load_config("tiny").with_(moe_intermediate_size=inner, tp=tp), device_profile("cpu"), BF16, 64)
+        assert in_fp8(asked).quant.block == (side, side), (inner, tp)
 
 
 @pytest.mark.usefixtures("only_blocks")

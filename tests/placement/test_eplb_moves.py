@@ -271,6 +271,8 @@ def test_an_old_placement_of_another_shape_is_refused():
         plan(np.ones((2, 8)), Topology(4, 1, 4), old=old)
     with pytest.raises(ShapeError, match=r"names experts 0\.\.7, load has 0\.\.5"):
         plan(np.ones((2, 6)), Topology(4, 1, 3), old=old)
+    with pytest.raises(ShapeError, match=r"names experts 0\.\.7, load has 0\.\.6"):
+        plan(np.ones((2, 7)), Topology(4, 1, 3), old=old)
 
 
 def test_moved_bytes_are_transfers_times_the_size_of_an_expert():

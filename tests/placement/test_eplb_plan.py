@@ -124,3 +124,4 @@ def test_windows_tensors_and_idle_layers_are_welcome():
     assert torch.equal(window, kept)
     assert placed.phy2log.tolist() == plan(load, Topology(8, 2, 10), groups=8).phy2log.tolist()
     assert placed.balance_X[1] == 1.0 and placed.logcnt[1].max() <= 3
+    assert slot_loads(placed, window) == pytest.approx(slot_loads(placed, load)), "windows are added up"

@@ -17,6 +17,9 @@ def test_too_few_slots_name_the_number_that_would_do():
     assert raised.value.next_feasible == 21
     with pytest.raises(InfeasiblePlacement, match=r"min_copies=3 .* there are 2"):
         plan(np.ones((1, 2)), Topology(2, 1, 9), min_copies=3)
+    with pytest.raises(InfeasiblePlacement, match=r"min_copies=4 .* there are 3"):  # a GPU without slots holds none
+        plan(np.ones((1, 4)), Topology(4, 1, (9, 9, 9, 0)), min_copies=4)
+    assert plan(np.ones((1, 4)), Topology(4, 1, (9, 9, 9, 0)), min_copies=3).logcnt.min() >= 3
     with pytest.raises(InfeasiblePlacement, match=r"experts=16 does not divide by groups=3"):
         plan(np.ones((1, 16)), Topology(2, 1, 9), groups=3)
     with pytest.raises(InfeasiblePlacement, match=r"gpus=6 does not divide by nodes=4; the next .* 8"):
