@@ -98,19 +98,64 @@ def test_a_call_that_is_open_ends_with_the_pair_that_it_began_with(twin: Twin) -
 
 
 @pytest.mark.row("N14")
-def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = layers_of(twin, 4, prepare_finalize="all_to_all", experts="reference")
-    tokens = [twin.x_TH[:2]] * 4
+@pytest.mark.parametrize("ep,tp,failed", [(4, 1, 2), (2, 2, 1), (1, 2, 0)])
+def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch, ep: int, tp: int, failed: int
+) -> None:
+    layers = layers_of(twin, ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
+    tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
     def refuse(*_: object, **__: object) -> None:
         raise UnsupportedError("no room on this rank", ["free some"])
 
-    monkeypatch.setattr(layers[2], "stage", refuse)
-    reports = swapped(layers, tokens, prepare_finalize="all_gather")
-    assert [report.failed_ranks for report in reports] == [(2,)] * 4 and not any(report.swapped for report in reports)
-    assert ["no room" in report.reason for report in reports] == [False, False, True, False]
-    assert all(layer.decision.chosen.prepare_finalize == "all_to_all" and layer.epoch == 0 for layer in layers)
-    check_serves(twin, layers, tokens)
+    monkeypatch.setattr(layers[failed], "stage", refuse)
+    reports = swapped(layers, tokens, experts="torch_cpu")
+    assert {report.failed_ranks for report in reports} == {(failed // tp,)}
+    assert not any(report.swapped for report in reports)
+    assert ["no room" in report.reason for report in reports] == [rank == failed for rank in range(ep * tp)]
+    assert all(layer.decision.chosen.name == old and layer.epoch == 0 for layer in layers)
+    for y_TH, x_TH in zip(run_together(layers, tokens), tokens, strict=True):
+        torch.testing.assert_close(y_TH, twin.run(x_TH), atol=LIMIT, rtol=0)
+
+
+@pytest.mark.row("N14")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_listens_and_counts(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], call: int
+) -> None:
+    # The first call is that of the old pair, the second one of the new pair, which serves already.
+    (layer,) = layers_of(twin, 1, experts="reference")
+    heard: list[object] = []
+    layer.on_routing = listener = heard.append
+    layer(twin.x_TH[:3])
+    counted, steps, calls = (layer.expert_load.clone(), layer._tokens[0]), layer.steps, 0
+
+    def failing(*arguments: Tensor) -> Flight[Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error("a handler")
+        return steps(*arguments)
+
+    monkeypatch.setattr(layer, "steps", failing)
+    with pytest.raises(error, match="a handler"):
+        swap_backends(layer, twin.x_TH[:2], experts="torch_cpu")
+    monkeypatch.undo()
+    assert layer.decision.chosen.experts == "reference" and layer.epoch == 0 and layer.on_routing == listener
+    assert torch.equal(layer.expert_load, counted[0]) and layer._tokens[0] == counted[1] == 3
+    check_serves(twin, [layer], [twin.x_TH[:5]])
+    assert len(heard) == 2 and layer._tokens[0] == 8
+
+
+@pytest.mark.row("N14")
+def test_a_limit_of_zero_takes_equal_bits_and_nothing_else(twin: Twin) -> None:
+    (layer,) = layers_of(twin, 1, experts="reference")
+    layer(twin.x_TH[:3])
+    same = swap_backends(layer, twin.x_TH, limit=0.0, experts="reference")
+    assert same.swapped and same.error == 0.0 and layer._tokens[0] == 3
+    other = swap_backends(layer, twin.x_TH, limit=0.0, experts="torch_cpu")
+    assert other.swapped == (other.error == 0.0) and layer._tokens[0] == 3
 
 
 @dataclass
@@ -145,6 +190,7 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: p
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
     assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
     assert all(layer.decision.chosen.prepare_finalize == "all_to_all" and layer.epoch == 0 for layer in layers)
+    assert [layer._tokens[0] for layer in layers] == [len(x_TH) for x_TH in tokens]
     assert heard == [] and all(torch.equal(was, layer.expert_load) for was, layer in zip(loads, layers, strict=True))
     assert all(torch.equal(y_TH, was) for y_TH, was in zip(run_together(layers, tokens), first, strict=True))
     assert len(heard) == 1
