@@ -473,6 +473,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*problems, sep="\n", file=sys.stderr)
             return 1
         if options.check:
+            for entry in equivalent(options.root):
+                if entry["line"] not in (options.root / entry["file"]).read_text(encoding="utf-8"):
+                    print(f"{EQUIVALENT}: {entry['file']} has no line {entry['line']!r} any more; remove the entry")
             print(f"{len(mutants)} mutants of {len({mutant.row for mutant in mutants})} rows apply")
             return 0
         work = [(mutant, tests[mutant.row]) for mutant in chosen(mutants, options.rows, options.sample)]

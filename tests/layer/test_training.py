@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,12 @@ def test_the_bias_of_a_layer_that_trains_follows_the_load_of_all_ranks() -> None
 
     for bias_E in world.together([lambda comm=comm: step(comm) for comm in world.communicators()]):  # type: ignore[misc]
         torch.testing.assert_close(bias_E, 0.01 * (load_E.mean() - load_E).sign())
+    # Choices that found no capacity are of no expert: what is left here is even, so that nothing moves.
+    made = layer(settings)
+    experts = settings.model.num_experts
+    even_TK = torch.stack((torch.full((2 * experts,), -1), torch.arange(2 * experts) % experts), 1).to(torch.int32)
+    made.update_bias(replace(made(tokens()), ids_TK=even_TK), 0.01)
+    assert made.e_score_correction_bias is not None and not made.e_score_correction_bias.any()
     made = layer(config())
     out = made(tokens())
     with pytest.raises(ConfigError, match="has_correction_bias"):
