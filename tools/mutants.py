@@ -69,6 +69,8 @@ NOT_RUN = "not slow and not gpu"
 QUICK = f"{NOT_RUN} and not thorough and not emulated and not network"
 RECORD = Path("build/mutants")
 """Folder of the recordings: which lines each test executes."""
+AT_IMPORT = "tests/architecture/test_defaults"
+"""Tests of what runs at import, of any file."""
 TESTS, TESTS_S = 120, 30.0
 """Tests that judge a change made by machine, and their seconds."""
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -267,6 +269,9 @@ class Record:
             for at, (line, first, end) in enumerate(asked[folder]):
                 if marks[line] if line is not None else marks.find(1, first, end) >= 0:
                     found[at].add(test)
+        at_import = {test for test in self.seconds if test.startswith(AT_IMPORT)}
+        for at, (line, _, _) in enumerate(next(iter(asked.values()))):
+            found[at] |= at_import if line is None else set()
         return [self._chosen(*work) for work in zip(mutants, found, strict=True)]
 
     def _places(self, mutant: Mutant, folder: Path) -> tuple[int | None, int, int]:
@@ -294,7 +299,7 @@ class Record:
         for test in sorted(tests, key=self.seconds.__getitem__):
             function = test.split("[")[0]
             seen[function] += 1
-            is_named, is_of_room = named in test, test.startswith(room)
+            is_named, is_of_room = named in test or test.startswith(AT_IMPORT), test.startswith(room)
             turn = 1 if is_named else seen[function] // 4 if is_of_room else seen[function]
             cases.append((turn, not is_named, not is_of_room, self.seconds[test], test))
         order = [test for *_, test in sorted(cases)]  # all cases of the module's, some of the room's, one of others
