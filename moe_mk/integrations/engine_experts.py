@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
+from moe_mk.experts.base import RoutedCall
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
@@ -150,9 +151,7 @@ class EngineExperts:
         elif self.copied_bytes:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
-        context = kernel.prepare_finalize.context
-        direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
-        self._routed = kernel.experts.fuse_experts(self.weights, context.tables, 0) if direct else None
+        self._routed = direct_call(kernel, self.weights)
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property
@@ -265,6 +264,13 @@ EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
 )
 """(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""
 engine_experts = EXPERTS_OF_ENGINES.call
+
+
+def direct_call(kernel: FusedMoEKernel, weights: Weights) -> RoutedCall | None:
+    """The experts as one call on routed tokens; None where tokens move, are quantised, or the backend has none."""
+    context = kernel.prepare_finalize.context
+    direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
+    return kernel.experts.fuse_experts(weights, context.tables, 0) if direct else None
 
 
 class HeldExperts:

@@ -13,8 +13,9 @@ from transformers.integrations import moe
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
-from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, module_of, plan_of
+from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, held_plan, module_of, plan_of
 from moe_mk.layer.checks import FLOATS
+from moe_mk.layer.moe_layer import is_untraced
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
@@ -33,6 +34,9 @@ def _run(
     module = module_of(number)
     check_tensors(module, tensors)
     plan = plan_of(module, hidden_states.dtype, json.loads(settings))
+    y_TH = plan.direct(hidden_states, topk_ids, topk_weights)
+    if y_TH is not None:
+        return y_TH
     routing = routing_of(topk_ids, topk_weights, plan.facts.num_experts)
     return plan.run(hidden_states.contiguous(), routing)
 
@@ -81,6 +85,12 @@ class ExpertsFunction:
         **kwargs: object,
     ) -> Tensor:
         """(T, H) to (T, H). top_k_weights must be renormalised and scaled; they are not scaled again."""
+        if not (args or kwargs or torch.is_grad_enabled()) and is_untraced(hidden_states):
+            # The operator is for graphs and gradients; with its checks it costs as much as the router.
+            held = held_plan(module, hidden_states.dtype, self.settings)
+            y_TH = held.direct(hidden_states, top_k_index, top_k_weights) if held else None
+            if y_TH is not None:
+                return y_TH
         if torch.compiler.is_compiling():  # no tables while tracing: the number 0 is rejected when the graph runs
             number = getattr(module, NUMBER, 0)
         else:

@@ -26,12 +26,15 @@ from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts, RoutedCall
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
+from moe_mk.integrations.engine_experts import direct_call
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.checks import FLOATS
+from moe_mk.layer.fused_forward import can_be_called, record_as_stages
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.decide import check_pins
@@ -137,6 +140,8 @@ class ModulePlan:
     dtype: torch.dtype
     stamp: Stamp
     settings: tuple[tuple[str, Any], ...]
+    routed: RoutedCall | None
+    """The experts as one native call; None where they run stage by stage."""
 
     @property
     def experts(self) -> str:
@@ -154,6 +159,23 @@ class ModulePlan:
             able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
             return f"lowest cost of {len(able)} eligible" if len(able) > 1 else "the only eligible one"
         return f"the module has {', '.join(self.facts.oddities)}, which no registered backend reads"
+
+    def direct(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """(T, H) to (T, H) in one native call; None where the experts or the arguments need the stages or a check."""
+        if self.routed is None or x_TH.dtype is not self.dtype or x_TH.dim() != 2 or not x_TH.is_cpu:
+            return None
+        if (
+            x_TH.shape[1] != self.facts.hidden_size
+            or weights_TK.dtype not in FLOATS
+            or x_TH.layout is not torch.strided
+        ):
+            return None
+        x_TH, weights_TK = x_TH.contiguous(), weights_TK.to(torch.float32)
+        if not can_be_called(x_TH, ids_TK, weights_TK):
+            return None
+        y_TH = self.routed(x_TH, ids_TK, weights_TK, None, skip=True)
+        record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
+        return y_TH
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
         """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
@@ -196,12 +218,18 @@ def plan_of(
     module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE, *, again: bool = False
 ) -> ModulePlan:
     """The plan of a module, recreated if its tensors, contents, dtype or settings changed, or with `again`."""
-    held, wanted = _plans.get(module), tuple(sorted(settings.items()))
-    same = held and not again and (held.dtype, held.settings, held.ranks) == (dtype, wanted, ranks)
-    if held and same and held.stamp.is_of(tensors_of(module)):
+    held = None if again else held_plan(module, dtype, settings, ranks)
+    if held is not None:
         return held
     _plans[module] = made = make_plan(module, dtype, settings, ranks)
     return made
+
+
+def held_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan | None:
+    """The plan of a module if it has one and nothing that it depends on has changed."""
+    held, wanted = _plans.get(module), tuple(sorted(settings.items()))
+    same = held is not None and (held.dtype, held.settings, held.ranks) == (dtype, wanted, ranks)
+    return held if held is not None and same and held.stamp.is_of(tensors_of(module)) else None
 
 
 def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
@@ -224,8 +252,8 @@ def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
         kernel = FusedMoEKernel(kernel.prepare_finalize, ModuleExperts(kernel.experts.context, module, facts))
     experts: FusedExperts = kernel.experts
     laid_out = experts.relayout(weights_of(module, facts))
-    wanted = tuple(sorted(settings.items()))
-    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, Stamp(tensors_of(module)), wanted)
+    wanted, routed = tuple(sorted(settings.items())), direct_call(kernel, laid_out)
+    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, Stamp(tensors_of(module)), wanted, routed)
 
 
 def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:
