@@ -230,15 +230,16 @@ def config_from_hf(config: PretrainedConfig | dict[str, Any], **overrides: Any) 
 
 
 def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
-    """Compute every block with DeepSeek-V3's structure in a `MoELayer`: gate, routing, routed and shared experts.
+    """Compute every block of a gate, experts and perhaps shared experts in a `MoELayer`, in one call.
 
-    Returns the layers by path. All blocks are checked before any is changed. Router logits are recorded as before.
+    Returns the layers by path. Routing is in f32, also where the block's gate works in bf16. All blocks are checked
+    before any is changed. Router logits are recorded as before.
     Raises UnsupportedError for a model without such blocks, and for blocks with a different result.
     """
     blocks = blocks_of(model)
     if not blocks:
         raise UnsupportedError(
-            f"{type(model).__name__} has no block with DeepSeek-V3's parts",
+            f"{type(model).__name__} has no block of a gate, experts and nothing else but shared experts",
             ["use experts_implementation='moe_mk', which supports the experts of every family"],
         )
     layers, refused = {}, []

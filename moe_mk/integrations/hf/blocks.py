@@ -1,14 +1,17 @@
-"""MoE blocks with DeepSeek-V3's structure in a `MoELayer`: gate, routing, routed and shared experts in one call.
+"""MoE blocks of a gate, experts and perhaps shared experts in a `MoELayer`: one call from the gate to the sum.
 
-The structure of a block is determined by a test: the layer built from its weights must route and compute a random
-batch as the block does; otherwise the block is not patched and is reported.
+What a block computes is determined by a test: the layer built from its weights must route and compute a random batch
+as the block does; otherwise the block is not patched and is reported. Gates are compared in f32, the precision in which
+the layer routes: a gate that computes its logits in bf16 selects other experts for a few percent of tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,27 +23,71 @@ from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
 from moe_mk.layer import MoELayer
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of, experts_error
+from moe_mk.router.router import Router
 from moe_mk.shapes import expect_dense
+from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.stamp import Stamp
 
-GATE = ("weight", "e_score_correction_bias", "top_k", "routed_scaling_factor", "topk_group", "norm_topk_prob")
+BIAS = "e_score_correction_bias"
+GATES = ("gate", "router")
+"""Names of a block's gate."""
+SHARED = ("gate", "up", "down")
+"""Projections of shared experts."""
 PROBES = 48
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a block. Not the block itself, which would create a reference cycle."""
+
+    gate: nn.Module
+    experts: nn.Module
+    shared_experts: nn.Module | None
+    buffers: dict[str, Tensor | None]
+    """The block's own, in which MiniMax-M2 holds the bias and passes it to its gate."""
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """The bias of the selection, if any."""
+        held = getattr(self.gate, BIAS, None)
+        return held if isinstance(held, Tensor) else self.buffers.get(BIAS)
+
+    def gate_arguments(self) -> tuple[Tensor, ...]:
+        """What the block passes to its gate besides the tokens."""
+        held = self.buffers.get(BIAS)
+        return () if held is None else (held,)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the layer was loaded from."""
+        held = [part for part in (self.gate, self.shared_experts) if part is not None]
+        return [
+            *tensors_of(self.experts),
+            *(tensor for part in held for tensor in (*part.parameters(), *part.buffers())),
+            *self.gate_arguments(),
+        ]
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The MoE blocks by path that have the parts of DeepSeek-V3's."""
-    return {path: block for path, block in model.named_modules() if _has_parts(block)}
+    """The MoE blocks by path that have the parts of a layer, and no others."""
+    return {path: block for path, block in model.named_modules() if parts_of(block) is not None}
 
 
-def _has_parts(block: nn.Module) -> bool:
-    gate, experts, shared = (getattr(block, name, None) for name in ("gate", "experts", "shared_experts"))
-    return (
-        isinstance(experts, nn.Module)
-        and is_experts(experts)
-        and all(hasattr(gate, name) for name in GATE)
-        and (shared is None or all(hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down")))
-    )
+def parts_of(block: nn.Module) -> Parts | None:
+    """The parts of a MoE block; None for other modules, and for blocks with further weights of their own."""
+    gate = next((getattr(block, name) for name in GATES if hasattr(block, name)), None)
+    experts, shared = getattr(block, "experts", None), getattr(block, "shared_experts", None)
+    if not isinstance(gate, nn.Module) or not isinstance(experts, nn.Module) or not is_experts(experts):
+        return None
+    weight, known = getattr(gate, "weight", None), (gate, experts, shared)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not hasattr(gate, "top_k"):
+        return None
+    others = [child for child in block.children() if child not in known and next(child.parameters(), None) is not None]
+    if others or block._parameters or set(block._buffers) - {BIAS}:
+        return None
+    if shared is not None and not all(hasattr(shared, f"{name}_proj") for name in SHARED):
+        return None
+    return Parts(gate, experts, shared, block._buffers)
 
 
 @torch.no_grad()
@@ -49,15 +96,15 @@ def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELay
 
     Raises UnsupportedError if the two differ on a random batch.
     """
-    experts, gate = block.experts, block.gate
-    assert isinstance(experts, nn.Module) and isinstance(gate, nn.Module)
-    facts = facts_of(experts)
+    parts = parts_of(block)
+    assert parts is not None
+    facts = facts_of(parts.experts)
     if not facts.canonical:
         raise UnsupportedError(f"{path} ({type(block).__name__})", [f"its experts have {', '.join(facts.oddities)}"])
-    config = MoEConfig.parse(_settings(block, facts), path).with_(**settings)
-    layer = MoELayer(config, device=facts.device, dtype=dtype_of(gate, facts), name=path)
-    layer.load_weights(named_weights(block, facts))
-    _must_agree(path, block, layer)
+    config = MoEConfig.parse(_settings(type(block).__name__, parts, facts), path).with_(**settings)
+    layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path)
+    layer.load_weights(named_weights(parts, facts))
+    _must_agree(path, block, parts, layer)
     return layer
 
 
@@ -68,15 +115,14 @@ def dtype_of(gate: nn.Module, facts: ModuleFacts) -> torch.dtype:
     return facts.scheme.dtype  # type: ignore[attr-defined, no-any-return]
 
 
-def _settings(block: nn.Module, facts: ModuleFacts) -> dict[str, Any]:
-    gate: Any = block.gate
-    shared: Any = getattr(block, "shared_experts", None)
+def _settings(name: str, parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
+    shared: Any = parts.shared_experts
     quant: dict[str, Any] = {"weights": facts.scheme.name}
     if facts.scheme.block is not None:
         scale = "ue8m0" if "ue8m0" in facts.scheme.name else "float32"
         quant = {"weights": "fp8_block", "block": facts.scheme.block, "scale": scale}
     model = {
-        "name": type(block).__name__,
+        "name": name,
         "hidden_size": facts.hidden_size,
         "moe_intermediate_size": facts.intermediate_size,
         "num_experts": facts.num_experts,
@@ -85,27 +131,37 @@ def _settings(block: nn.Module, facts: ModuleFacts) -> dict[str, Any]:
         "activation": facts.activation,
         "quant": quant,
     }
-    router = {
+    return {"model": model, "router": _router_settings(parts, facts)}
+
+
+def _router_settings(parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
+    """The first settings that route random logits as the gate does; those of DeepSeek-V3 if none does."""
+    gate: Any = parts.gate
+    common: dict[str, Any] = {
         "top_k": gate.top_k,
-        "scoring_func": "sigmoid",
         "num_expert_group": getattr(gate, "num_group", None) or getattr(gate, "n_group", None) or 1,
-        "topk_group": gate.topk_group or 1,
-        "has_correction_bias": True,
-        "renormalize": bool(gate.norm_topk_prob),
-        "routed_scaling_factor": float(gate.routed_scaling_factor),
+        "topk_group": getattr(gate, "topk_group", None) or 1,
+        "routed_scaling_factor": float(getattr(gate, "routed_scaling_factor", None) or 1.0),
     }
-    return {"model": model, "router": router}
+    x_TH, bias_E = _probe(facts.hidden_size, facts.device), parts.bias_E
+    theirs, logits_TE = _route_in_f32(parts, x_TH), x_TH @ gate.weight.float().T
+    pairs = product(("sigmoid", "softmax"), (True, False))
+    found = [common | {"scoring_func": scoring, "renormalize": renormalize} for scoring, renormalize in pairs]
+    agrees = (each for each in found if not _routing_reasons(Router(**each)(logits_TE, bias_E), theirs))
+    return next(agrees, found[0]) | {"has_correction_bias": bias_E is not None}
 
 
-def named_weights(block: Any, facts: ModuleFacts) -> dict[str, Tensor]:
-    """The tensors of a block, or of its parts, under the official names of a checkpoint, as views."""
-    gate: Any = block.gate
-    shared: Any = getattr(block, "shared_experts", None)
-    named = {"gate.weight": gate.weight.detach(), "gate.e_score_correction_bias": gate.e_score_correction_bias.detach()}
-    weights = weights_of(block.experts, facts)
+def named_weights(parts: Parts, facts: ModuleFacts) -> dict[str, Tensor]:
+    """The tensors of a block's parts under the official names of a checkpoint, as views."""
+    gate: Any = parts.gate
+    shared: Any = parts.shared_experts
+    named = {"gate.weight": gate.weight.detach()}
+    if parts.bias_E is not None:
+        named[f"gate.{BIAS}"] = parts.bias_E.detach()
+    weights = weights_of(parts.experts, facts)
     for expert in range(facts.num_experts):
         named |= _mlp(f"experts.{expert}", weights.slot(expert))
-    for projection in ("gate", "up", "down") if shared is not None else ():
+    for projection in SHARED if shared is not None else ():
         linear = getattr(shared, f"{projection}_proj")
         if hasattr(linear, "base_layer"):
             raise UnsupportedError(f"{projection}_proj of the shared experts is a {type(linear).__name__}", [LORA])
@@ -125,33 +181,49 @@ def _mlp(prefix: str, slot: SlotWeights) -> dict[str, Tensor]:
     return named
 
 
-def _must_agree(path: str, block: nn.Module, layer: MoELayer) -> None:
-    """Raise UnsupportedError unless block and layer route a batch alike, and compute it within the formats' limits."""
+def _probe(hidden: int, device: torch.device) -> Tensor:
     draw = torch.Generator("cpu").manual_seed(5)
-    shape = (PROBES, layer.config.model.hidden_size)
-    x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(layer.device, layer.dtype)
-    gate: Any = block.gate
-    _, weights_TK, ids_TK = gate.forward(x_TH)  # not gate(): hooks must only see the tokens of the model
-    ours = layer.route(x_TH)
-    reasons = []
-    same_T = (ours.ids_TK.sort(dim=1).values == ids_TK.sort(dim=1).values).all(dim=1)
+    return torch.randn((PROBES, hidden), generator=draw, dtype=torch.float32, device="cpu").to(device)
+
+
+def _route_in_f32(parts: Parts, x_TH: Tensor) -> Routing:
+    """Routing of a copy of the gate in f32. Its hooks do not run: they must only see the tokens of the model."""
+    gate = copy.copy(parts.gate)
+    for kind in ("_parameters", "_buffers"):
+        held = vars(parts.gate)[kind]
+        vars(gate)[kind] = {name: None if each is None else each.detach().float() for name, each in held.items()}
+    _, weights_TK, ids_TK = gate.forward(x_TH.float(), *parts.gate_arguments())
+    return Routing(ids_TK, weights_TK)
+
+
+def _routing_reasons(ours: Routing, theirs: Routing) -> list[str]:
+    """What is different in the routing of the probes."""
+    (our_ids, our_order), (ids, order) = ours.ids_TK.long().sort(dim=1), theirs.ids_TK.long().sort(dim=1)
+    same_T = (our_ids == ids).all(dim=1)
     if not bool(same_T.all()):
-        reasons.append(f"its gate selects other experts for {int((~same_T).sum())} of {PROBES} tokens")
-    elif not torch.allclose(ours.weights_TK.sum(dim=1), weights_TK.float().sum(dim=1), rtol=1e-5):
-        reasons.append("its gate gives other weights")
-    else:
-        reasons += _differences(block, layer, x_TH)
+        return [f"its gate selects other experts for {int((~same_T).sum())} of {PROBES} tokens"]
+    weights = ours.weights_TK.gather(1, our_order), theirs.weights_TK.float().gather(1, order)
+    return [] if torch.allclose(*weights, rtol=1e-4, atol=1e-6) else ["its gate gives other weights"]
+
+
+def _must_agree(path: str, block: nn.Module, parts: Parts, layer: MoELayer) -> None:
+    """Raise UnsupportedError unless block and layer route a batch alike, and compute it within the formats' limits."""
+    x_TH = _probe(layer.config.model.hidden_size, layer.device).to(layer.dtype)
+    ours = layer.route(x_TH)
+    reasons = _routing_reasons(ours, _route_in_f32(parts, x_TH)) or _differences(block, parts, layer, x_TH, ours)
     layer.reset_expert_load()
     if reasons:
-        raise UnsupportedError(f"{path} ({type(block).__name__}) is not DeepSeek-V3's block", reasons)
+        raise UnsupportedError(f"{path} ({type(block).__name__}) cannot be computed by a MoELayer", reasons)
 
 
-def _differences(block: nn.Module, layer: MoELayer, x_TH: Tensor) -> list[str]:
-    shared: Any = getattr(block, "shared_experts", None)
-    gate: Any = block.gate
-    experts: Any = block.experts
-    _, weights_TK, ids_TK = gate.forward(x_TH)
-    expected = experts(x_TH, ids_TK, weights_TK).float() + (0 if shared is None else shared(x_TH).float())
+def _differences(block: nn.Module, parts: Parts, layer: MoELayer, x_TH: Tensor, routing: Routing) -> list[str]:
+    routed, twin = (None, routing.weights_TK, routing.ids_TK.long()), copy.copy(block)
+    gates = {name: (lambda *_: routed) if child is parts.gate else child for name, child in block._modules.items()}
+    vars(twin)["_modules"] = gates  # the block on this routing: its gate may round in another way
+    expected = twin.forward(x_TH[None])
+    if not isinstance(expected, Tensor) or expected.numel() != x_TH.numel():
+        return ["it does not return one tensor of the tokens' shape"]
+    expected = expected.view(x_TH.shape).float()
     error = float((layer(x_TH).float() - expected).norm() / expected.norm())
     problem = layer.decision.problem
     # Both round: the block as defined by the checkpoint, the layer as decided.
@@ -164,23 +236,6 @@ LAYER = "_moe_mk_layer"
 AGAIN = "call unpatch_blocks(model), then patch_blocks(model)"
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a block. Not the block itself, which would create a reference cycle."""
-
-    gate: nn.Module
-    experts: nn.Module
-    shared_experts: nn.Module | None
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors that the layer was loaded from."""
-        held = [part for part in (self.gate, self.shared_experts) if part is not None]
-        return [
-            *tensors_of(self.experts),
-            *(tensor for part in held for tensor in (*part.parameters(), *part.buffers())),
-        ]
-
-
 class PatchedForward:
     """The forward of a patched block.
 
@@ -190,10 +245,10 @@ class PatchedForward:
     """
 
     def __init__(self, block: nn.Module, layer: MoELayer) -> None:
-        gate, experts, shared = block.gate, block.experts, getattr(block, "shared_experts", None)
-        assert isinstance(gate, nn.Module) and isinstance(experts, nn.Module)
-        self.parts, self.layer = Parts(gate, experts, shared), layer
-        self.facts, self.stamp = facts_of(experts), Stamp(self.parts.tensors())
+        parts = parts_of(block)
+        assert parts is not None
+        self.parts, self.layer = parts, layer
+        self.facts, self.stamp = facts_of(parts.experts), Stamp(parts.tensors())
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """(..., H) to (..., H), shared experts included."""
@@ -201,7 +256,7 @@ class PatchedForward:
             self._follow()
             self._must_read(hidden_states)
         if self.parts.gate._forward_hooks:  # transformers records router logits by hooks on the gate
-            self.parts.gate(hidden_states)
+            self.parts.gate(hidden_states, *self.parts.gate_arguments())
         y_TH: Tensor = self.layer(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return y_TH.view(hidden_states.shape)
 

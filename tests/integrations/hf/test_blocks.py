@@ -80,16 +80,28 @@ def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
     own = gate.forward
     gate.forward = lambda x: (lambda out: (out[0], out[1], (out[2] + 1) % 8))(own(x))
     wanted = logits(model, ids)
-    with pytest.raises(
-        UnsupportedError, match=r"layers\.2\.mlp.*not DeepSeek-V3's block.*selects other experts for 48"
-    ):
+    with pytest.raises(UnsupportedError, match=r"layers\.2\.mlp.*computed by a MoELayer.*selects other experts for 48"):
         patch_blocks(model)
     assert torch.equal(logits(model, ids), wanted), "nothing was patched"
     gate.forward = lambda x: (lambda out: (out[0], out[1] * 1.01, out[2]))(own(x))
     with pytest.raises(UnsupportedError, match=r"its gate gives other weights"):
         patch_blocks(model)
-    with pytest.raises(UnsupportedError, match=r"has no block with DeepSeek-V3's parts"):
-        patch_blocks(family("mixtral"))
+    with pytest.raises(UnsupportedError, match=r"has no block of a gate, experts and nothing else"):
+        patch_blocks(family("qwen2_moe"))  # its shared expert has a gate
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "glm4_moe", "minimax", "minimax_m2", "granitemoe", "ernie4_5_moe", "olmoe"]
+)
+def test_blocks_of_other_families_are_patched_whole(name: str) -> None:
+    model, ids = family(name), prompt()
+    for buffer in (b for path, b in model.named_buffers() if path.endswith("e_score_correction_bias")):
+        buffer.normal_(0.0, 0.3)
+    wanted, expected = logits(model, ids), generate(model, ids)
+    layers = patch_blocks(model)
+    assert layers and generate(model, ids) == expected
+    assert relative(logits(model, ids), wanted) < 1e-5
+    assert all(int(layer.expert_load.sum()) for layer in layers.values())
 
 
 @pytest.mark.thorough
