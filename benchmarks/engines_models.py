@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,24 @@ MODELS: dict[str, dict[str, Any]] = {
 """Settings of the official config.json files that differ from the defaults of transformers."""
 
 
-def write_model(name: str, layers: int, kind: str, under: Path) -> Path:
-    """Write the first layers of a model, unless it is there; returns its folder."""
+def write_model(name: str, layers: int, kind: str, under: Path, llama: Path | None = None) -> Path:
+    """Write the first layers of a model, unless they are there; returns its folder, or its file for q4_k.
+
+    kind: bf16, fp8, int4 or q4_k. llama: the interpreter with llama-cpp-python, which quantises to q4_k.
+    """
     folder = under / f"{name}-{layers}-{kind}"
+    made = folder / "model.gguf" if kind == "q4_k" else folder
     if (folder / "complete").exists():
-        return folder
+        return made
     shutil.rmtree(folder, ignore_errors=True)
     if kind == "bf16":
         _write_plain(name, layers, folder)
+    elif kind == "q4_k":
+        _write_gguf(write_model(name, layers, "bf16", under), made, llama)
     else:
         _quantise(write_model(name, layers, "bf16", under), folder, kind)
     (folder / "complete").touch()
-    return folder
+    return made
 
 
 def _write_plain(name: str, layers: int, folder: Path) -> None:
@@ -63,7 +70,8 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cpu"), _no_init():
-            model = AutoModelForCausalLM.from_config(config)
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(config)
     finally:
         torch.set_default_dtype(before)
     torch.manual_seed(0)
@@ -136,3 +144,76 @@ def _int4(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
         packed |= codes[:, :, at] << shifts[at]
     shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
     return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
+Q4_K_S = 14
+"""LLAMA_FTYPE_MOSTLY_Q4_K_S."""
+QUANTISE = """
+import sys, llama_cpp as ll
+settings = ll.llama_model_quantize_default_params()
+settings.ftype, settings.pure = int(sys.argv[3]), True
+sys.exit(ll.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), settings))
+"""
+
+
+def _write_gguf(source: Path, file: Path, llama: Path | None) -> None:
+    """Write a Qwen3-MoE in bf16 under llama.cpp's names, and let llama.cpp quantise it."""
+    from safetensors import safe_open
+
+    from moe_mk.external.gguf_file import GgufTensor, write_gguf
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if llama is None or config["model_type"] != "qwen3_moe":
+        raise ValueError("q4_k needs --llama, and is written for qwen3-30b-a3b only")
+    index = json.loads((source / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+
+    def read(name: str) -> Tensor:
+        with safe_open(source / index[name], "pt") as held:
+            found: Tensor = held.get_tensor(name)
+            return found
+
+    def entry(spelled: str, names: list[str], kind: str) -> GgufTensor:
+        def data() -> Any:
+            each = torch.stack([read(name) for name in names]) if len(names) > 1 else read(names[0])
+            each = each.float() if kind == "F32" else each
+            return each.contiguous().view(torch.uint8).numpy()
+
+        sizes = read(names[0]).shape
+        stacked = (len(names),) if len(names) > 1 else ()
+        shape = (*stacked, *sizes[:-1], sizes[-1] * (4 if kind == "F32" else 2))
+        return GgufTensor(f"{spelled}.weight", kind, tuple(shape), data)
+
+    tensors, experts = [], config["num_experts"]
+    for name in sorted(index):
+        stem = name.removesuffix(".weight")
+        if stem in GGUF_NAMES:
+            tensors.append(entry(GGUF_NAMES[stem], [name], "F32" if "norm" in stem else "BF16"))
+        elif ".experts." not in name:
+            _, _, layer, local = stem.split(".", 3)
+            wide = "norm" in local or local == "mlp.gate"
+            tensors.append(entry(f"blk.{layer}.{GGUF_NAMES[local]}", [name], "F32" if wide else "BF16"))
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("gate", "up", "down"):
+            names = [f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight" for e in range(experts)]
+            tensors.append(entry(f"blk.{layer}.ffn_{part}_exps", names, "BF16"))
+    sizes = {
+        "block_count": config["num_hidden_layers"], "context_length": 4096, "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"], "expert_count": experts,
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_used_count": config["num_experts_per_tok"], "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"], "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6, "vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    metadata: dict[str, Any] = {f"qwen3moe.{key}": value for key, value in sizes.items()}
+    file.parent.mkdir(parents=True)
+    wide = file.with_name("bf16.gguf")
+    write_gguf(wide, "qwen3moe", metadata | {"tokenizer.ggml.model": "none"}, tensors)
+    subprocess.run([llama, "-c", QUANTISE, wide, file, str(Q4_K_S)], check=True, capture_output=True)
+    wide.unlink()
