@@ -153,7 +153,7 @@ def serve(name: str, folder: Path) -> None:
     os.environ["GOMP_CPU_AFFINITY"] = f"0-{(os.cpu_count() or 1) - 1}"
     begin = time.perf_counter()
     generate, version = ENGINES[engine_of(name)](name, folder)
-    facts = {"version": version, "threads": str(os.cpu_count()), "load_s": time.perf_counter() - begin}
+    facts = {"version": version, "threads": str(os.cpu_count()), "load_s": round(time.perf_counter() - begin, 1)}
     if engine_of(name) != "llama.cpp":
         import torch
 
@@ -233,7 +233,7 @@ def run_in_turn(options: argparse.Namespace, found: dict[str, Any]) -> None:
             for _ in range(options.repeats):
                 for case in CASES:
                     for each in running:
-                        found[each.name]["seconds"][case].append(each.seconds(case))
+                        found[each.name]["seconds"][case].append(round(each.seconds(case), 4))
                 for each in running:
                     facts = found[each.name]
                     middle = {case: rate(case, median(times)) for case, times in facts["seconds"].items()}
