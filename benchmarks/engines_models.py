@@ -58,7 +58,7 @@ def write_model(name: str, layers: int, kind: str, under: Path, llama: Path | No
 
 
 def _write_plain(name: str, layers: int, folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
     settings = dict(MODELS[name])
     whole = settings["num_hidden_layers"]
@@ -69,7 +69,7 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cpu"), _no_init():
+        with torch.device("cpu"), initialization.no_init_weights():
             make: Any = AutoModelForCausalLM.from_config
             model = make(config)
     finally:
@@ -79,12 +79,6 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.uniform_(-0.03, 0.03) if parameter.ndim > 1 else parameter.fill_(1.0)
     model.save_pretrained(folder, max_shard_size="1GB")
-
-
-def _no_init() -> Any:
-    from transformers import initialization
-
-    return initialization.no_init_weights()
 
 
 def _quantise(source: Path, folder: Path, kind: str) -> None:
