@@ -183,7 +183,7 @@ def _write_gguf(source: Path, file: Path, llama: Path | None) -> None:
         shape = (*stacked, *sizes[:-1], sizes[-1] * (4 if kind == "F32" else 2))
         return GgufTensor(f"{spelled}.weight", kind, tuple(shape), data)
 
-    tensors, experts = [], config["num_experts"]
+    tensors, experts = [], config.get("num_experts") or config["num_local_experts"]
     for name in sorted(index):
         stem = name.removesuffix(".weight")
         if stem in GGUF_NAMES:
