@@ -37,6 +37,8 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, base: type, group: str = "") -> None:
         self.kind, self.base, self.group = kind, base, group
         self.broken: dict[str, str] = {}
+        self.modules: list[str] = []
+        """Those of the built-in entries."""
         self._entries: dict[str, T | str] = {}
         """By name; the module of a built-in one that has not been asked for."""
         self._imported: dict[str, T] = {}
@@ -48,6 +50,7 @@ class Registry(Generic[T]):
         """Declare built-in entries in the order in which they are listed: module -> names, separated by spaces."""
         self._origin |= {name: module for module, names in modules.items() for name in names.split()}
         self._entries |= self._origin
+        self.modules += modules
 
     def register(self, name: str, origin: str = "") -> Callable[[T], T]:
         """Add a class under a name; a second registration and a wrong signature raise ConfigError."""

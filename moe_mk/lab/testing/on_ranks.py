@@ -44,7 +44,10 @@ from moe_mk.trace.clock import now
 
 R = TypeVar("R")
 
-PRELOADED = (__name__, "moe_mk.layer", "moe_mk.rebalance", "torch.distributed", "safetensors.torch", "yaml")
+PRELOADED = (
+    __name__, "moe_mk.layer", "moe_mk.rebalance", *EXPERTS.modules, *PREPARE_FINALIZE.modules, "torch.distributed",
+    "safetensors.torch", "yaml",
+)  # fmt: skip
 """Modules imported once for all worlds of a process."""
 ROOT = Path(__file__).parents[3]
 """The folder of this package, from which the server of the worlds imports it."""
