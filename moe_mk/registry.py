@@ -48,8 +48,9 @@ class Registry(Generic[T]):
 
     def builtin(self, modules: Mapping[str, str]) -> None:
         """Declare built-in entries in the order in which they are listed: module -> names, separated by spaces."""
-        self._origin |= {name: module for module, names in modules.items() for name in names.split()}
-        self._entries |= self._origin
+        named = {name: module for module, names in modules.items() for name in names.split()}
+        self._entries |= named
+        self._origin |= named
         self.modules += modules
 
     def register(self, name: str, origin: str = "") -> Callable[[T], T]:
@@ -57,7 +58,7 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             where = origin or entry.__module__
-            if self._entries.get(name, entry.__module__) != entry.__module__:
+            if name in self._entries and self._entries[name] != getattr(entry, "__module__", ""):
                 raise ConfigError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {where}")
             try:
                 problems = contract_problems(entry, self.base)

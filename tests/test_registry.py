@@ -96,6 +96,18 @@ def test_did_you_mean_without_anything_near() -> None:
     assert did_you_mean("top_kk", ("top_k", "ep")) == "; did you mean 'top_k'? (known: ep, top_k)"
 
 
+def test_a_built_in_entry_is_listed_without_an_import_and_its_name_is_taken() -> None:
+    known = registry()
+    before = list(known)
+    known.builtin({"moe_mk.no_such_module": "later last"})
+    assert list(known) == [*before, "later", "last"] and "later" in known
+    assert known.origin("later") == "moe_mk.no_such_module" and known["all_gather"] is Good
+    with pytest.raises(ConfigError, match=rf"'last' is registered twice: by moe_mk.no_such_module and by {__name__}"):
+        known.register("last")(Good)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        known["later"]
+
+
 def test_a_second_registration_names_both_modules() -> None:
     known = registry()
     with pytest.raises(ConfigError, match=rf"'all_gather' is registered twice: by {__name__} and by other.wheel"):
