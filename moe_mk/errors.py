@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import TracebackType
+from typing import TypeVar
 
 from moe_mk.text import terminal_width, wrapped
 
@@ -106,6 +108,42 @@ def _comm_error(
     message: str, rank: int, phase: str, layer: str, peer: int | None, on_all_ranks: bool = False
 ) -> CommError:
     return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer, on_all_ranks=on_all_ranks)
+
+
+E = TypeVar("E", bound=BaseException)
+
+# Python calls signal handlers between two instructions of any code. What they raise is no error of that code.
+
+
+def unless_signalled(*kinds: type[E]) -> tuple[type[E], ...]:
+    """For an except clause: these kinds, or none of them where a signal handler has raised the exception."""
+    return () if _is_of_handler(sys.exception()) else kinds
+
+
+class Suppress:
+    """A context that ends without exceptions of some kinds, unless a signal handler has raised them."""
+
+    __slots__ = ("_kinds",)
+
+    def __init__(self, *kinds: type[BaseException]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        return isinstance(error, self._kinds) and not _is_of_handler(error)
+
+
+def _is_of_handler(error: BaseException | None) -> bool:
+    """Whether a frame of the traceback was given the frame that called it, as handlers are: signum, frame."""
+    at = None if error is None else error.__traceback__
+    while at is not None and at.tb_next is not None:
+        for value in at.tb_next.tb_frame.f_locals.values():
+            if any(each is at.tb_frame for each in (value if isinstance(value, tuple) else (value,))):
+                return True
+        at = at.tb_next
+    return False
 
 
 class MoEMKWarning(UserWarning):

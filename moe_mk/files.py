@@ -28,6 +28,8 @@ from typing import Any
 
 import yaml
 
+from moe_mk.errors import unless_signalled
+
 MIB = 1 << 20
 YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 4 * MIB, 64 * MIB, 16 * MIB, 16 * MIB
 NO_HEADER = 1 << 40
@@ -110,7 +112,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(problem.errno, problem.strerror, str(path)) from problem
         written = temporary.stat().st_size if temporary.exists() else 0

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_dtype
-from moe_mk.comm.failure import Failure, GroupStatus, is_of_group
+from moe_mk.comm.failure import Failure, GroupStatus
 from moe_mk.comm.header import EAGER_BYTES, Arrival, Envelope
 from moe_mk.comm.messages import Caller, GroupMessages
-from moe_mk.errors import CommError, ConfigError
+from moe_mk.errors import CommError, ConfigError, unless_signalled
 from moe_mk.flight import Flight, InFlight
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -292,9 +292,7 @@ class DistributedCommunicator(Communicator):
                 work = post()
                 yield InFlight(phase)
                 work.wait()
-            except RuntimeError as problem:
-                if not is_of_group(problem):
-                    raise
+            except unless_signalled(RuntimeError) as problem:
                 raise self._error(problem, phase) from problem
 
     def _error(self, problem: RuntimeError, phase: str) -> CommError:

@@ -50,33 +50,6 @@ class Failure:
         return cls(describe(error), rank, here=True)
 
 
-GROUP_CODE = "moe_mk.comm.", "torch.distributed."
-
-
-def is_of_group(error: BaseException) -> bool:
-    """Whether a RuntimeError caught around calls into a process group was raised by them.
-
-    Python runs signal handlers between two instructions of such a wait. What a handler raises has its frame innermost
-    in the traceback, and is no error of a connection: no peer is to blame for it.
-    """
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return at is None or f"{at.tb_frame.f_globals.get('__name__', '')}.".startswith(GROUP_CODE)
-
-
-class SuppressGroupErrors:
-    """A context that ends without the RuntimeError of a process group; see `is_of_group`."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
-        return isinstance(error, RuntimeError) and is_of_group(error)
-
-
 def describe(error: BaseException) -> str:
     """An exception on one line, its type included, whether or not it has a message: `MemoryError()` has none."""
     text = _one_line(str(error))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.symmetric.flags import Process
+from moe_mk.errors import unless_signalled
 
 HEADER_BYTES = 256
 MAGIC = b"moe-mk 1"
@@ -192,7 +193,7 @@ def host_number() -> int:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
+    except unless_signalled(OSError):
         return 0
     return int.from_bytes(hashlib.sha256(boot).digest()[:8], "big") >> 1
 

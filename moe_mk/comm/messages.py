@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import RECOVERED, REPORTED, Exclusive, Failure, GroupStatus, SuppressGroupErrors, is_of_group
+from moe_mk.comm.failure import RECOVERED, REPORTED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
     ANY,
@@ -61,7 +61,7 @@ from moe_mk.comm.header import (
     row_tag,
 )  # fmt: skip
 from moe_mk.comm.symmetric.flags import Process
-from moe_mk.errors import CommError
+from moe_mk.errors import CommError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
 from moe_mk.trace.clock import now
 
@@ -305,7 +305,7 @@ class GroupMessages:
         try:
             for peer in self._peers:
                 sends.append((peer, self._post_message("send", mine.message(), peer, RECOVERY_TAG)))
-        except RuntimeError as problem:
+        except unless_signalled(RuntimeError) as problem:
             raise self._lost(caller, phase, peer, problem) from problem
         yield InFlight(phase)
         theirs = {peer: self._read(caller, phase, peer, receive) for peer, receive in receives.items()}
@@ -380,7 +380,7 @@ class GroupMessages:
                     works.append((peer, self._post_message("send", rows, peer, row_tag(self._epoch, call, rows))))
                 message = header.message(rows if is_eager else None)
                 self._sent[peer].append(self._post_message("send", message, peer, header_tag(self._epoch)))
-        except RuntimeError as problem:
+        except unless_signalled(RuntimeError) as problem:
             self._unfinished += [works, outgoing, incoming]
             raise self._lost(caller, phase, peer, problem) from problem
         self._open[call] = True
@@ -457,7 +457,7 @@ class GroupMessages:
             for peer, envelope in outgoing.items():
                 headers.write(envelope, call, awaited[peer])
                 self._sent[peer].append(self._post_message("send", envelope.message(), peer, tag))
-        except RuntimeError as problem:
+        except unless_signalled(RuntimeError) as problem:
             self._unfinished.append(outgoing)
             raise self._lost(caller, phase, peer, problem) from problem
         self._open[call] = True
@@ -572,7 +572,7 @@ class GroupMessages:
             self._awake.set()
         try:
             work.wait(timedelta(seconds=caller.timeout_s + GRACE_S))
-        except RuntimeError as problem:
+        except unless_signalled(RuntimeError) as problem:
             raise self._lost(caller, phase, peer, problem, late=now() > wait.late_at) from problem
         finally:
             self._wait = None
@@ -590,12 +590,7 @@ class GroupMessages:
     # Whoever is to blame when connections end.
 
     def _lost(self, caller: Caller, phase: str, peer: int, problem: RuntimeError, *, late: bool = False) -> CommError:
-        """Name the rank that caused the end of a wait, which need not be the one that was awaited.
-
-        Raises what a signal handler has raised meanwhile, see `is_of_group`.
-        """
-        if not is_of_group(problem):
-            raise problem
+        """Name the rank that caused the end of a wait, which need not be the one that was awaited."""
         gone = self._ended_processes(0.0 if late else CLOSING_S)
         if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
@@ -668,9 +663,7 @@ class GroupMessages:
         """Await a message; an error is kept for whoever waits for it, because some messages are never needed."""
         try:
             return self._post_message("recv", tensor, peer, tag)
-        except RuntimeError as problem:
-            if not is_of_group(problem):
-                raise
+        except unless_signalled(RuntimeError) as problem:
             return problem
 
     def _stand_by(self) -> None:
@@ -691,7 +684,7 @@ class GroupMessages:
         tags = [notice_tag(self._epoch)] + [header_tag(self._epoch)] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
-                with SuppressGroupErrors():
+                with Suppress(RuntimeError):
                     send = self._open_group().send
                     self._unfinished.extend(map(send, ([header.message()],), (peer,), (tag,)))
 
@@ -721,7 +714,7 @@ class GroupMessages:
     def _hang_up(self) -> None:
         """Close all connections of the group: whoever waits in it, here or at a peer, goes on with an error."""
         memory = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with SuppressGroupErrors():
+        with Suppress(RuntimeError):
             self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 

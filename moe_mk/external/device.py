@@ -15,7 +15,7 @@ import torch
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.shipped import device_profile, shipped_devices
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError, unless_signalled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,7 +177,7 @@ def parsed_device(device: torch.device | str) -> torch.device:
     """The device of a name, here or not; raises ConfigError for what is not one."""
     try:
         return torch.device(device)
-    except RuntimeError as problem:
+    except unless_signalled(RuntimeError) as problem:
         raise ConfigError(f"{device!r} is not a device: {str(problem).splitlines()[0]}") from problem
 
 

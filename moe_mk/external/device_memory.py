@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from moe_mk.errors import unless_signalled
+
 
 def describe_window(window: Tensor) -> str:
     """How another process of this host opens a window: (bytes,) uint8 on a GPU, which must outlive its use there."""
@@ -78,7 +80,7 @@ def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemor
         if backend != BACKEND:
             return None, f"it is served by {backend or 'nothing'} here, not by {BACKEND}"
         return torch_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_(), ""
-    except (RuntimeError, NotImplementedError) as problem:
+    except unless_signalled(RuntimeError, NotImplementedError) as problem:
         return None, (str(problem).splitlines() or [type(problem).__name__])[0]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_mk.errors import WeightError
+from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
 
 Value = str | int | float | bool | list[Any]
@@ -64,7 +64,7 @@ def read_gguf(path: Path) -> GgufFile:
             for name, field in reader.fields.items()
             if len(field.data) <= LONGEST and not name.startswith(("GGUF.", "tokenizer."))
         }
-    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
+    except unless_signalled(OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
         raise WeightError(f"{path.name} has no readable GGUF header ({type(problem).__name__}: {problem})") from problem
     if len({entry.name for entry in tensors}) < len(tensors):
         raise WeightError(f"{path.name} has two tensors of one name")

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError, ShapeError, unless_signalled
 from moe_mk.placement.balance.topology import Topology
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.placement.traffic import Choice, NodesPerToken, Slotted, expected_nodes, node_chances, slots_of_map
@@ -351,7 +351,7 @@ def _mapped(trace: RoutingTrace, change: Callable[[str, Tensor], Tensor]) -> Rou
 def _column(numbers: Sequence[int]) -> Tensor:
     try:
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    except (ValueError, RuntimeError, OverflowError, TypeError) as problem:
+    except unless_signalled(ValueError, RuntimeError, OverflowError, TypeError) as problem:
         raise TraceError(f"steps, layers and ranks must be numbers of 64 bits: {problem}") from problem
 
 
@@ -443,7 +443,7 @@ class TraceFolder:
         self.folder, self.num_chunks = Path(folder), 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             raise TraceError(f"trace folder {folder} cannot be made: {problem}") from problem
         if present := sorted(self.folder.glob("chunk-*.safetensors")):
             raise TraceError(f"trace folder {folder} holds {len(present)} chunks already; take another folder")

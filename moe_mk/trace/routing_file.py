@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_mk.errors import unless_signalled
 from moe_mk.files import expect_small_header, parse_json, replacing
 from moe_mk.trace.routing_forward import TraceError
 
@@ -35,7 +36,7 @@ def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]
     try:
         with replacing(path) as temporary:
             save_file(whole, temporary, metadata=metadata)
-    except (OSError, SafetensorError) as problem:
+    except unless_signalled(OSError, SafetensorError) as problem:
         raise TraceError(f"trace {path} cannot be written: {problem}") from problem
 
 
@@ -49,7 +50,7 @@ def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except TraceError:
         raise
-    except (OSError, ValueError, SafetensorError) as problem:
+    except unless_signalled(OSError, ValueError, SafetensorError) as problem:
         raise TraceError(f"trace {path} is damaged, or no safetensors file: {problem}") from problem
     text = metadata.get("header", "")
     if digest(text, tensors) != metadata.get("digest"):

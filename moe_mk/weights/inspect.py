@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import ConfigError, WeightError, unless_signalled
 from moe_mk.files import read_json
 from moe_mk.quant import (
     FP8_CHANNEL,
@@ -156,9 +156,9 @@ def _config(path: Path) -> tuple[dict[str, object], list[str]]:
     file = path / "config.json" if path.is_dir() else path.parent / "config.json"
     try:
         config = read_json(file)
-    except FileNotFoundError:
+    except unless_signalled(FileNotFoundError):
         return {}, []
-    except (OSError, ValueError) as problem:
+    except unless_signalled(OSError, ValueError) as problem:
         return {}, [f"config.json cannot be read: {problem}"]
     return (config, []) if isinstance(config, dict) else ({}, ["config.json is not a JSON object"])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moe_mk.errors import WeightError
+from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.files import HEADER_BYTES, NO_HEADER, parse_json
 
 LARGEST = 2**62
@@ -89,7 +89,7 @@ def _text_of(path: Path) -> tuple[bytes, int]:
                     "more files (save_pretrained with max_shard_size)"
                 )
             return file.read(length), num_bytes
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         raise WeightError(f"{path.name} cannot be read: {problem.strerror}") from problem
 
 

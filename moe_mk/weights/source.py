@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from moe_mk.errors import WeightError
+from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
@@ -36,7 +36,7 @@ class MappedFile:
         """Raises WeightError if the file cannot be mapped, or has fewer bytes."""
         try:
             self._name, self._octets = path.name, torch.UntypedStorage.from_file(str(path), False, num_bytes)
-        except (OSError, RuntimeError) as problem:
+        except unless_signalled(OSError, RuntimeError) as problem:
             raise WeightError(f"{path.name} cannot be opened: {problem}") from problem
 
     def view(self, entry: TensorEntry) -> Tensor:
@@ -224,7 +224,7 @@ class SafetensorsSource(TensorSource):
             index = read_json(self.path / INDEX, INDEX_BYTES)
             weight_map = index["weight_map"]
             shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        except unless_signalled(OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise WeightError(
                 f"{self.path / INDEX} is not an index with a weight_map ({type(problem).__name__}: {problem})"
             ) from problem
@@ -250,7 +250,7 @@ def is_inside(folder: Path, name: str) -> bool:
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     try:
         real = (root / name).resolve()
-    except (OSError, RuntimeError, ValueError):  # circular links and invalid file names
+    except unless_signalled(OSError, RuntimeError, ValueError):  # circular links and invalid file names
         return False
     return real.is_relative_to(root) or real.is_relative_to(blobs)
 
@@ -258,7 +258,7 @@ def is_inside(folder: Path, name: str) -> bool:
 def _exists(file: Path) -> bool:
     try:
         return file.exists()
-    except OSError:  # a name that is too long
+    except unless_signalled(OSError):  # a name that is too long
         return False
 
 
@@ -266,5 +266,5 @@ def _is_cached(fd: int, offset: int) -> bool:
     """Whether a byte is in the page cache; the check is 10 times cheaper than an unnecessary madvise call."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except (OSError, AttributeError):
+    except unless_signalled(OSError, AttributeError):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import random
 import signal
 import sys
 import time
@@ -31,11 +32,24 @@ CHECKED = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 """Instructions after which CPython runs handlers of signals."""
 
 
+class StepTimeout(RuntimeError):
+    """What the handler of an engine's signal may raise: gloo's own errors are of the same class."""
+
+
+HANDLERS = (StepTimeout, TimeoutError, BlockingIOError, FileNotFoundError, ProcessLookupError, OSError, RuntimeError)
+
+
 class Interrupts:
     """Counts the places within one call where an interrupt may arise, and raises one at a place."""
 
-    def __init__(self, place: int | None = None, within: CodeType = MoELayer.forward.__code__) -> None:
+    def __init__(
+        self,
+        place: int | None = None,
+        within: CodeType = MoELayer.forward.__code__,
+        raised: type[BaseException] = KeyboardInterrupt,
+    ) -> None:
         """within: the function of the call. At its very first instruction nothing of it has begun."""
+        self._raised = raised
         self.places, self.at = 0, ""
         self._place, self._within = place, within
         self._names: dict[CodeType, list[str]] = {}
@@ -70,7 +84,7 @@ class Interrupts:
                 self.places += 1
                 if self.places == self._place:
                     self.at = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}, after {name}"
-                    raise KeyboardInterrupt
+                    raise self._raised("of a handler")
             return trace
 
         return trace
@@ -112,8 +126,13 @@ def places_in(rank: int, transport: str, first: bool, dual: bool) -> int:
     return interrupts.places
 
 
-def interrupted(rank: int, transport: str, places: list[int], first: bool, dual: bool) -> list[str]:
-    """Rank 0 is interrupted at each of these places; then all recover and call again. Returns what went wrong."""
+def interrupted(
+    rank: int, transport: str, places: list[int], first: bool, dual: bool, seed: int | None = None
+) -> list[str]:
+    """Rank 0 is interrupted at each of these places; then all recover and call again. Returns what went wrong.
+
+    seed: of the errors of handlers, which are drawn from those that the code around may raise itself.
+    """
     expected = references(rank, 4, 6)
     wanted = [torch.cat(expected[seed : seed + 2]) if dual else expected[seed] for seed in range(3)]
     made = built(transport, timeout_s=TIMEOUT_S)
@@ -123,10 +142,12 @@ def interrupted(rank: int, transport: str, places: list[int], first: bool, dual:
             made = built(transport, made.groups, timeout_s=TIMEOUT_S)
         else:
             _call(made, rank, 0, dual)
-        interrupts = Interrupts(place if rank == 0 else None, _function_of(dual))
+        raised = KeyboardInterrupt if seed is None else random.Random(f"{seed} {place}").choice(HANDLERS)
+        interrupts = Interrupts(place if rank == 0 else None, _function_of(dual), raised)
         failed = outcome(partial(_traced, interrupts, made, rank, dual), wanted[0])
-        allowed = ("right", "KeyboardInterrupt" if rank == 0 else "CommError")
-        if failed["is"] not in allowed or failed["seconds"] > TIMEOUT_S / 2:
+        allowed = ("right", raised.__name__ if rank == 0 else "CommError")
+        blamed = failed["is"] == "CommError" and failed["peer"] != 0
+        if failed["is"] not in allowed or blamed or failed["seconds"] > TIMEOUT_S / 2:
             wrong.append(f"place {place}, {interrupts.at}: {failed}")
         try:
             made.recover()
@@ -137,10 +158,6 @@ def interrupted(rank: int, transport: str, places: list[int], first: bool, dual:
             if again["is"] != "right":
                 return [*wrong, f"place {place}, {interrupts.at}: then {again}"]
     return wrong
-
-
-class StepTimeout(RuntimeError):
-    """What the handler of an engine's signal may raise: gloo's own errors are of the same class."""
 
 
 def raised_by_a_handler(rank: int, transport: str, raised: type[Exception]) -> list[str]:

@@ -18,11 +18,11 @@ def world() -> Iterator[RankWorld]:
         yield two
 
 
-def tried(world: RankWorld, transport: str, most: int, *, first: bool, dual: bool) -> None:
-    """So many places of a call, drawn with a fixed seed."""
+def tried(world: RankWorld, transport: str, most: int, *, first: bool, dual: bool, handlers: int | None = None) -> None:
+    """So many places of a call, drawn with a fixed seed. handlers: the seed of what is raised there."""
     count = world.call(ranks.places_in, transport, first, dual)[0]
     places = sorted(random.Random(0).sample(range(1, count + 1), min(count, most)))
-    found = world.call(ranks.interrupted, transport, places, first, dual, timeout_s=600.0)
+    found = world.call(ranks.interrupted, transport, places, first, dual, handlers, timeout_s=600.0)
     assert found == [[], []]
 
 
@@ -38,6 +38,19 @@ def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
     world: RankWorld, transport: str, first: bool
 ) -> None:
     tried(world, transport, 25, first=first, dual=False)
+
+
+@pytest.mark.parametrize(
+    ("transport", "most"),
+    quick_where(
+        lambda transport, most: most < 9,
+        [("one_sided", 6), ("one_sided", 20), ("all_to_all", 9), ("one_sided_network", 9)],
+    ),
+)
+def test_what_a_handler_raises_in_the_set_up_passes_through_and_blames_no_peer(
+    world: RankWorld, transport: str, most: int
+) -> None:
+    tried(world, transport, most, first=True, dual=False, handlers=0)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, al
 from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
-from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
 
 PHASE = "window set-up"
@@ -223,7 +223,7 @@ class _Opening:
                 proxy.window.arrived.wait(0.01)
         except LinkEnded as ended:
             attempt = str(ended)
-        except (OSError, LinkError) as refused:
+        except unless_signalled(OSError, LinkError) as refused:
             problem = str(refused)[: NOTE_BYTES // 3]
         if not problem and proxy.lost:
             problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
@@ -301,7 +301,7 @@ class _Opening:
         """What was made, or the problem in words."""
         try:
             return make(), ""
-        except (OSError, LinkError, ConfigError) as problem:
+        except unless_signalled(OSError, LinkError, ConfigError) as problem:
             return None, str(problem)[: NOTE_BYTES // 3]
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.frames import LinkEnded, LinkError
 from moe_mk.comm.network.link import Pipe
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, unless_signalled
 
 LOOPBACK = "127.0.0.0/8"
 MAGIC = b"moe-mk proxy 1\0\0"
@@ -63,17 +63,17 @@ class TcpPipe(Pipe):
     def send(self, parts: list[memoryview]) -> int:
         try:
             return self._socket.sendmsg(parts)
-        except BlockingIOError:
+        except unless_signalled(BlockingIOError):
             return 0
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             raise LinkEnded(f"sending failed: {problem.strerror or problem}") from problem
 
     def receive(self, into: memoryview) -> int:
         try:
             got = self._socket.recv_into(into)
-        except BlockingIOError:
+        except unless_signalled(BlockingIOError):
             return 0
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             raise LinkEnded(f"receiving failed: {problem.strerror or problem}") from problem
         if not got:
             raise LinkEnded("the connection was closed")
@@ -138,7 +138,7 @@ def call(
     where, until = f"{address.host}:{address.port}", clock() + timeout_s
     try:
         connected = socket.create_connection((address.host, address.port), timeout=timeout_s)
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         text = f"no answer at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
         again = isinstance(problem, TimeoutError) or problem.errno in (errno.EMFILE, errno.ENFILE)
         raise (LinkEnded if again else LinkError)(text) from problem
@@ -159,7 +159,7 @@ def call(
     except LinkError:
         connected.close()
         raise
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         connected.close()
         raise LinkEnded(f"{where} has not answered: {problem.strerror or problem}") from problem
 
@@ -213,7 +213,7 @@ def own_addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket.fileno(), _ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:
+            except unless_signalled(OSError):
                 continue  # it has none
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
@@ -308,7 +308,7 @@ class Acceptor:
         assert self.listener is not None
         try:
             connected, _ = self.listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except unless_signalled(BlockingIOError, ConnectionAbortedError):
             return False
         in_child(connected, socket.socket.close)
         connected.setblocking(False)
@@ -326,7 +326,7 @@ class Acceptor:
         """Do it, or pause where the system refuses: no descriptor or memory is left, or the port is taken."""
         try:
             done = what()
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             self.trouble = problem.strerror or str(problem)
             self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
             self._pause_until_s = self.clock() + self._pause_s
@@ -339,9 +339,9 @@ class Acceptor:
     def _hear(self, caller: _Caller) -> None:
         try:
             piece = caller.connected.recv(HELLO_BYTES - len(caller.greeting))
-        except BlockingIOError:
+        except unless_signalled(BlockingIOError):
             return
-        except OSError:
+        except unless_signalled(OSError):
             piece = b""
         caller.greeting += piece
         if not piece:
@@ -354,7 +354,7 @@ class Acceptor:
         self._events.unregister(caller.connected.fileno())
         try:
             self.admit(Hello.unpack(caller.greeting, self.address.token), TcpPipe(caller.connected))
-        except (LinkError, OSError):
+        except unless_signalled(LinkError, OSError):
             caller.connected.close()
 
     def _hang_up(self, caller: _Caller) -> None:

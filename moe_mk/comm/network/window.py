@@ -15,6 +15,7 @@ from threading import Event, Lock
 from moe_mk.comm.network.command import MOST_BYTES
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkError
 from moe_mk.comm.symmetric.flags import Words
+from moe_mk.errors import unless_signalled
 
 _WORD = (1 << 64) - 1
 
@@ -77,7 +78,7 @@ class OwnWindow:
         place = self._data(frame.at, frame.size)
         try:
             self.reserve(frame.at, frame.size)
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             raise LinkError(f"no memory for {frame.size} bytes that arrive: {problem.strerror}") from problem
         return place
 

@@ -21,6 +21,7 @@ from moe_mk.comm.network.frames import Frame, LinkError
 from moe_mk.comm.network.link import Link, Pipe
 from moe_mk.comm.network.links import LinkKey, Links
 from moe_mk.comm.network.tcp import Acceptor
+from moe_mk.errors import unless_signalled
 
 
 class Doorbell:
@@ -49,7 +50,7 @@ class Doorbell:
         """Be ready for the next ring."""
         try:
             os.eventfd_read(self._event)
-        except BlockingIOError:
+        except unless_signalled(BlockingIOError):
             return
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 
 WORD_BYTES = 8
 COUNT_BITS = 32
@@ -117,7 +117,7 @@ def reasons_against_words(machine: str | None = None, open_library: Callable[[st
         return ""
     try:
         open_library(LIBATOMIC)
-    except OSError:
+    except unless_signalled(OSError):
         processor = machine or platform.machine()
         return f"{processor} orders memory weakly and {LIBATOMIC} is not installed (Debian: apt install libatomic1)"
     return ""
@@ -175,7 +175,7 @@ class Process:
             return False
         try:
             state, started = _stat(self.number)
-        except (FileNotFoundError, ProcessLookupError):
+        except unless_signalled(FileNotFoundError, ProcessLookupError):
             return True
         return state in "ZX" or started != self.started
 

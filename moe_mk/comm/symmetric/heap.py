@@ -36,7 +36,7 @@ from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric.flags import COUNT_MASK, FAILED, WORD_BYTES, Waiting, Words, is_behind, is_failure, word_of
 from moe_mk.comm.symmetric.memory import Memory, free_bytes
 from moe_mk.comm.traffic import Traffic
-from moe_mk.errors import CommError, MoEMKError, ShapeError
+from moe_mk.errors import CommError, MoEMKError, ShapeError, unless_signalled
 
 FLAG_BYTES = 128
 """Two cache lines: processors fetch lines in pairs, and neighbours must not share one."""
@@ -265,7 +265,7 @@ class SymmetricHeap:
         self._check()
         try:
             self._memory.reserve(self._data_at(peer) + at, num_bytes)
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             text = (
                 f"shared memory has no room for {num_bytes} bytes more, {free_bytes()} are free: {problem.strerror}; "
                 "enlarge /dev/shm (docker run --shm-size) or bring fewer tokens [kernel.max_num_tokens]"

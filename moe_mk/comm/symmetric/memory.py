@@ -18,7 +18,6 @@ import os
 import secrets
 import stat
 from bisect import bisect_left, bisect_right
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.fork import in_child
+from moe_mk.errors import Suppress
 
 FOLDER = Path("/dev/shm")
 OURS_ALONE = 0o600
@@ -109,7 +109,7 @@ class SharedMemory(Memory):
         """In a forked child: give up the file, and put private pages in the place of the shared ones."""
         ours, nothing = os.fstat(self._descriptor), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # the one of the folder that was listed
+            with Suppress(OSError):  # the one of the folder that was listed
                 # The mapping has a descriptor of its own, which it closes at its end: its number must stay taken.
                 if os.path.samestat(os.fstat(descriptor), ours):
                     os.dup2(nothing, descriptor, inheritable=False)
@@ -148,7 +148,7 @@ def _locked_file(folder: Path) -> tuple[str, int]:
     while True:
         name = f"{PREFIX}{secrets.token_hex(16)}"
         descriptor = os.open(folder / name, flags, OURS_ALONE)
-        with suppress(BlockingIOError):
+        with Suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
@@ -161,7 +161,7 @@ def remove_abandoned(folder: Path = FOLDER) -> list[str]:
 
 
 def _removed(folder: Path, name: str) -> bool:
-    with suppress(OSError):  # BlockingIOError: its maker holds it; FileNotFoundError: somebody was faster
+    with Suppress(OSError):  # BlockingIOError: its maker holds it; FileNotFoundError: somebody was faster
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)

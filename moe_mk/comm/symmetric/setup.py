@@ -26,7 +26,7 @@ from moe_mk.comm.symmetric.flags import (
 )
 from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
-from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
 
 PHASE = "window set-up"
@@ -125,7 +125,7 @@ def _created(shape: WindowShape) -> tuple[str, SharedMemory]:
     try:
         for rank in range(shape.ranks):
             memory.reserve(rank * shape.window_bytes, shape.data_at)
-    except OSError:
+    except unless_signalled(OSError):
         unlink(name)
         raise
     return name, memory
@@ -135,7 +135,7 @@ def _tried(make: Callable[[], tuple[str, SharedMemory]]) -> tuple[str, SharedMem
     """What was made, or the problem in words."""
     try:
         return *make(), ""
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         return "", None, str(problem)[: NOTE_BYTES // 2]
 
 

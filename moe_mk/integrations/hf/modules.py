@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
 from moe_mk.quant.plain import plain
@@ -39,7 +39,9 @@ def activation_of(compute: Callable[[Tensor], Tensor], *, gated: bool, device: t
     probe = _probe(2 * WIDTH if gated else WIDTH, device)
     try:
         got = compute(probe.clone())
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # it expects other shapes or dtypes: unknown
+    except unless_signalled(
+        RuntimeError, TypeError, ValueError, AttributeError
+    ):  # it expects other shapes or dtypes: unknown
         return None
     gate, up = probe.chunk(2, dim=-1) if gated else (None, probe)
     for name in ACTIVATIONS:

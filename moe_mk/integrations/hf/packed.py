@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.files import read_json
 from moe_mk.integrations.hf.modules import activation_of, free_weights, is_experts
 from moe_mk.integrations.hf.op import routing_of
@@ -270,7 +270,7 @@ def _stated_kind(path: str | PathLike[str]) -> str:
     root = Path(path)
     try:
         config = read_json((root if root.is_dir() else root.parent) / "config.json")
-    except FileNotFoundError:
+    except unless_signalled(FileNotFoundError):
         return ""
     quant = config.get("quantization_config") if isinstance(config, dict) else None
     return str(quant_from_hf(quant, str(path))["weights"]) if isinstance(quant, dict) else ""

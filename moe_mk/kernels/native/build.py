@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.kernels.native.toolchain import (
     LINK_FLAGS,
     Compiler,
@@ -96,7 +96,7 @@ def default_cache_dir(home: Path | None = None) -> Path:
     """
     try:
         base = home or Path.home()
-    except RuntimeError as problem:  # no HOME, and no entry of this user in the list of users
+    except unless_signalled(RuntimeError) as problem:  # no HOME, and no entry of this user in the list of users
         raise UnsupportedError("there is no home directory for the kernel cache", [f"{problem}; set HOME"]) from problem
     if not base.is_absolute():
         raise UnsupportedError(f"the home directory {str(base)!r} is not an absolute path", ["set HOME"])
@@ -117,7 +117,7 @@ def temporary_cache_dir() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         if path.is_symlink():
             raise UnsupportedError(f"the kernel cache {path} is a symbolic link", ["delete it"])
-    except OSError as problem:
+    except unless_signalled(OSError) as problem:
         raise UnsupportedError("no temporary folder can hold the kernel cache", [str(problem)]) from problem
     return path
 
@@ -167,7 +167,7 @@ def own_directory(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = path.stat()
-    except OSError as error:
+    except unless_signalled(OSError) as error:
         raise UnsupportedError(
             f"the kernel cache {path} cannot be used", [f"{error}; pass another cache_dir"]
         ) from error
@@ -179,7 +179,7 @@ def own_directory(path: Path) -> Path:
     if stat.S_IMODE(state.st_mode) & 0o077:
         try:
             path.chmod(0o700)
-        except OSError as error:
+        except unless_signalled(OSError) as error:
             if state.st_mode & 0o022:
                 raise UnsupportedError(
                     f"the kernel cache {path} can be written by other users and its mode cannot be changed",
@@ -228,15 +228,15 @@ def _state_and_start(pid: int) -> tuple[str, str]:
     if Path("/proc/self/stat").exists():
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
+        except unless_signalled(FileNotFoundError, ProcessLookupError):
             return "", ""
         fields = text.rpartition(")")[2].split()  # the name before them may hold spaces and brackets
         return fields[0], fields[19]
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except unless_signalled(ProcessLookupError):
         return "", ""
-    except PermissionError:
+    except unless_signalled(PermissionError):
         pass  # it exists, and belongs to another user
     return "R", ""
 
@@ -297,7 +297,7 @@ def _try_lock(lock: Path, handle: int) -> bool:
     """Lock the file and record this process in it; False if another process holds it or has replaced it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except unless_signalled(BlockingIOError):
         return False
     if not _is_at(lock, handle):
         fcntl.flock(handle, fcntl.LOCK_UN)
@@ -311,7 +311,7 @@ def _is_at(lock: Path, handle: int) -> bool:
     """Whether an open lock file is still the file at its path."""
     try:
         return os.path.samestat(lock.lstat(), os.fstat(handle))
-    except FileNotFoundError:
+    except unless_signalled(FileNotFoundError):
         return False
 
 
@@ -328,7 +328,7 @@ def reason_against(library: Path) -> str:
     for path in (library, digest_file(library)):
         try:
             state = path.lstat()
-        except OSError as problem:
+        except unless_signalled(OSError) as problem:
             return f"{path.name}: {problem.strerror or problem}"
         if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
             mode = f"mode {stat.filemode(state.st_mode)}"
@@ -365,7 +365,7 @@ def _writing(cache_dir: Path) -> Iterator[None]:
     """Convert OSError to UnsupportedError with the path of the cache."""
     try:
         yield
-    except OSError as error:
+    except unless_signalled(OSError) as error:
         raise UnsupportedError(
             f"the kernel cache {cache_dir} cannot be written", [f"{error}; pass another cache_dir"]
         ) from error
@@ -418,7 +418,7 @@ def _remove_leftovers(built: Path, library: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
             elif built.stat().st_mtime - folder.stat().st_mtime > LEFTOVER_S:
                 shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, UnsupportedError):
+        except unless_signalled(OSError, UnsupportedError):
             continue  # it is being built, or another process has removed it
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.errors import ShapeError, UnsupportedError, unless_signalled
 from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, usable_library
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
@@ -195,7 +195,7 @@ def open_library(path: Path) -> dict[str, Callable[..., int]]:
     """
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
+    except unless_signalled(OSError) as error:
         raise UnsupportedError(
             f"the compiled kernels {path} cannot be loaded", [str(error), "delete the file"]
         ) from error

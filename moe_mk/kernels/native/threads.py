@@ -16,6 +16,8 @@ from typing import Literal
 
 import torch
 
+from moe_mk.errors import unless_signalled
+
 Threads = Literal["auto", "engine", "own"]
 """engine: torch's OpenMP workers. own: threads of the kernels. auto: engine where torch has such workers, else own."""
 
@@ -79,7 +81,7 @@ def _runtime() -> Runtime | str:
             found = _runtime_in(process, library)
             if found is not None and (library is not process or found[0] in earlier):
                 return found[1]
-    except (AttributeError, OSError, StopIteration):
+    except unless_signalled(AttributeError, OSError, StopIteration):
         pass
     return f"libtorch_cpu uses no library with {', '.join(SYMBOLS)}"
 

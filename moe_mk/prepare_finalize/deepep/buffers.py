@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import Failure
-from moe_mk.errors import CommError, MoEMKError, UnsupportedError
+from moe_mk.errors import CommError, MoEMKError, UnsupportedError, unless_signalled
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.buffer_pool import BufferPool, BufferSlot
 
@@ -149,11 +149,11 @@ class LibrarySession(Generic[B]):
         except AssertionError as problem:
             self.pool.failure = _first_line(problem)
             raise UnsupportedError(f"{self._library} refuses {phase}", [self.pool.failure]) from problem
-        except (RuntimeError, OSError) as problem:
+        except unless_signalled(RuntimeError, OSError) as problem:
             cause = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
             self.pool.failure = cause
             raise CommError(cause, rank=self._rank, phase=phase, layer=self._layer) from problem
-        except Exception as problem:  # a library has errors of its own for arguments that it refuses
+        except unless_signalled(Exception) as problem:  # a library has errors of its own for arguments that it refuses
             self.pool.failure = f"{type(problem).__name__}: {_first_line(problem)}"
             raise UnsupportedError(f"{self._library} refuses {phase}", [self.pool.failure]) from problem
 

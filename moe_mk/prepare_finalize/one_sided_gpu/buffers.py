@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.comm.symmetric.setup import PHASE, open_heap, shared_in_world
-from moe_mk.errors import CommError
+from moe_mk.errors import CommError, unless_signalled
 from moe_mk.external.device import identity, synchronize
 from moe_mk.external.device_memory import (
     SymmetricMemory,
@@ -91,7 +91,7 @@ def between_gpus(
     assert own is not None and torch_memory is not None
     try:
         addresses, handle = addresses_of(own, comm.library_group(), torch_memory, lambda text: _exchanged(comm, text))
-    except RuntimeError as error:
+    except unless_signalled(RuntimeError) as error:
         raise CommError(str(error), rank=comm.rank, phase=PHASE, layer=comm.layer) from error
     return Mapped(own, addresses, handle, "symmetric memory")
 
