@@ -6,7 +6,7 @@ A living rank may have slots that are not allocated yet (-1), after another rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,10 @@ class Ledger:
                 f"{sorted(sizes)[:4]}; give each kind of layer a manager of its own"
             )
         num_experts, slots = sizes.pop()
-        topology = Topology(len(slots), nodes, slots, speeds)
-        phy2log = np.array([m.physical_to_global() for m in maps], np.int64)
-        share = np.zeros(phy2log.shape, np.float32)
-        for x, each in enumerate(maps):
-            for expert, replicas in enumerate(each.physical_of_logical):
-                share[x, list(replicas)] = each.shares_of(expert)
-        return cls(topology, num_experts, phy2log, share)
+        empty = np.empty((0, 0))
+        return cls(
+            Topology(len(slots), nodes, slots, speeds), num_experts, empty.astype(np.int64), empty.astype(np.float32)
+        ).placed(maps)
 
     @property
     def living(self) -> list[int]:
@@ -71,6 +68,21 @@ class Ledger:
                 phy2log[x, first : first + len(row)] = row
             copies_E = np.bincount(phy2log[x][phy2log[x] >= 0], minlength=self.num_experts)
             made.share[x] = np.where(phy2log[x] >= 0, 1.0 / np.maximum(copies_E[np.maximum(phy2log[x], 0)], 1), 0.0)
+        return made
+
+    def placed(self, maps: Sequence[ExpertMap]) -> Ledger:
+        """The same machines with placements that a caller has chosen, with as many slots a rank as the longest needs.
+
+        While experts are lost, no slot is given up.
+        """
+        slots_W, living = self.topology.slots_W.copy(), self.living
+        needed_L = np.max([list(map(len, m.experts_of_rank)) for m in maps], axis=0)
+        slots_W[living] = np.maximum(needed_L, slots_W[living] if any(m.lost for m in maps) else 0)
+        made = self.regrouped(replace(self.topology, slots=slots_W.tolist()), [m.experts_of_rank for m in maps])
+        for x, each in enumerate(maps):
+            held_P = np.flatnonzero(made.phy2log[x] >= 0)
+            for expert, replicas in enumerate(each.physical_of_logical):
+                made.share[x, held_P[list(replicas)]] = each.shares_of(expert)
         return made
 
     def moves_to(self, phy2log: NDArray[np.int64]) -> Moves:

@@ -61,7 +61,9 @@ class RebalanceManager:
         self.layers = tuple(layers)
         _check(self.layers)
         self.peers = Peers(comm or self.layers[0].ep, tp or self.layers[0].tp)
-        self.ledger = Ledger.of([layer.expert_map for layer in layers], self.settings.nodes, self.settings.speeds)
+        self._maps = [layer.expert_map for layer in layers]
+        """Placements that the ledger follows, as the last step has found them."""
+        self.ledger = Ledger.of(self._maps, self.settings.nodes, self.settings.speeds)
         sizes = len(self.layers), self.ledger.num_experts
         self.window = LoadWindow(*sizes, self.layers[0].device)
         self.window.start_from([layer.expert_load for layer in self.layers])
@@ -142,18 +144,36 @@ class RebalanceManager:
         try:
             if self._epochs != self.peers.epochs:
                 yield from self._resume()
+            self._follow_callers()
             yield from self._work()
-        except GeneratorExit as dropped:
-            self.peers.fail(dropped, self._epochs)
-            raise
         except CommError as problem:
             self._halted, self._load_flight = True, None
             then = "rebalancing stops here until recover() of a layer, or until rank_lost() brings a new group"
             self.journal.record(self._step, str(problem), then)
+        except BaseException as error:  # of a signal, or the flight was closed: peers must not wait for this rank
+            if not isinstance(error, Warning):
+                self.peers.fail(error, self._epochs)
+            raise
 
     def _expect_open(self) -> None:
         if self._closed:
             raise ConfigError("the manager is closed; create another one for these layers")
+
+    def _follow_callers(self) -> None:
+        """Continue from placements that callers have set since the last step, on every rank; see `set_placement`."""
+        seen, self._maps = self._maps, [layer.expert_map for layer in self.layers]
+        slots, shares = self.ledger.phy2log, self.ledger.share
+        if all(
+            now is before or now == self.ledger.map_of(slots[x], shares[x])
+            for x, (before, now) in enumerate(zip(seen, self._maps, strict=True))
+        ):
+            return
+        self.ledger = self.ledger.placed(self._maps)
+        if self.ledger.topology.alive_W.all():
+            self._initial_slots_W = self.ledger.topology.slots_W.tolist()
+        self._planner.restart(wanted=self._planner.wanted or self._planner.busy or self._migration is not None)
+        self._drop_work()
+        self.balance, self._sync_now = None, True
 
     def _resume(self) -> Flight[None]:
         """Go on after a recovery, from where the furthest rank stood: the failed call may have ended on some ranks."""
@@ -368,8 +388,9 @@ class RebalanceManager:
 
     def _follow(self, flips: int) -> None:
         """Apply the flip that all ranks voted for, if the loss occurred between the last votes of two ranks."""
-        if flips > self._flips and self._migration is not None and self._migration.staged is not None:
-            self._migration.flip()
+        migration = self._migration
+        if flips > self._flips and migration is not None and migration.staged is not None and migration.is_current:
+            migration.flip()
             self._flips += 1
 
     def _commit(self, work: Regrouping, initial_slots_W: list[int]) -> None:

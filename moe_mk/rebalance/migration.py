@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance.background import BackgroundJob
@@ -133,9 +134,14 @@ class Migration:
     def _generations(self) -> list[tuple[tuple[int, int], ExpertMap]]:
         return [(self.layers[x].generation, self.layers[x].expert_map) for x in self.batches[0]]
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no caller has replaced weights, backends or the placement since the present batch began."""
+        return self._generations() == self._begun_at
+
     def _check_generation(self, transfer: ExpertTransfer) -> None:
-        """Refuse what has arrived for weights, backends or a placement that a caller has replaced since."""
-        if self._generations() != self._begun_at:
+        """Refuse what has arrived for what a caller has replaced since."""
+        if not self.is_current:
             transfer.trouble = "weights, backends or the placement were replaced while experts were on their way"
 
     def _stage(self, transfer: ExpertTransfer) -> Vote:
@@ -150,7 +156,7 @@ class Migration:
                 (x, self.layers[x].stage(self._map(x), transfer.arrived if x == transfer.moves.layer else None))
                 for x in self.batches[0]
             ]
-        except Exception as problem:
+        except unless_signalled(Exception) as problem:
             transfer.trouble = f"staging failed: {type(problem).__name__}: {problem}"
             return Vote.REFUSE
         return Vote.READY

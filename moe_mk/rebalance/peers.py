@@ -37,10 +37,10 @@ class Peers:
         """How often each group has recovered."""
         return self.ep.status.epoch, self.tp.status.epoch
 
-    def fail(self, dropped: GeneratorExit, epochs: Iterable[int] | None = None) -> None:
-        """Report to both groups that a flight of this rank was closed or dropped, see `Communicator.fail`."""
+    def fail(self, error: BaseException, epochs: Iterable[int] | None = None) -> None:
+        """Report to both groups that a flight of this rank has ended early, see `Communicator.fail`."""
         for comm, epoch in zip((self.ep, self.tp), epochs or self.epochs, strict=True):
-            comm.fail(dropped, epoch)
+            comm.fail(error, epoch)
 
     def gather(self, number: int, phase: str) -> Flight[list[int]]:
         """All-gather a number; returns, equal on all ranks, the largest among the slices of each EP rank."""

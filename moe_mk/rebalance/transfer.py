@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.rebalance.background import BackgroundJob, Done, Failed
 from moe_mk.rebalance.live_layer import LiveLayer
@@ -151,7 +152,7 @@ class ExpertTransfer:
             slot = self.layer.export_slot(link.from_slot)
             data = read_bytes(slot, self._offset, self._offset + self._chunk_size).to(self.layer.device)
             head = [self.plan_id, number, self._offset, checksum(data)]
-        except Exception as problem:
+        except unless_signalled(Exception) as problem:
             self.trouble = f"expert {link.expert} cannot be sent: {type(problem).__name__}: {problem}"
             data = torch.zeros(self._chunk_size, dtype=torch.uint8, device=self.layer.device)
             head = [-1, number, self._offset, 0]

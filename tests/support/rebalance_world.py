@@ -55,9 +55,9 @@ def routing(rank: int, layer: int, hot: Sequence[int]) -> Routing:
     return Routing(ids_TK, torch.where(ids_TK >= 0, torch.tensor([0.5, 0.25]), torch.tensor(0.0)))
 
 
-def expected(rank: int, layer: int, hot: Sequence[int]) -> Tensor:
-    """The layer written down once more, in f64, one token after the other."""
-    weights, x_TH, routed = tensors(layer), tokens(rank).double(), routing(rank, layer, hot)
+def expected(rank: int, layer: int, hot: Sequence[int], version: int = 0) -> Tensor:
+    """The layer written down once more, in f64, one token after the other. version: of its weights."""
+    weights, x_TH, routed = tensors(layer + version * LAYERS), tokens(rank).double(), routing(rank, layer, hot)
     y_TH = torch.zeros_like(x_TH)
     for t in range(TOKENS):
         for e, weight in zip(routed.ids_TK[t].tolist(), routed.weights_TK[t].tolist(), strict=True):
@@ -100,7 +100,7 @@ class Rank:
         self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, *,
         placement: str | tuple[int, ...] = PLACEMENT, **changes: object,
     ) -> None:  # fmt: skip
-        self.original_rank, self.hot = comm.rank, tuple(hot)
+        self.original_rank, self.hot, self.version = comm.rank, tuple(hot), 0
         self.layers = (
             layers_of(comm, placement=placement) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
         )
@@ -110,9 +110,10 @@ class Rank:
         """The epochs of all layers at each forward."""
         self.wrong: list[str] = []
 
-    def turn_to(self, hot: Sequence[int]) -> None:
-        self.hot = tuple(hot)
-        self.expected = [expected(self.original_rank, x, self.hot) for x in range(LAYERS)]
+    def turn_to(self, hot: Sequence[int], version: int = 0) -> None:
+        """Route to other experts, which have weights of this version from now on."""
+        self.hot, self.version = tuple(hot), version
+        self.expected = [expected(self.original_rank, x, self.hot, version) for x in range(LAYERS)]
 
     def forward(self) -> Flight[list[Tensor]]:
         outputs = []
