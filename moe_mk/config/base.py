@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, unless_signalled
 from moe_mk.files import read_json, read_yaml
 from moe_mk.registry import did_you_mean
 
+F32_LEAST, F32_MOST = 2.0**-126, 2.0**128 - 2.0**104
 SHOWN = 1000
 """Characters of a wrong value in a message."""
 
@@ -21,6 +22,14 @@ class Settings(BaseModel):
     """A frozen group of settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_of_f32(cls, value: Any) -> Any:
+        """Numbers reach kernels in f32, where others are infinite, 0 or without precision."""
+        if isinstance(value, float) and value and not F32_LEAST <= abs(value) <= F32_MOST:
+            raise ValueError(f"must be 0 or of a size from {F32_LEAST:.3g} to {F32_MOST:.3g}, the range of f32")
+        return value
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], where: str) -> Self:
@@ -44,7 +53,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a file")
     try:
         data = read_json(path) if path.suffix == ".json" else read_yaml(path)
-    except (OSError, ValueError) as problem:
+    except unless_signalled(OSError, ValueError) as problem:
         raise ConfigError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of settings")

@@ -243,12 +243,13 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
 
 
 def _quant(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
-    quant = hf.get("quantization_config") or hf.get("compression_config")
-    if quant is None or is_empty(quant):
+    names = "quantization_config", "compression_config"
+    quant = next((hf[name] for name in names if hf.get(name) not in (None, {})), None)
+    if quant is None or (isinstance(quant, Mapping) and is_empty(quant)):
         return {"weights": plain_kind(hf, where)}
     # DeepSeek-V4 checkpoints give the dtype of experts next to the quantisation config, later ones inside it.
-    expert_dtype = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") else {}
-    return quant_from_hf({**expert_dtype, **quant}, where, hf, layer)
+    expert_dtype = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") is not None else {}
+    return quant_from_hf({**expert_dtype, **quant} if isinstance(quant, Mapping) else quant, where, hf, layer)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

@@ -44,8 +44,13 @@ ARCHITECTURES = {
 }  # fmt: skip
 """The architecture of each model_type."""
 _GROUPS = {(256, 7168): (8, 4), (384, 7168): (1, 1), (160, 5120): (8, 3), (64, 2048): (1, 1)}
-"""(groups, groups kept) by (experts, hidden size) of DeepSeek-V3, Kimi-K2, DeepSeek-V2 and -V2-Lite: files before
-October 2025 do not state them."""
+"""(groups, groups kept) by (experts, hidden size) of DeepSeek-V3 and R1, Kimi-K2, DeepSeek-V2, and -V2-Lite and
+Moonlight, as n_group and topk_group of their config.json.
+
+Converters state them since October 2025. The loader of llama.cpp reads both keys as optional and routes
+over all experts without them, which differs from the models of the first and the third entry.
+Source: `load_hparams` in src/llama-model.cpp (github.com/ggml-org/llama.cpp), config.json of the models.
+"""
 
 
 def hf_from_gguf(
@@ -67,7 +72,8 @@ def hf_from_gguf(
     hf = {key: own[name] for key, name in stored.items() if name in own}
     if missing := [f"{architecture}.{stored[key]}" for key in (experts, width, "hidden_size") if key not in hf]:
         raise ConfigError(f"{where}: the metadata lacks {', '.join(missing)}; is this a MoE model?")
-    function = own.get("expert_gating_func") or None
+    function = own.get("expert_gating_func")
+    function = None if type(function) is int and function == 0 else function  # 0: none is stated
     problems = unread_keys(own, {*stored.values(), "expert_gating_func"}, GGUF)
     if function is not None and (type(function) is not int or function not in functions):
         problems.append(f"expert_gating_func is {function!r}, {architecture} has {' or '.join(map(str, functions))}")

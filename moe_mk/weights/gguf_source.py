@@ -38,8 +38,8 @@ class GgufSource(TensorSource):
 
         self.path, self.where = Path(path), str(path)
         self._files = [read_gguf(file) for file in gguf_files(self.path)]
-        stated = self._files[0].metadata.get("split.count") or 1
-        if stated not in (1, len(self._files)):
+        stated = self._files[0].metadata.get("split.count", 1)
+        if type(stated) is not int or stated not in (0, 1, len(self._files)):
             raise WeightError(
                 f"{self.where} is split into {stated!r} files by its metadata (split.count), and has "
                 f"{len(self._files)} of that name; keep the names STEM-00001-of-0000N.gguf"

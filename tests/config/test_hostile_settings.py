@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moe_mk import MoEConfig
-from moe_mk.config.base import SHOWN, read_mapping
+from moe_mk.config.base import SHOWN, Settings, read_mapping
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError
@@ -151,3 +153,42 @@ def test_text_models_inside_each_other_are_not_followed_down(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(nested), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no MoE layer is known for model_type 'kimi_k25'"):
         MoEConfig.from_hf(tmp_path)
+
+
+def numbers(cls: type[Settings], path: str = "") -> Iterator[str]:
+    """The places of all fields that hold a number with a fraction."""
+    for name, field in cls.model_fields.items():
+        kinds = get_args(field.annotation) or (field.annotation,)
+        if float in kinds:
+            yield f"{path}{name}"
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                yield from numbers(kind, f"{path}{name}.")
+
+
+PLACES = sorted(numbers(MoEConfig))
+BEYOND_F32 = (1e39, -1e39, 3.41e38, 1e-39, 1e-46, 10**39, 10**400, float("inf"), float("nan"), "1e39")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_numbers_beyond_f32_are_refused_by_name(place: str) -> None:
+    assert {"router.routed_scaling_factor", "model.quant.input_scale", "model.swiglu_limit"} <= set(PLACES)
+    for value in BEYOND_F32:
+        data = config()
+        if place.startswith("model.quant."):
+            data["model"]["quant"] = {"weights": "fp8_tensor", "input_scale": 1.0}
+        at = data
+        *steps, name = place.split(".")
+        for step in steps:
+            at = at[step]
+        at[name] = value
+        with pytest.raises(ConfigError, match=rf"{re.escape(place)}: "):
+            MoEConfig.parse(data, "here")
+
+
+@pytest.mark.parametrize("quant", [0, "", [], False, 0.0, "fp8", [1]])
+def test_a_section_that_is_no_mapping_is_refused_also_where_it_is_empty(quant: Any) -> None:
+    hf = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+    hf |= {"num_experts_per_tok": 2, "quantization_config": quant}
+    with pytest.raises(ConfigError, match=r"quantization_config is .*, expected a mapping"):
+        settings_from_hf(hf, "here")

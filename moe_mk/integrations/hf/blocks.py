@@ -137,11 +137,15 @@ def _settings(name: str, parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
 def _router_settings(parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
     """The first settings that route random logits as the gate does; those of DeepSeek-V3 if none does."""
     gate: Any = parts.gate
+
+    def stated(default: float, *names: str) -> Any:
+        return next((value for name in names if (value := getattr(gate, name, None)) is not None), default)
+
     common: dict[str, Any] = {
         "top_k": gate.top_k,
-        "num_expert_group": getattr(gate, "num_group", None) or getattr(gate, "n_group", None) or 1,
-        "topk_group": getattr(gate, "topk_group", None) or 1,
-        "routed_scaling_factor": float(getattr(gate, "routed_scaling_factor", None) or 1.0),
+        "num_expert_group": stated(1, "num_group", "n_group"),
+        "topk_group": stated(1, "topk_group"),
+        "routed_scaling_factor": float(stated(1.0, "routed_scaling_factor")),
     }
     x_TH, bias_E = _probe(facts.hidden_size, facts.device), parts.bias_E
     theirs, logits_TE = _route_in_f32(parts, x_TH), x_TH @ gate.weight.float().T
