@@ -19,7 +19,7 @@ RECIPE = "moe_mk_recipe"
 VERSION = 1
 _BESIDE_VALUES = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_zero_point", ".weight_shape", ".scales", ".qzeros",
-    ".g_idx",
+    ".g_idx", ".input_scale",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def planned_tensors(shape: CheckpointShape) -> list[Planned]:
         )
         for layer in shape.layers
         for name, e in expected.items()
-        if not e.optional or e.part.extra in ("shape", "order")
+        if not e.optional or e.part.extra in ("shape", "order") or (shape.quant, e.part.extra) == ("nvfp4", "input")
         if (shape.convention.packing, e.part.extra) != ("compressed_tensors", "order")
     ]
 
@@ -62,7 +62,7 @@ def plan_shards(shape: CheckpointShape, shard_bytes: int) -> list[list[Planned]]
 
 
 def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
-    """Each tensor of values together with its scales and global scale, if any."""
+    """Each tensor of values together with its scales, global scale and input scale, if any."""
     group: list[Planned] = []
     for tensor in tensors:
         if group and not _is_scale(tensor):

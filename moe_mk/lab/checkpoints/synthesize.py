@@ -59,6 +59,8 @@ SPARE_BYTES = 64_000_000
 PARTIAL = ".partial"
 GATE_UP_GAIN, DOWN_GAIN, ROUTER_GAIN = 1.7, 0.9, 1.0
 BIAS_MEAN, BIAS_STD = -0.8, 0.1
+NVFP4_AMAX = 16.0
+"""The largest activation that NVFP4 represents with the input scales written here; tokens are N(0, 1)."""
 
 
 def write_checkpoint(
@@ -214,6 +216,9 @@ def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: Checkpoi
         together = n if WHOLE in scheme.block[:1] or scheme.has_global_scale else scheme.rows
         strips = _strips(random, weight.name, (n, k), together)
         _write_quantised(file, group, scheme, strips, _spreads(random, shape))
+        for each in group:
+            if each.name.endswith(".input_scale"):  # of block scales up to 448 and values up to 6
+                file.write(each.name, torch.full(each.shape, NVFP4_AMAX / (448 * 6), dtype=each.dtype, device="cpu"))
     return sum(t.num_bytes for t in group)
 
 
