@@ -10,7 +10,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from moe_mk.config.base import Settings
 from moe_mk.config.quant import QuantConfig
@@ -178,6 +178,9 @@ class KernelConfig(Settings):
     threads: Literal["auto", "engine", "own"] = "auto"
     """Threads of the native CPU kernels. engine: the OpenMP threads of torch's operators. own: a pool of the kernels.
     auto: engine where torch has an OpenMP runtime, else own."""
+    cache_dir: Path | None = None
+    """The folder of compiled CPU kernels, created for this user alone. None: .cache/moe_mk/kernels of the home
+    directory, or a private temporary folder where that cannot be used."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)
@@ -206,6 +209,13 @@ class KernelConfig(Settings):
     network_link: str = "auto"
     """What carries rows between proxies. tcp: their connections. nixl: writes of the NIXL library. auto: nixl where it
     is installed and the host has an RDMA device, else tcp."""
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _is_absolute(cls, folder: Path | None) -> Path | None:
+        if folder is not None and (not folder.is_absolute() or "\0" in str(folder)):
+            raise ValueError("must be an absolute path")
+        return folder
 
 
 class MoEConfig(Settings):

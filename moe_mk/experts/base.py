@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -108,6 +109,8 @@ class ExpertsContext:
     """Whether the result of a row must not depend on the other rows of its batch."""
     own_threads: bool = False
     """Whether native CPU kernels use threads of their own, not those of torch."""
+    cache_dir: Path | None = None
+    """The folder of compiled CPU kernels; None: as in `KernelConfig`."""
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 
 from moe_mk.config.problem import Installed
@@ -86,9 +87,11 @@ EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "
 """Libraries that can be emulated, a module of the same name."""
 
 
-def installed() -> Installed:
-    """Optional libraries that could be used; none is imported or compiled to find out."""
-    return Installed((name for name in LIBRARIES if _is_there(name)), {COMPILER: "; ".join(native.reasons_against())})
+def installed(cache_dir: Path | None = None) -> Installed:
+    """Optional libraries that could be used; none is imported or compiled to find out. cache_dir: of `KernelConfig`."""
+    against = native.reasons_against(cache_dir)
+    found = (name for name in LIBRARIES if (not against if name == COMPILER else _is_there(name)))
+    return Installed(found, {COMPILER: "; ".join(against)})
 
 
 def emulated() -> frozenset[str]:

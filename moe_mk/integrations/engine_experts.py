@@ -160,6 +160,11 @@ class EngineExperts:
         return self.decision.chosen.experts
 
     @property
+    def is_released(self) -> bool:
+        """Whether the engine's tensors were freed, so that nothing can be converted again."""
+        return not self._given
+
+    @property
     def note(self) -> str:
         """What the weights occupy, in one line."""
         held = sum(tensor.nbytes for tensor in self._given)
@@ -274,26 +279,31 @@ def direct_call(kernel: FusedMoEKernel, weights: Weights) -> RoutedCall | None:
 
 
 class HeldExperts:
-    """For engines that pass their weights with every call: converted once, and again when they change."""
+    """For engines that pass their weights with every call: converted once, and again when they change.
+
+    What was made of weights that the engine has replaced is dropped once each of the others was used `KEPT` times.
+    """
+
+    KEPT = 8
 
     def __init__(self, *, release: bool = False) -> None:
         """release: whether `build` frees the engine's tensors where the backend keeps a copy."""
-        self.release = release
-        self._held: dict[int, tuple[Stamp, Sequence[Tensor], EngineExperts]] = {}
+        self.release, self._calls = release, 0
+        self._held: dict[tuple[int, int], tuple[Stamp, EngineExperts, int]] = {}
+        """With the number of the last call, in the order of these numbers. Keys: storage and offset in it."""
 
     def of(self, tensors: Sequence[Tensor], build: Callable[[], EngineExperts]) -> EngineExperts:
-        """The experts over some tensors, which are kept alive."""
-        if self.release and is_released(tensors[0]):
-            held = self._held.get(id(tensors[0]))
-            if held is not None:
-                return held[2]
-        key = id(tensors[0]) if self.release else tensors[0].data_ptr()
-        held = self._held.get(key)
-        if held is not None and held[0].is_of(tensors):
-            return held[2]
-        stamp, made = Stamp(tensors), build()
-        self._held[key] = (stamp, tuple(tensors), made)
-        return made
+        """The experts over some tensors."""
+        key, self._calls = (tensors[0].untyped_storage()._cdata, int(tensors[0].storage_offset())), self._calls + 1
+        held = self._held.pop(key, None)
+        if held is None or not (held[0].is_of(tensors) or (self.release and is_released(tensors[0]))):
+            self._held = {at: other for at, other in self._held.items() if not other[0].is_gone}
+            held = Stamp(tensors), build(), 0
+        self._held[key] = held[0], held[1], self._calls
+        oldest, (_, unused, last) = next(iter(self._held.items()))
+        if self._calls - last > self.KEPT * len(self._held) and not unused.is_released:
+            del self._held[oldest]
+        return held[1]
 
 
 def is_released(tensor: Tensor) -> bool:
@@ -330,4 +340,5 @@ def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int,
     }
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, name)
     config = config.with_(**({"prepare_finalize": "no_ep"} | settings))  # the engine moves the tokens
-    return Problem(config, profile_here(weights.w2.device), dtype, config.kernel.max_num_tokens, installed())
+    kernel, profile = config.kernel, profile_here(weights.w2.device)
+    return Problem(config, profile, dtype, kernel.max_num_tokens, installed(kernel.cache_dir))

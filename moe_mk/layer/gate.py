@@ -96,7 +96,8 @@ class Gate:
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None
         if gating is not None:
-            library = replace(native.loaded(), own_threads=self.decision.problem.config.kernel.threads == "own")
+            kernel = self.decision.problem.config.kernel
+            library = replace(native.loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
             call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
         made = _PreparedRoute(router, self.logit_bias_E, places_of(self.weight_EH, self.bias_E), call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch

@@ -41,7 +41,7 @@ def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decis
             device=profile_here(device),
             dtype=plain(dtype),
             num_tokens=config.kernel.max_num_tokens,
-            installed=installed(),
+            installed=installed(config.kernel.cache_dir),
             emulated=emulated(),
         )
     )

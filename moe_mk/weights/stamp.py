@@ -25,6 +25,11 @@ class Stamp:
         """A copy is a stamp of no tensors: it cannot count as another reference to a storage."""
         return Stamp, ((),)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the memory of one of the tensors was freed."""
+        return any(storage.expired() for storage, _ in self._parts)  # type: ignore[no-untyped-call]
+
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, neither replaced nor moved, cast or written to."""
         return len(tensors) == len(self._parts) and all(

@@ -176,7 +176,7 @@ class CpuNativeExperts(FusedExperts):
 
     def __init__(self, context: ExpertsContext) -> None:
         super().__init__(context)
-        self.native = native_kernels(own_threads=context.own_threads)
+        self.native = native_kernels(own_threads=context.own_threads, cache_dir=context.cache_dir)
         self.mode = ExpertsMode(
             ACTIVATIONS[context.activation],
             alpha=context.swiglu_alpha,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ _SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
 _GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
 
 
-def native_kernels(*, own_threads: bool = False) -> Native:
+def native_kernels(*, own_threads: bool = False, cache_dir: Path | None = None) -> Native:
     """The compiled kernels of this process; compiled on the first use by this user."""
-    return replace(loaded(), own_threads=True) if own_threads else loaded()
+    return replace(loaded(cache_dir), own_threads=True) if own_threads else loaded(cache_dir)
 
 
 @dataclass(frozen=True)

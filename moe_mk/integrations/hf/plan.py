@@ -268,7 +268,8 @@ def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings
             )
         # Only the transport is needed; the reference works wherever torch does.
         config = config.with_(experts="reference", activations="plain", wire="plain")
-    return Problem(config, profile_here(facts.device), plain(dtype), config.kernel.max_num_tokens, installed())
+    kernel, profile = config.kernel, profile_here(facts.device)
+    return Problem(config, profile, plain(dtype), kernel.max_num_tokens, installed(kernel.cache_dir))
 
 
 def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str, Any]:

@@ -272,12 +272,12 @@ def place_command(
 
 @app.command()
 @with_exit_code
-def doctor(as_json: AsJson = False) -> int:
+def doctor(settings: Settings = None, as_json: AsJson = False) -> int:
     """List installed libraries and backends, and why a backend does not work on this machine."""
     from moe_mk.lab.cli.doctor import examine
     from moe_mk.lab.cli.screen import Screen
 
-    return examine(Screen(), as_json=as_json)
+    return examine(Screen(), settings_of(settings), as_json=as_json)
 
 
 @app.command()

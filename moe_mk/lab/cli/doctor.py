@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
 
 
-def examine(screen: Screen, *, as_json: bool) -> int:
+def examine(screen: Screen, overrides: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the findings. Exit code 0."""
-    facts = findings()
+    facts = findings(overrides)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return OK
@@ -55,8 +56,8 @@ def examine(screen: Screen, *, as_json: bool) -> int:
     return OK
 
 
-def findings() -> dict[str, Any]:
-    """The findings as JSON values."""
+def findings(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The findings as JSON values. overrides: settings of the layers that backends are checked for."""
     return {
         "versions": versions(),
         "devices": _devices(),
@@ -64,7 +65,7 @@ def findings() -> dict[str, Any]:
             name: {"version": installed_version(name), "purpose": lib.purpose, "install": lib.install}
             for name, lib in LIBRARIES.items()
         },
-        "backends": _backends(),
+        "backends": _backends(overrides or {}),
         "oracles": list(ORACLES),
     }
 
@@ -79,19 +80,20 @@ def _devices() -> dict[str, str]:
     return found
 
 
-def _backends() -> list[dict[str, Any]]:
+def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every registered backend, checked for DeepSeek-V3 on the best device, with its minimum number of ranks."""
     try:
         device = usable_device("cuda")
     except UnsupportedError:
         device = torch.device("cpu")
     profile, rows = profile_here(device), []
+    libraries = installed(load_config("deepseek_v3").with_(**overrides).kernel.cache_dir)
     for registry in (PREPARE_FINALIZE, EXPERTS, MONOLITHIC):
         for name, backend in registry.items():
             needs = getattr(backend.traits, "min_ranks", 1)
             tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
-            config = load_config("deepseek_v3").with_(ep=needs, tokens=tokens)
-            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, installed(), emulated()))
+            config = load_config("deepseek_v3").with_(**{"ep": needs, "tokens": tokens, **overrides})
+            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, libraries, emulated()))
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
             )

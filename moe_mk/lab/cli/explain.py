@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from moe_mk.config.device import DeviceProfile
+from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
@@ -105,7 +106,7 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(decision.as_dict(), indent=2))
     else:
-        _, assumption = libraries_for(question.libraries, decision.problem.device)
+        _, assumption = libraries_for(question.libraries, decision.problem.device, decision.problem.config)
         show(screen, decision, assumption)
         divides = decision.problem.config.model.num_experts % decision.problem.ranks == 0
         if divides and decision.problem.config.model.quant.is_fp8 and decision.problem.device.fp8_tflops:
@@ -153,7 +154,7 @@ def problem_of(question: Question) -> Problem:
             raise ConfigError(f"{ranks} ranks do not divide over --nodes {question.nodes}; use a divisor of {ranks}")
         profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
     dtype = plain(dtype_of(question.dtype))
-    libraries, _ = libraries_for(question.libraries, profile)
+    libraries, _ = libraries_for(question.libraries, profile, settings)
     return Problem(settings, profile, dtype, question.tokens, libraries, emulated())
 
 
@@ -212,14 +213,14 @@ def _budget_line(decision: Decision) -> str:
     return "" if asked is None else f"kernel.comm_units = {asked} changes nothing: a single rank has no transport"
 
 
-def libraries_for(names: str | None, device: DeviceProfile) -> tuple[frozenset[str], str]:
+def libraries_for(names: str | None, device: DeviceProfile, config: MoEConfig) -> tuple[frozenset[str], str]:
     """The libraries of a question, and a sentence on them; empty for a CPU. Raises ConfigError for an unknown one."""
     if names is None and not is_profile_here(device):
         assumed = libraries_of(device)
         here = f"there is no {device.name} here; --installed assumes only what is installed here"
         return assumed, f"assumed: {_listed(assumed)} ({here})"
     if names in (None, HERE):
-        found = installed()
+        found = installed(config.kernel.cache_dir)
         return found, "" if device.kind == "cpu" else f"installed here: {_listed(found)}"
     wanted = frozenset(name for name in str(names).split(",") if name)
     for name in wanted - set(LIBRARIES):

@@ -64,7 +64,9 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     check_token_ids(replace(settings, config=config), counts)
     dtype = plain(DTYPES[settings.dtype])
     most = config.kernel.max_num_tokens
-    decision = select(Problem(config, profile_here(device), dtype, most, installed(), emulated()))
+    decision = select(
+        Problem(config, profile_here(device), dtype, most, installed(config.kernel.cache_dir), emulated())
+    )
     experts = expert_map_of(config)
     owners = [rank // world.tp for rank in range(world.size)]
     return RunPlan(

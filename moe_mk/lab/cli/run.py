@@ -177,12 +177,12 @@ def run_rank(plan: RunPlan, place: Place) -> int:
 
 def _compile(plan: RunPlan, screen: Screen) -> None:
     """Let a person see what the first run on a machine waits for; without native experts nothing is compiled."""
-    chosen = plan.decision.chosen.experts
-    if chosen not in EXPERTS or EXPERTS[chosen].traits.library != COMPILER or is_compiled():
+    chosen, folder = plan.decision.chosen.experts, plan.decision.problem.config.kernel.cache_dir
+    if chosen not in EXPERTS or EXPERTS[chosen].traits.library != COMPILER or is_compiled(folder):
         return
     start = now()
     with screen.progress("compile", in_bytes=False) as advance:
-        compile_and_open(on_unit=lambda done, total: advance("compile", done, total))
+        compile_and_open(folder, on_unit=lambda done, total: advance("compile", done, total))
     screen.fact("compiled", f"native CPU kernels, once for this machine and version: {now() - start:.0f} s")
 
 

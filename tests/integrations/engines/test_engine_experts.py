@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +232,42 @@ def test_held_experts_are_those_of_the_tensors_of_now(name: str, change: str) ->
     fresh = Tiny(**{"w13": drawn.w13, "w2": drawn.w2, name: values})
     torch.testing.assert_close(run(), made(fresh)(*tokens))
     assert not torch.equal(run(), first)
+
+
+@pytest.mark.parametrize("release", [False, pytest.param(True, marks=NEEDS_COMPILER)])
+def test_what_was_made_of_replaced_weights_is_dropped_and_the_rest_is_kept(release: bool) -> None:
+    (x_TH, weights_TK, ids_TK), builds = call(), list[object]()
+    held, tokens = HeldExperts(release=release), (x_TH.bfloat16(), weights_TK, ids_TK)
+
+    def drawn() -> Tiny:
+        tiny = Tiny.drawn()
+        return Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16())
+
+    layers = [drawn() for _ in range(3)]
+
+    def run(layer: Tiny) -> weakref.ref[EngineExperts]:
+        def build() -> EngineExperts:
+            builds.append(layer)
+            settings = {"experts": "cpu_native" if release else "reference"}
+            return EngineExperts(
+                "tiny", EngineWeights(layer.w13, layer.w2), top_k=2, settings=settings, release=release
+            )
+
+        experts = held.of((layer.w13, layer.w2), build)
+        experts(*tokens)
+        return weakref.ref(experts)
+
+    last: list[weakref.ref[EngineExperts]] = []
+    for _ in range(20):
+        last = [run(layer) for layer in layers]
+    assert len(builds) == 3
+    layers[1] = drawn()
+    builds.clear()
+    for _ in range(2 * HeldExperts.KEPT):
+        now = [run(layer) for layer in layers]
+    gc.collect()
+    assert len(builds) == 1 and len(held._held) == 3 and last[1]() is None
+    assert now[0]() is last[0]() is not None
 
 
 def test_invalid_numbers_are_refused_with_the_name_of_the_layer() -> None:

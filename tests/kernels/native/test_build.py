@@ -17,19 +17,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_mk import oracle
+from moe_mk import MoEConfig, MoELayer, oracle
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.library import installed
+from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import build as build_module
-from moe_mk.kernels.native import load, reasons_against
+from moe_mk.kernels.native import load, loaded, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
 from moe_mk.kernels.native.selfcheck import is_compiled
 from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
 from moe_mk.lab.cli.doctor import findings
 from moe_mk.quant.plain import BF16
+from tests.layer.native import NEEDS_COMPILER
 from tests.support.tiers import quick_where
 
 
@@ -556,14 +559,37 @@ def test_what_killed_builds_left_is_removed_and_what_lives_stays(tmp_path: Path)
     assert left == {names[name] for name in ("live", "young", "young try")}
 
 
-def test_kernels_that_cannot_be_kept_leave_auto_to_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["file", "file/below", "loop"])
+def test_kernels_that_cannot_be_kept_leave_auto_to_other_experts(tmp_path: Path, folder: str) -> None:
     """The reason is in the decision and in the error of a pin, and `moe-mk doctor` prints it."""
-    monkeypatch.setattr("moe_mk.kernels.native.reasons_against", lambda: ["the disk is full; pass another cache_dir"])
-    config = load_config("deepseek_v3")
-    problem = Problem(config, device_profile("cpu"), BF16, 8, installed())
-    decision = oracle.select(problem)
-    assert decision.chosen.experts == "torch_cpu" and "the disk is full" in str(decision)
-    with pytest.raises(UnsupportedError, match="the disk is full"):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    config = load_config("deepseek_v3").with_(cache_dir=str(tmp_path / folder))
+    problem = Problem(config, device_profile("cpu"), BF16, 8, installed(config.kernel.cache_dir))
+    decision, reason = oracle.select(problem), f"the kernel cache {tmp_path / folder} cannot be used"
+    assert decision.chosen.experts == "torch_cpu"
+    assert any(reason in str(each) for verdict in decision.verdicts for each in verdict.reasons)
+    with pytest.raises(UnsupportedError, match="cannot be used"):
         oracle.select(replace(problem, config=config.with_(experts="cpu_native")))
-    rows = {row["name"]: row["reasons"] for row in findings()["backends"]}
-    assert any("the disk is full" in reason for reason in rows["cpu_native"]) and not rows["torch_cpu"]
+    rows = {row["name"]: row["reasons"] for row in findings({"cache_dir": str(tmp_path / folder)})["backends"]}
+    assert any(reason in why for why in rows["cpu_native"]) and not rows["torch_cpu"]
+
+
+@pytest.mark.parametrize("folder", ["", "kernels", "~/kernels"])
+def test_a_folder_that_depends_on_where_a_process_runs_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"kernel\.cache_dir: must be an absolute path, got "):
+        load_config("deepseek_v3").with_(cache_dir=folder)
+
+
+@NEEDS_COMPILER
+def test_a_layer_loads_its_kernels_from_the_folder_of_its_settings(tmp_path: Path) -> None:
+    library = loaded().path
+    for file in (library, digest_file(library)):
+        shutil.copy2(file, own_directory(tmp_path / "kernels") / file.name)
+    model = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4}
+    config = MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "here").with_(
+        experts="cpu_native", cache_dir=str(tmp_path / "kernels")
+    )
+    layer = MoELayer(config, dtype=torch.bfloat16)
+    assert isinstance(layer.kernel, FusedMoEKernel)
+    assert vars(layer.kernel.experts)["native"].path == tmp_path / "kernels" / library.name
