@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from moe_mk.comm import LockstepWorld
 from moe_mk.comm.communicator import Traffic, offsets, sum_in_order, summing_dtype
+from moe_mk.errors import CommError
 
 
 def test_offsets_by_hand() -> None:
@@ -42,3 +44,17 @@ def test_traffic_adds_up_by_phase_and_starts_over() -> None:
     assert traffic.calls_by_phase == {"dispatch": 2, "combine": 1}
     traffic.reset()
     assert not traffic.bytes_by_phase and not traffic.calls_by_phase and not traffic.bytes_by_peer
+
+
+@pytest.mark.parametrize("bad", [16, -2, 2**31 - 1])
+def test_a_bad_id_in_any_piece_names_the_rank_that_sent_it(bad: int) -> None:
+    comm, counts = LockstepWorld(3).communicators()[2], [2, 0, 1, 1, 2, 0]  # of two pieces, by rank
+    senders = [0, 0, 2, 0, 1, 1]
+    for row, sender in enumerate(senders):
+        ids_RK = torch.zeros((len(senders), 2), dtype=torch.int32)
+        ids_RK[row, 1] = bad
+        with pytest.raises(CommError, match=rf"for expert {bad}, out of range") as failed:
+            comm.check_ids(ids_RK, counts, 16, "expert", "relay")
+        assert failed.value.peer == sender
+        ids_RK[row, 1] = -1
+        comm.check_ids(ids_RK, counts, 16, "expert", "relay")

@@ -28,8 +28,9 @@ from tests.support.tiers import quick_where
 
 RANKS, EXPERTS, TOP_K, HIDDEN, MOST = 3, 9, 3, 2048, 40
 FEW = EAGER_BYTES // packed_row_bytes(BF16, HIDDEN, TOP_K)
-SIZES = (0, 1, 3, FEW, FEW + 1, MOST)
-"""Tokens of a rank: around the number from which counts go first, for bf16 rows."""
+SIZES = (0, 1, 3, FEW, FEW + 1, 2 * FEW - 3, MOST)
+"""Tokens of a rank: around the number from which counts go first, for bf16 rows. 2 * FEW - 3 rows in FP8 fit into one
+message, and their sums do not."""
 
 
 class CountsFirst(AllToAll):
