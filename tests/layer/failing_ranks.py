@@ -231,7 +231,7 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
 
 
 def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, Any]]:
-    """Rank 1 is killed between two calls; the others go on over the same process group, with every expert.
+    """Rank 1 ends or is killed between two calls; the others go on over the same process group, with every expert.
 
     late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1: there is
     no call before the death, so that no rank has received anything of another one. A sum of loads is in flight.
@@ -247,6 +247,8 @@ def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, 
     else:
         dist.barrier()
     if rank == 1:
+        if late is None:
+            os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == late:
         time.sleep(2.0)

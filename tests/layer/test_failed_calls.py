@@ -135,6 +135,7 @@ def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: s
     for rank, found in died.value.results.items():
         first, failed, second, third, old, left = found  # type: ignore[misc]
         assert first["is"] == "right" and failed["is"] == "CommError" and failed["peer"] == 1, (rank, failed)
+        assert f"rank {rank}, phase '" in failed["text"] and (late is not None or failed["seconds"] < AT_ONCE_S), failed
         assert second["is"] == third["is"] == "right", (rank, second, third)
         assert old["is"] == "CommError" and "were left out" in old["text"], old
         assert left["is"] == f"rank {[0, None, 1][rank]} of 2, {transport}"
