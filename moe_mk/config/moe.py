@@ -179,8 +179,8 @@ class KernelConfig(Settings):
     """Threads of the native CPU kernels. engine: the OpenMP threads of torch's operators. own: a pool of the kernels.
     auto: engine where torch has an OpenMP runtime, else own."""
     cache_dir: Path | None = None
-    """The folder of compiled CPU kernels, created for this user alone. None: .cache/moe_mk/kernels of the home
-    directory, or a private temporary folder where that cannot be used."""
+    """The folder of compiled CPU kernels, created for this user alone. None: ~/.cache/moe_mk/kernels, or a
+    private temporary folder where that cannot be used."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)

@@ -879,7 +879,10 @@ class MoELayer(nn.Module):
         return old
 
     def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
-        """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory."""
+        """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory.
+
+        A `RebalanceManager` goes on from it, if every rank calls this between the same two of its steps.
+        """
         self.flip(self.stage(expert_map, arrived))
 
     def _group_state(

@@ -40,7 +40,7 @@ BAD = {
     "nan": "nan", "inf": "inf", "empty": "", "space": " ", "unicode": "ﬁ̈ \U0001f4a5", "surrogate": "\udcff",
     "dash": "-", "list": "1,,2", "letters": "1,x", "missing": "{folder}/no/such/file", "folder": "{folder}",
     "below a file": "{file}/x", "a file": "{file}", "unreadable": "/proc/1/mem", "device": "/dev/full",
-    "home": "~nobody_here/x", "loop": "{loop}", "null": "a\0b", "key": "kernel.nothing=1",
+    "tilde": "~nobody_here/x", "loop": "{loop}", "null": "a\0b", "key": "kernel.nothing=1",
     "value": "kernel.timeout_s=1e39", "yaml": "a=[",
 }  # fmt: skip
 LONG_WORK = {"--repeats", "--worlds", "--budget", "--timeout", "--keep", "--late", "--only"}
@@ -115,5 +115,5 @@ def test_a_bad_value_is_one_message_and_a_code(places: dict[str, Path], part: in
         elif done.exit_code in (2, 3) and (files(places) != before or not done.stderr.strip()):
             wrong.append(f"{case}: {done.exit_code}, wrote {set(files(places)) - set(before)}; {done.stderr}")
         elif done.exit_code in (2, 3) and done.stderr.count("moe-mk: ") > 1:
-            wrong.append(f"{case}: said twice: {done.stderr}")
+            wrong.append(f"{case}: printed twice: {done.stderr}")
     assert not wrong, f"{len(wrong)} of 20:\n" + "\n".join(wrong)
