@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_mk.errors import unless_signalled
-
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 """The folder of compiled kernels in a wheel."""
@@ -91,7 +89,7 @@ def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COM
         try:
             state = Path(path).stat()
             return _asked(path, (state.st_ino, state.st_size, state.st_mtime_ns))
-        except unless_signalled(OSError, subprocess.SubprocessError):
+        except (OSError, subprocess.SubprocessError):
             continue  # not a working compiler; try the next name
     return None
 
@@ -192,7 +190,7 @@ def damage(library: Path) -> str:
             recorded = handle.read(64).decode("ascii", "replace")
         with library.open("rb") as handle:
             found = hashlib.file_digest(handle, "sha256").hexdigest()
-    except unless_signalled(OSError) as problem:
+    except OSError as problem:
         return f"{problem.strerror or problem}: {problem.filename}"
     return "" if found == recorded else f"its SHA-256 is {found}, {digest_file(library).name} records {recorded!r}"
 
@@ -214,7 +212,7 @@ def load_error(library: Path) -> str:
     """Why the system does not load an undamaged library, as from a file system without programs; empty if it does."""
     try:
         ctypes.CDLL(str(library))
-    except unless_signalled(OSError) as problem:
+    except OSError as problem:
         return str(problem)
     return ""
 
