@@ -70,6 +70,10 @@ def _next_feasible(name: str, asked: int, divisions: Sequence[Division], at_leas
     return next(filter(fits, range(first, first + largest + 1)), None)
 
 
+MOST = 65536
+"""GPUs, and slots of a GPU; the ranks of a layer are limited alike."""
+
+
 @dataclass(frozen=True)
 class Topology:
     """GPUs, the nodes they stand in, and what each can hold and do.
@@ -97,8 +101,11 @@ class Topology:
         for name, values in given:
             if isinstance(values, Sequence) and len(values) != self.gpus:
                 wrong.append(f"{name} has {len(values)} entries for {self.gpus} GPUs")
-        if min(self.slots if isinstance(self.slots, Sequence) else (self.slots,), default=1) < 0:
+        slots = self.slots if isinstance(self.slots, Sequence) else (self.slots,)
+        if min(slots, default=1) < 0:
             wrong.append(f"slots={self.slots} has a negative entry")
+        if self.gpus > MOST or max(slots, default=1) > MOST:
+            wrong.append(f"gpus={self.gpus}, slots={max(slots, default=1)}: at most {MOST} each")
         if self.speeds is not None and not all(0 < speed < float("inf") for speed in self.speeds):
             wrong.append(f"speeds={self.speeds} must all be finite and above 0; say alive=False for a lost GPU")
         if self.alive is not None and not any(self.alive):
