@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.base import read_mapping
-from moe_mk.config.hf_quant import plain_kind, quant_from_hf
+from moe_mk.config.hf_quant import layers_with_experts, plain_kind, quant_from_hf
 from moe_mk.config.keys import (
     ANY,
+    CONFIG_JSON,
     COUNT,
     COUNT_OR_NONE,
     FACTOR,
     FLAG,
     LIMIT,
+    NAMES,
     SECTION,
     WORD,
     Kind,
@@ -31,14 +33,33 @@ from moe_mk.config.keys import (
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
-DEEPSEEK_LIKE = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "dots1")
+DEEPSEEK_LIKE = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1", "nemotron_h")
 SOFTMAX_GROUPED = ("deepseek_v2",)
-PLAIN_SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
-ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
+SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+PLAIN_SOFTMAX = ("qwen3_moe", "qwen3_vl_moe", *SHARED_GATED, "mixtral", "olmoe")
+SHARED_WIDTHS = {
+    **dict.fromkeys(SHARED_GATED, "shared_expert_intermediate_size"),
+    "nemotron_h": "moe_shared_expert_intermediate_size", "minimax_m3": "shared_intermediate_size",
+}  # fmt: skip
+"""The key of the width of the shared experts, in families that state one."""
+MINIMAX = ("minimax_m2", "minimax_m3")
+RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe")
+"""Whatever the configuration states."""
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX)
 """Without dense layers, so that `intermediate_size` is that of an expert."""
 GPT_OSS = ("gpt_oss",)
 DEEPSEEK_V4 = ("deepseek_v4",)
-FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *GPT_OSS)
+FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS)
+WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe")
+"""Multimodal models, whose text_config describes the layers."""
+UNSUPPORTED = {
+    "gemma4": "a norm and a scale of its own before the router, and a scale for each expert",
+    "llama4": "routing weights that multiply the input of experts",
+    "step3p7": "clamps that differ between layers, and between routed and shared experts",
+    "kimi_k3": "a norm in its latent projections, and the activation SiTU",
+    "longcat_flash": "experts that return their input",
+}
+"""Families whose layers have a part that is not computed here, with that part."""
 SECOND = "hf_quant_config.json"
 """The file in which modelopt states formats, next to config.json or in place of its quantization_config."""
 
@@ -48,6 +69,20 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(FAMILIES, _ONE),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _V3),
     "glm4_moe": _ONE | {"n_shared_experts": 1},
+    "nemotron_h": _ONE | {"n_shared_experts": 1, "mlp_hidden_act": "relu2"},
+    "glm_moe_dsa": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    **dict.fromkeys(SHARED_GATED, _ONE | {"n_shared_experts": 1, "norm_topk_prob": False}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
+    "qwen3_vl_moe": _ONE | {"norm_topk_prob": True},
+    "minimax_m2": _ONE | {"use_routing_bias": True},
+    "minimax_m3": _ONE
+    | {
+        "n_shared_experts": 1,
+        "use_routing_bias": True,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "routed_scaling_factor": 2.0,
+    },
     "deepseek_v2": _ONE | {"n_shared_experts": 2, "topk_method": "greedy"},
     "deepseek_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.5},
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
@@ -77,7 +112,26 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
         "expert_dtype": WORD,
     },
     "qwen3_moe": _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG},
-    "qwen2_moe": _COMMON,
+    "qwen3_vl_moe": _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG},
+    **dict.fromkeys(
+        SHARED_GATED,
+        _COMMON | {
+            "moe_intermediate_size": COUNT, "norm_topk_prob": FLAG, "shared_expert_intermediate_size": COUNT_OR_NONE,
+        },
+    ),
+    "glm_moe_dsa": _COMMON | _GROUPED | {"moe_router_dtype": ("'float32'", lambda v: v == "float32")},
+    "nemotron_h": _COMMON | _GROUPED | {
+        "moe_latent_size": COUNT_OR_NONE, "mlp_hidden_act": ("'relu2'", lambda v: v == "relu2"),
+        "moe_shared_expert_intermediate_size": COUNT,
+        "hybrid_override_pattern": WORD, "layers_block_type": NAMES,
+    },
+    "minimax_m2": _COMMON | {"intermediate_size": COUNT, "use_routing_bias": FLAG},
+    "minimax_m3": _COMMON | {
+        "hidden_act": ("'swigluoai'", lambda v: v == "swigluoai"), "intermediate_size": COUNT,
+        "moe_intermediate_size": COUNT, "use_routing_bias": FLAG, "routed_scaling_factor": FACTOR,
+        "n_shared_experts": COUNT_OR_NONE, "shared_intermediate_size": COUNT, "dense_intermediate_size": COUNT,
+        "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
+    },
     "mixtral": _COMMON | {"intermediate_size": COUNT},
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
     "gpt_oss": _COMMON | {
@@ -86,11 +140,20 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
     },
 }  # fmt: skip
 """The keys that are read, by family; those of other families are refused where they have a value."""
+_OTHER_PARTS = {
+    "nemotron_h": frozenset({
+        "n_groups", "use_bias", "use_conv_bias", "rescale_prenorm_residual", "time_step_limit",
+        "moe_shared_expert_overlap",
+    }),
+    "minimax_m3": frozenset({"sparse_attention_config"}),
+}  # fmt: skip
+"""Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": SOFTMAX_GROUPED,
                  "group_limited_greedy": SOFTMAX_GROUPED}  # fmt: skip
 _SAME = (
     ("n_routed_experts", "num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"),
-    ("torch_dtype", "dtype"), ("quantization_config", "compression_config"),
+    ("intermediate_size", "moe_intermediate_size"), ("torch_dtype", "dtype"),
+    ("quantization_config", "compression_config"),
 )  # fmt: skip
 """Keys of one meaning, which may not differ."""
 
@@ -124,31 +187,43 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
 
     layer: the layer to describe, where lists of modules give layers formats of their own.
     """
-    family = str(hf.get("model_type", ""))
-    if family == "kimi_k25" and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
+    family = _family_of(hf)
+    if family in WRAPPERS and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
         return settings_from_hf(_of_wrapper(hf, text, where), where, layer)
     if family not in FAMILIES:
+        if part := next((UNSUPPORTED[name] for name in UNSUPPORTED if family.startswith(name)), None):
+            raise ConfigError(f"{where}: {family} has {part}, which is not supported; moe_mk.integrations.transformers."
+                              "register() runs the model's own blocks")  # fmt: skip
         raise ConfigError(
             f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. A layer of "
             "another family is declared by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer), and "
             "moe_mk.integrations.transformers.register() runs the model's own blocks"
         )
-    if family == "qwen2_moe":
-        raise ConfigError(f"{where}: qwen2_moe gates its shared expert (shared_expert_gate), which is not supported")
-    problems = wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family]) + _contradictions(hf, family)
+    harmless = CONFIG_JSON | _OTHER_PARTS.get(family, frozenset())
+    problems = wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless) + _contradictions(hf, family)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     stated = {**DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
     if "n_shared_experts" in hf and hf["n_shared_experts"] is None:
         stated["n_shared_experts"] = 0  # null is the families' own way to state none
+    if family in SHARED_GATED and hf.get("shared_expert_intermediate_size") == 0:
+        stated["n_shared_experts"] = 0
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
+
+
+def first_layer(hf: Mapping[str, Any]) -> int:
+    """The first layer with experts that are chosen by scores."""
+    text = hf.get("text_config")
+    hf = text if isinstance(text, Mapping) else hf
+    hashed = hf.get("num_hash_layers")
+    return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)
 
 
 def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
     """The router's settings as read, each with its key in a config.json or the family whose default it is."""
     text = hf.get("text_config")
     hf = text if isinstance(text, Mapping) else hf
-    family, router = str(hf.get("model_type", "")), settings_from_hf(hf, where)["router"]
+    family, router = _family_of(hf), settings_from_hf(hf, where)["router"]
     keys = {"scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
             "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor"}  # fmt: skip
     return {
@@ -156,10 +231,15 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
     }
 
 
+def _family_of(hf: Mapping[str, Any]) -> str:
+    """The model type, of a text_config that of the model itself."""
+    return str(hf.get("model_type", "")).removesuffix("_text")
+
+
 def _of_wrapper(hf: Mapping[str, Any], text: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The text model of a multimodal wrapper, with the quantisation that the wrapper states."""
     outer = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
-    read = _READ.get(str(text.get("model_type", "")), {})
+    read = _READ.get(_family_of(text), {})
     differing = [
         f"{key} is {value!r} and text_config has {text[key]!r}"
         for key, value in hf.items()
@@ -197,7 +277,7 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
 
 
 def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) -> dict[str, Any]:
-    activation = ACTIVATIONS[hf.get("hidden_act", "silu")]
+    activation = ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
     width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
     clamped = {}
     if family in GPT_OSS:
@@ -205,9 +285,19 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         clamped = {"swiglu_limit": hf["swiglu_limit"], "swiglu_alpha": hf["swiglu_alpha"], "expert_bias": True}
     if family in DEEPSEEK_V4 and (limit := _first(hf, where, "swiglu_limit")):  # 0: plain SwiGLU
         activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
+    if family == "minimax_m3":
+        activation, clamped = "swiglu_oai", {key: hf[key] for key in ("swiglu_limit", "swiglu_alpha")}
+    shared: dict[str, Any] = {}
+    if family in SHARED_WIDTHS and hf["n_shared_experts"]:
+        shared["shared_intermediate_size"] = _first(hf, where, SHARED_WIDTHS[family])
     return {
         "name": family,
         **clamped,
+        **shared,
+        "gated": family != "nemotron_h",
+        "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
+        "latent_size": hf.get("moe_latent_size") or None,
+        "stacks_transposed": family == "qwen3_vl_moe",
         "hidden_size": _first(hf, where, "hidden_size"),
         "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
@@ -222,7 +312,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "top_k": _first(hf, where, "num_experts_per_tok", "experts_per_token"),
         "num_expert_group": hf["n_group"],
         "topk_group": hf["topk_group"],
-        "renormalize": True if family in ("mixtral", *GPT_OSS) else _first(hf, where, "norm_topk_prob"),
+        "renormalize": True if family in RENORMALISED else _first(hf, where, "norm_topk_prob"),
         "routed_scaling_factor": hf["routed_scaling_factor"],
     }
     if family in GPT_OSS:
@@ -230,6 +320,8 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         router |= {"scoring_func": "softmax", "has_logit_bias": True}
     elif family in DEEPSEEK_V4:
         router |= {"scoring_func": "sqrtsoftplus", "has_correction_bias": True}
+    elif family in MINIMAX:
+        router |= {"scoring_func": "sigmoid", "has_correction_bias": hf["use_routing_bias"]}
     elif family in DEEPSEEK_LIKE:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
     else:

@@ -21,8 +21,10 @@ from moe_mk.quant.grouped import GROUPS, kind_of
 
 Said = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
-_ROOTS = ("model.layers", "language_model.model.layers", "model.language_model.layers", "layers")
-_BLOCKS = ("mlp", "ffn", "block_sparse_moe")
+_ROOTS = (
+    "model.layers", "language_model.model.layers", "model.language_model.layers", "layers", "backbone.layers"
+)  # fmt: skip
+_BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer")
 _PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 
 
@@ -35,15 +37,16 @@ def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int 
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
     method = quant.get("quant_method")
     method = str(getattr(method, "value", method))  # transformers spells it as an enumeration
-    reader = _READERS.get(method)
-    layers = _layers(hf or {}, layer)
+    reader = _mixed if method == "fp8" and "quant_algo" in quant else _READERS.get(method)
+    layers = layers_with_experts(hf or {}, layer)
     settings: dict[str, Any] = {}
     if reader is None:
         problems = [f"quant_method is {quant.get('quant_method')!r}"]
-    elif not (problems := section_problems(quant, method)):
+    elif not (problems := section_problems(quant, "mixed" if reader is _mixed else method)):
         try:
             settings, problems = reader(quant, layers)
-            ignored = _ignored(quant, method, layers)
+            # What a mixed section ignores is left in FP8, not in the dtype of the model.
+            ignored = _ignored({} if reader is _mixed else quant, method, layers)
         except re.error as problem:
             settings, problems, ignored = {}, [f"a list of modules has an invalid expression: {problem}"], {}
         if not problems and (ignored["experts"] or settings.get("weights") is None):
@@ -69,8 +72,12 @@ def plain_kind(hf: Said, where: str) -> str:
     return names[dtype]
 
 
-def _layers(hf: Said, layer: int | None) -> list[int]:
+def layers_with_experts(hf: Said, layer: int | None = None) -> list[int]:
     """The layer, or the first, the middle and the last layer with experts."""
+    kinds = hf.get("hybrid_override_pattern") or hf.get("layers_block_type")
+    if layer is None and isinstance(kinds, str | list):
+        found = [number for number, kind in enumerate(kinds) if kind in ("E", "moe")]
+        return sorted({found[0], found[len(found) // 2], found[-1]}) if found else [0]
     count, first = (hf.get(key) for key in ("num_hidden_layers", "first_k_dense_replace"))
     first = first if isinstance(first, int) else 0
     if layer is not None or not isinstance(count, int) or count <= first:
@@ -93,11 +100,11 @@ def _covered(style: str, patterns: Iterable[str], layers: list[int], role: str) 
 
     Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
     """
-    patterns, inner = tuple(patterns), "experts.0" if role == "experts" else role
+    patterns, inners = tuple(patterns), ("experts.0",) if role == "experts" else (role, role.removesuffix("s"))
     return bool(patterns) and all(
         any(
             _matches(style, pattern, f"{root}.{layer}.{block}.{inner}.{word}")
-            for pattern in patterns for root in _ROOTS for block in _BLOCKS for word in words
+            for pattern in patterns for root in _ROOTS for block in _BLOCKS for inner in inners for word in words
         )
         for layer in layers for words in _PROJECTIONS
     )  # fmt: skip
@@ -128,11 +135,37 @@ def _fp8(quant: Said, layers: list[int]) -> Found:
         },
     )  # fmt: skip
     if quant.get("expert_dtype") == "fp4":
-        return {"weights": "mxfp4", "activations": "mxfp8"}, problems
+        return {"weights": "mxfp4", "activations": "mxfp8", **_shared_fp8(quant)}, problems
     if not quant.get("weight_block_size"):
         return {}, [*problems, "weight_block_size is not given"]
     scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
     return {"weights": "fp8_block", "block": quant["weight_block_size"], "scale": scale}, problems
+
+
+def _shared_fp8(quant: Said) -> dict[str, Any]:
+    """Shared experts that stay in the FP8 blocks of a section whose routed experts have four bits."""
+    if not quant.get("weight_block_size"):
+        return {}
+    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
+    return {"shared": "fp8_block", "block": quant["weight_block_size"], "scale": scale}
+
+
+def _mixed(quant: Said, layers: list[int]) -> Found:
+    """An FP8 checkpoint whose routed experts modelopt has quantised: DeepSeek-V4 in NVFP4."""
+    _, problems = _fp8({**quant, "expert_dtype": "fp4"}, layers)
+    problems += _others(
+        quant, {"quant_algo": ("MIXED_PRECISION",), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
+    )
+    listed = quant.get("quantized_layers") or {}
+    for layer in layers:
+        names = (f"{root}.{layer}.{block}.experts" for root in _ROOTS for block in _BLOCKS)
+        here = [listed[name] for name in names if name in listed]
+        found = [{key: value for key, value in each.items() if not is_empty(value)} for each in here]
+        if [{"group_size": 16} | each for each in found] != [{"group_size": 16, "quant_algo": "NVFP4"}]:
+            problems.append(f"quantized_layers states {here or 'nothing'} for the experts of layer {layer}")
+    if quant.get("config_groups") is not None:
+        problems += _group_in(quant["config_groups"], layers, "NVFP4", 4, 16)[1]
+    return {"weights": "nvfp4", **_shared_fp8(quant)}, problems
 
 
 def _mxfp4(quant: Said, layers: list[int]) -> Found:
@@ -156,17 +189,25 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
     groups = quant.get("config_groups")
     if groups is None:
         return settings, problems
-    group, more = _group_of(groups, layers)
-    problems += more
+    group, more = _group_in(groups, layers, algorithm, bits, columns)
     if group is None:
-        return {}, problems
-    weights, tokens = group.get("weights") or {}, group.get("input_activations")
-    for title, section in (("weights", weights), ("input_activations", tokens or {})):
+        return {}, problems + more
+    tokens = group.get("input_activations")
+    settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
+    return settings, problems + more
+
+
+def _group_in(
+    groups: object, layers: list[int], algorithm: str, bits: int, columns: int | None
+) -> tuple[Said | None, list[str]]:
+    """The group of the routed experts, and where it is not of an algorithm with that many bits and columns a scale."""
+    group, problems = _group_of(groups, layers)
+    for title in ("weights", "input_activations") if group is not None else ():
+        section = (group or {}).get(title) or {}
         for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
             if section.get(key) not in (None, fitting):
                 problems.append(f"{title}.{key} is {section[key]!r}, {algorithm} has {fitting!r}")
-    settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
-    return settings, problems
+    return group, problems
 
 
 def _group_of(groups: object, layers: list[int]) -> tuple[Said | None, list[str]]:

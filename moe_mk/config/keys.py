@@ -21,6 +21,10 @@ LIMIT: Kind = ("a finite number of at least 0", lambda v: type(v) in (int, float
 FLAG: Kind = ("true or false", lambda v: type(v) is bool)
 WORD: Kind = ("a text", lambda v: type(v) is str and v != "")
 SECTION: Kind = ("a mapping", lambda v: isinstance(v, Mapping))
+SECTIONS: Kind = (
+    "a mapping of mappings",
+    lambda v: isinstance(v, Mapping) and all(isinstance(each, Mapping) for each in v.values()),
+)
 NAMES: Kind = ("a list of texts", lambda v: isinstance(v, list | tuple) and all(type(each) is str for each in v))
 PAIR: Kind = (
     "two whole numbers of at least 1",
@@ -77,6 +81,14 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "fp8": (
         _METHOD | _MODULES | {
             "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
+        },
+        _WRITER,
+    ),
+    "mixed": (
+        _METHOD | _MODULES | {
+            "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
+            "quant_algo": WORD, "moe_quant_algo": WORD, "quantized_layers": SECTIONS, "group_size": COUNT,
+            "config_groups": SECTION,
         },
         _WRITER,
     ),

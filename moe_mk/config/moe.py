@@ -60,8 +60,17 @@ class ModelConfig(Settings):
     """Clamp of swiglu_limit and swiglu_oai: the gate from above, up on both sides."""
     swiglu_alpha: float = Field(default=1.702, gt=0)
     """The factor inside the sigmoid of swiglu_oai."""
+    gated: bool = True
+    """Whether experts have a gate: down(act(gate(x)) * up(x)). Others are down(act(up(x))), as Nemotron-3's."""
     expert_bias: bool = False
     """Whether routed experts have biases."""
+    shared_gate: bool = False
+    """Whether the shared experts' output is multiplied by sigmoid(x @ g), one factor a token, as in Qwen3.5."""
+    latent_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """Width that routed experts read and write where it is not hidden_size: tokens are projected to it before dispatch
+    and back after combine, as in Nemotron-3 Super. Router and shared experts work on hidden_size."""
+    stacks_transposed: bool = False
+    """Whether tensors that hold all experts are (experts, in, out), as Qwen3-VL writes them."""
     total_params_b: float | None = Field(default=None, gt=0)
     """Parameters of the whole model in billions, for information."""
     active_params_b: float | None = Field(default=None, gt=0)
@@ -79,20 +88,27 @@ class ModelConfig(Settings):
         if clamps != (self.swiglu_limit is not None):
             needed = "needs a swiglu_limit" if clamps else "has no clamp; drop the limit or use swiglu_limit"
             raise ValueError(f"swiglu_limit={self.swiglu_limit} but activation={self.activation!r} {needed}")
+        if clamps and not self.gated:
+            raise ValueError(f"activation={self.activation!r} multiplies a gate by up; gated=False needs another one")
         return self
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
         scheme = self.quant.weight_scheme
         # Blocks of GGUF are never partial.
-        per_byte = scheme.block[1] if scheme.family == "gguf" and scheme.block else scheme.per_byte
-        sizes = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.moe_intermediate_size}
-        if self.quant.shared_scheme is None:
-            sizes["the shared experts' size"] = self.shared_size
-        odd = [f"{name}={size}" for name, size in sizes.items() if size % per_byte]
+        per_byte, per_byte_down = (
+            s.block[1] if s.family == "gguf" and s.block else s.per_byte for s in (scheme, self.quant.down_scheme)
+        )
+        sizes = {"latent_size" if self.latent_size else "hidden_size": (self.latent_size or self.hidden_size, per_byte)}
+        sizes["moe_intermediate_size"] = self.moe_intermediate_size, per_byte_down
+        # Shared experts of a GGUF file have blocks of their own.
+        if self.quant.shared_scheme is None and scheme.family != "gguf":
+            sizes["the shared experts' size"] = self.shared_size, per_byte_down
+        odd = [f"{name}={size}" for name, (size, values) in sizes.items() if size % values]
         if odd and scheme.family == "gguf":
             raise ValueError(
-                f"blocks of {self.quant.weights} hold {per_byte} values of a row, no divisor of {', '.join(odd)}; "
+                f"blocks of {self.quant.weights} hold {per_byte} values of a row, of down projections {per_byte_down}, "
+                f"no divisor of {', '.join(odd)}; "
                 "use a type with smaller blocks, such as q8_0"
             )
         if odd:
@@ -104,6 +120,8 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _shared_agree(self) -> Self:
+        if self.shared_gate and not self.num_shared_experts:
+            raise ValueError("shared_gate=True but num_shared_experts=0; state their number, or drop the gate")
         if self.shared_intermediate_size and not self.num_shared_experts:
             raise ValueError(
                 f"shared_intermediate_size={self.shared_intermediate_size} but num_shared_experts=0; "
@@ -321,6 +339,12 @@ class MoEConfig(Settings):
         """Settings with which kernel.invariant cannot hold."""
         kernel = self.kernel
         problems = []
+        if (kernel.invariant or kernel.batch_invariant) and self.model.latent_size:
+            setting = "invariant" if kernel.invariant else "batch_invariant"
+            problems.append(
+                f"kernel.{setting}=True but the projections of model.latent_size={self.model.latent_size} round a "
+                f"token differently in other batches; set {setting}=false"
+            )
         if kernel.invariant and kernel.tiles > 1:
             problems.append(f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1")
         if kernel.invariant and kernel.wire not in ("auto", "plain"):

@@ -57,8 +57,17 @@ class Problem:
     """Optional libraries that are installed, by module name."""
     emulated: frozenset[str] = frozenset()
     """Libraries that have an emulation; used only with kernel.allow_emulated."""
+    token_size: int = 0
+    """Width of the layer's inputs and outputs; 0: hidden_size of the config. In the config of a problem hidden_size is
+    the width of the rows that are sent and that experts read, which latent projections make smaller."""
 
     def __post_init__(self) -> None:
+        model = self.config.model
+        if not self.token_size:
+            object.__setattr__(self, "token_size", model.hidden_size)
+        if model.latent_size is not None:
+            inner = model.model_copy(update={"hidden_size": model.latent_size, "latent_size": None})
+            object.__setattr__(self, "config", self.config.model_copy(update={"model": inner}))
         if self.num_tokens < 1:
             raise ConfigError(f"num_tokens={self.num_tokens} must be at least 1")
         if self.num_tokens > self.config.kernel.max_num_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -41,8 +42,8 @@ class QuantConfig(Settings):
     """Of fp8_block, and of FP8 activations with mxfp4."""
     down: Stored | None = None
     """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
-    shared: Literal["same", "bf16", "fp16", "fp32"] = "same"
-    """The type of shared experts: that of the routed ones, or plain numbers."""
+    shared: Literal["same", "bf16", "fp16", "fp32", "fp8_block"] = "same"
+    """The type of shared experts: that of the routed ones, plain numbers, or FP8 blocks of `block` with `scale`."""
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
@@ -110,8 +111,15 @@ class QuantConfig(Settings):
 
     @property
     def shared_scheme(self) -> QuantScheme | None:
-        """The scheme of shared experts if they are plain and the routed ones are not; None: the same schemes."""
-        return None if self.shared == "same" else scheme_of_kind(self.shared)
+        """The scheme of shared experts where it is stated; None: those of the routed ones."""
+        if self.shared == "same":
+            return None
+        return scheme_of_kind(self.shared, self.block, ue8m0=self.scale == "ue8m0")
+
+    @property
+    def shared_activations(self) -> QuantScheme | None:
+        """What shared experts of a stated type round activations to; None for the layer's own dtype."""
+        return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0") if self.shared == "fp8_block" else None
 
     @property
     def activation_scheme(self) -> QuantScheme | None:
@@ -136,6 +144,10 @@ class QuantConfig(Settings):
     def edges(self) -> tuple[int, int]:
         """(rows, columns): where a weight may be cut without dividing what shares a scale or a byte."""
         # Rows of gate and up and columns of down are cut. A scale of a whole row or matrix holds for each part.
+        shared = (self.shared_scheme and self.shared_scheme.block) or (1, 1)
         first, second = (scheme.block or (1, 1) for scheme in (self.weight_scheme, self.down_scheme))
-        rows, columns = (1 if side >= WHOLE else side for side in (first[0], second[1]))
+        rows, columns = (
+            lcm(*(1 if side >= WHOLE else side for side in sides))
+            for sides in ((first[0], shared[0]), (second[1], shared[1]))
+        )
         return rows, columns

@@ -108,6 +108,8 @@ class MoELayer(nn.Module):
     """
     _tokens: list[int]
     """How many tokens were counted into `expert_load`, in calls of `top_k` choices each: one number."""
+    _latent: tuple[Tensor, Tensor] | None = None
+    """The projections of tokens to the width of the experts and back, in the layer's dtype."""
     _fused: FusedForward | None = None
     _routed_ids: tuple[weakref.ref[Tensor], int, int] | None = None
     """The ids that the last `route` returned, their version and address."""
@@ -362,8 +364,11 @@ class MoELayer(nn.Module):
         if isinstance(experts, FusedExperts):
             self.decision = replace(self.decision, parameters=experts.parameters())
         if self._shared is not None and weights.shared is not None:
-            self._shared.load(weights.shared)
+            self._shared.load(weights.shared, weights.shared_gate_H)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+        if weights.latent is not None:
+            down, up = (each.to(self.device, self.dtype).contiguous() for each in weights.latent)
+            self._latent = down, up
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
         placed = self._placement
         self._fused, self._placement = None, replace(placed, weights=weights, laid_out=laid_out, loads=placed.loads + 1)
@@ -464,7 +469,8 @@ class MoELayer(nn.Module):
         try:
             if self._placement.is_exchanged and (found := self._exchanged(x_TH, expert_load_E)) is not None:
                 return self._run_exchanged(*found, x_TH, expert_load_E)
-            if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
+            plain = self.spans.recorder is None and self.hash_router is None and self._latent is None
+            if plain and self._placement.is_direct:
                 fused = self._fused_forward()
                 if fused.takes(x_TH, expert_load_E):
                     if fused.call is not None and self.on_routing is None:
@@ -539,6 +545,7 @@ class MoELayer(nn.Module):
     def _exchanged(self, x_TH: Tensor, load_E: Tensor) -> tuple[FusedForward, ExchangedCall] | None:
         """The native call between ranks if the next forward may be made by it."""
         placed, plain = self._placement, self.spans.recorder is None and self.hash_router is None
+        plain = plain and self._latent is None
         if not (placed.is_exchanged and plain and x_TH.is_cpu):
             return None
         fused = self._fused_forward()
@@ -575,9 +582,10 @@ class MoELayer(nn.Module):
                     self._record(routing, load_E)
                     physical = self._physical(routing, placed)
             if isinstance(placed.kernel, MonolithicKernel):
-                routed = placed.kernel.steps(x_TH, logits_TE, gate.bias_E, placed.laid_out)
+                routed = placed.kernel.steps(self._to_latent(x_TH), logits_TE, gate.bias_E, placed.laid_out)
             else:
-                routed = placed.kernel.steps(x_TH, physical, fused_weights or placed.laid_out)
+                routed = placed.kernel.steps(self._to_latent(x_TH), physical, fused_weights or placed.laid_out)
+            routed = routed if self._latent is None else self._from_latent(routed)
             if shared is None or fused_weights is not None:
                 y_TH = yield from routed
             else:
@@ -621,7 +629,8 @@ class MoELayer(nn.Module):
         x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
         assert load_E is not None
         top_k = self.config.router.top_k
-        if self.spans.recorder is None and self._placement.is_direct and is_untraced(x_TH):
+        plain = self.spans.recorder is None and self._latent is None
+        if plain and self._placement.is_direct and is_untraced(x_TH):
             fused = self._fused_forward()
             fits = can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == top_k
             if fused.routed_alone is not None and fits and fused.takes(x_TH, load_E):
@@ -656,11 +665,20 @@ class MoELayer(nn.Module):
             assert not isinstance(placed.kernel, MonolithicKernel)
             self._record(routing, self.expert_load)
             physical = self._physical(routing, placed)
-            y_TH = yield from placed.kernel.steps(x_TH, physical, placed.laid_out)
+            y_TH = yield from self._from_latent(placed.kernel.steps(self._to_latent(x_TH), physical, placed.laid_out))
             return (yield from self._late_reduce(y_TH, placed)).to(self.dtype)
         except BaseException as error:
             placed.grid.fail(error, epochs)
             raise
+
+    def _to_latent(self, x_TH: Tensor) -> Tensor:
+        """Tokens in the width of the experts."""
+        return x_TH if self._latent is None else nn.functional.linear(x_TH, self._latent[0])
+
+    def _from_latent(self, routed: Flight[Tensor]) -> Flight[Tensor]:
+        """What the experts return, in the width of the tokens. Linear: partial sums stay partial sums."""
+        y_TH = yield from routed
+        return y_TH if self._latent is None else nn.functional.linear(y_TH.to(self.dtype), self._latent[1])
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
@@ -715,6 +733,10 @@ class MoELayer(nn.Module):
         if self._shared is None or self._shared.weights is None or isinstance(placed.kernel, MonolithicKernel):
             return None
         if placed.kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(placed.kernel, InvariantKernel):
+            return None
+        routed, shared = placed.kernel.experts.context, self._shared.experts.context
+        alone = (routed.compute, routed.hidden_size) != (shared.compute, shared.hidden_size)
+        if alone or self._shared.gate_H is not None:
             return None
         return placed.kernel.experts.fuse_shared_experts(placed.laid_out, self._shared.weights)
 
@@ -917,7 +939,7 @@ class MoELayer(nn.Module):
         if self._shared is not None:
             shared = shared_experts(decision, Parts(expert_map, self._built_for, ep or self.ep, self.spans))
             if weights is not None and weights.shared is not None:
-                shared.load(weights.shared)
+                shared.load(weights.shared, weights.shared_gate_H)
         if weights is not None:
             gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         return GroupState(config, decision, groups, gate, shared, asked)

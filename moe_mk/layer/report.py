@@ -66,9 +66,9 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     problem, model = decision.problem, decision.problem.config.model
     num_slots = expert_map.num_slots(rank)
     shared_inner = model.shared_size // problem.config.parallel.tp
-    shared = mlp_bytes(problem, shared_inner) if shared_inner else 0
+    shared = mlp_bytes(problem, shared_inner, shared=True) if shared_inner else 0
     router, width = problem.config.router, 4 if keeps_gate_in_f32(decision) else problem.dtype.dtype.itemsize
-    gate = model.num_experts * (model.hidden_size * width + 4 * router.has_correction_bias)
+    gate = model.num_experts * (problem.token_size * width + 4 * router.has_correction_bias)
     expert = expert_bytes(problem)
     chosen = decision.chosen.experts
     packing = expert if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0

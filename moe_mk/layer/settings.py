@@ -27,7 +27,7 @@ from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
-from moe_mk.weights.names import CONVENTIONS
+from moe_mk.weights.names import CONVENTIONS, Part, Role
 from moe_mk.weights.source import TensorSource
 
 
@@ -188,6 +188,10 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         down_scheme=None if model.quant.down is None else model.quant.down_scheme,
         shared_scheme=model.quant.shared_scheme,
         gptq_v2=model.quant.gptq_v2,
+        gated=model.gated,
+        has_shared_gate=model.shared_gate,
+        latent_size=model.latent_size,
+        stacks_transposed=model.stacks_transposed,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,
         has_gate_bias=config.router.has_correction_bias,
@@ -228,6 +232,8 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
             "experts": (model.num_experts, each.num_experts), "hidden size": (model.hidden_size, each.hidden_size),
             "intermediate size": (model.moe_intermediate_size, each.intermediate_size),
             "shared intermediate size": (model.shared_size, each.shared_intermediate_size),
+            "latent size": (model.latent_size, each.latent_size),
+            "gated": (model.gated, each.gated), "gate of the shared experts": (model.shared_gate, each.has_shared_gate),
             "format": (model.quant.weights, model.quant.weights if is_gguf(path) else each.kind),
         }  # fmt: skip
         for what, (by_config, by_tensors) in pairs.items():
@@ -272,11 +278,29 @@ def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> 
     return config.with_(quant=quant, has_correction_bias=facts.has_gate_bias)
 
 
+def _shared_type(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None) -> MoEConfig:
+    """The config with the type of shared experts that their tensors have, whatever lists of modules state."""
+    quant = config.model.quant
+    if not config.model.num_shared_experts or quant.kind == "plain" or is_gguf(path):
+        return config
+    source = open_source(path)
+    names, prefix = source.names(), find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
+    spelled = {prefix + convention.spell(Part(Role.SHARED, "down")) for convention in CONVENTIONS.values()}
+    dtypes = {source.entry(name).dtype for name in spelled if name in names}
+    found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    if "fp8" not in quant.weights:
+        found[torch.float8_e4m3fn] = "fp8_block"
+    shared = next((found[dtype] for dtype in dtypes if dtype in found), "same")
+    if shared == quant.shared:
+        return config
+    return config.with_(quant={**quant.model_dump(), "shared": shared})
+
+
 def stated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
-    """The config with what one layer of a checkpoint states: a table of experts by token id, scales, types of GGUF.
+    """The config with what one layer of a checkpoint states: a table of experts by token id, scales, types.
 
     Values that the config states are kept. prefix: as of `load_layer`. Raises WeightError for a layer that the
     checkpoint does not have.
     """
-    config = hashed(_types_of_gguf(config, path, layer), path, layer, prefix)
+    config = _shared_type(hashed(_types_of_gguf(config, path, layer), path, layer, prefix), path, layer, prefix)
     return calibrated(config, path, layer, prefix)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.base import EXPERTS, FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.layer.checks import FLOATS
 from moe_mk.oracle.assemble import Parts, build_experts, experts_context
@@ -27,9 +27,12 @@ class SharedExperts:
     def __init__(self, experts: FusedExperts, dtype: Plain, spans: Spans) -> None:
         self.experts, self.dtype, self.spans = experts, dtype, spans
         self.weights: Weights | None = None
+        self.gate_H: Tensor | None = None
+        """f32. The sigmoid of its product with a token multiplies the output; None: the output is added as it is."""
 
-    def load(self, weights: SlotWeights) -> None:
-        """Take the matrices, in the layout the backend reads."""
+    def load(self, weights: SlotWeights, gate_H: Tensor | None = None) -> None:
+        """Take the matrices, in the layout the backend reads, and the gate."""
+        self.gate_H = None if gate_H is None else gate_H.to(device=self.experts.context.device, dtype=torch.float32)
         self.weights = self.experts.relayout(MappedExpertWeights((weights,), weights.up_IH.scheme))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
@@ -41,7 +44,10 @@ class SharedExperts:
             expect("hidden_states", x_TH, "T H", FLOATS, c.device, H=c.hidden_size)
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
-            weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
+            if self.gate_H is None:
+                weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
+            else:  # row by row, so that the bits of a token do not depend on the batch
+                weights_TK = torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
             same = x_TH.dtype is self.dtype.dtype
             x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
             tokens = permute(RowTokens(x, ids_TK, weights_TK, 1), self.experts.traits.consumes)
@@ -51,9 +57,17 @@ class SharedExperts:
 
 def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
     """Build them for a decision; beside monolithic experts, which cannot compute one slot, the reference does it."""
-    chosen, config = decision.chosen.experts, decision.problem.config
+    chosen, problem = decision.chosen.experts, decision.problem
+    config, quant = problem.config, problem.config.model.quant
     backend = "reference" if chosen in MONOLITHIC else chosen
     context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
-    if config.model.quant.shared_scheme is not None:
-        context = replace(context, compute=decision.problem.dtype)  # activations of plain weights are not rounded
+    context = replace(context, hidden_size=problem.token_size)
+    if quant.shared_scheme is not None:
+        # Activations of plain weights are not rounded, and those of FP8 weights only where the routed ones' are.
+        own = None if isinstance(decision.compute, Plain) else quant.shared_activations
+        context = replace(context, compute=own or problem.dtype)
+        stored = {"weights": quant.shared, "block": quant.block, "scale": quant.scale}
+        alone = config.with_(quant=stored, activations="checkpoint" if own else "plain", wire="auto")
+        backends = (backend, "torch_cpu", "reference")
+        backend = next(b for b in backends if not EXPERTS[b].reasons_against(replace(problem, config=alone)))
     return SharedExperts(build_experts(decision, backend, context), decision.problem.dtype, parts.spans)

@@ -178,6 +178,10 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
     checks = {
         f"model.quant.weights = {model.quant.weights}: quantised weights have no gradients; train in bf16 or fp32, "
         "then `moe-mk convert`": model.quant.weights not in ("bf16", "fp16", "fp32"),
+        f"model.latent_size = {model.latent_size}: projections around the experts are not trained; set it to null":
+            model.latent_size is not None,
+        "model.gated = false: experts without a gate are not trained; set it to true": not model.gated,
+        "model.shared_gate = true: a gate of the shared experts is not trained; set it to false": model.shared_gate,
         "model.expert_bias = true: biases of experts are not trained; set it to false": model.expert_bias,
         "router.has_logit_bias = true: a bias of the logits is not trained; set it to false": router.has_logit_bias,
         "router.hash_vocabulary fixes the experts of every token, so that no router is trained; set it to null":

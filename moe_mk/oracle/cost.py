@@ -19,10 +19,12 @@ def expert_bytes(problem: Problem) -> int:
     return mlp_bytes(problem, problem.intermediate)
 
 
-def mlp_bytes(problem: Problem, inner: int) -> int:
-    """Bytes of the gate, up and down matrices of one MLP, each with its own scales as in checkpoints."""
-    hidden, down = problem.config.model.hidden_size, problem.config.model.quant.down_scheme
-    return 2 * problem.weights.num_bytes(inner, hidden) + down.num_bytes(hidden, inner)
+def mlp_bytes(problem: Problem, inner: int, *, shared: bool = False) -> int:
+    """Bytes of the matrices of one expert, or of the shared experts, each with its own scales as in checkpoints."""
+    model, own = problem.config.model, problem.config.model.quant.shared_scheme if shared else None
+    wide, down = (own, own) if own else (problem.weights, model.quant.down_scheme)
+    hidden = problem.token_size if shared else model.hidden_size
+    return (1 + model.gated) * wide.num_bytes(inner, hidden) + down.num_bytes(hidden, inner)
 
 
 def all_tokens(problem: Problem) -> int:
@@ -37,7 +39,7 @@ def experts_us(problem: Problem, traits: ExpertsTraits, *, fp8_math: bool) -> fl
     hit = expected_experts(problem.slots, model.num_experts, top_k, all_tokens(problem))
     assignments = all_tokens(problem) * top_k / problem.ranks
     read = rates.memory_us(hit * expert_bytes(problem), traits.bandwidth)
-    flops = assignments * 6 * model.hidden_size * problem.intermediate
+    flops = assignments * (4 + 2 * model.gated) * model.hidden_size * problem.intermediate
     multiply = rates.compute_us(flops, fp8=fp8_math, efficiency=traits.compute)
     launches = traits.launches * (hit if traits.per_expert else 1)
     return max(read, multiply) + launches * problem.device.launch_us

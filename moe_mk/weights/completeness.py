@@ -44,7 +44,9 @@ def name_problems(present: Iterable[str], expected: Mapping[str, Expected], conv
         lines.append(f"{len(absent)} of {len(num_of)} experts are missing: {some(absent)}")
     if half:
         examples = [f"expert {e} lacks {', '.join(names)}" for e, names in half.items()]
-        lines.append(f"{len(half)} experts are half filled: {'; '.join(examples[:EXAMPLES])}")
+        lacking = {part.projection for names in half.values() for name in names if (part := convention.parse(name))}
+        ungated = "; experts without a gate are model.gated = false" if lacking == {"gate"} else ""
+        lines.append(f"{len(half)} experts are half filled: {'; '.join(examples[:EXAMPLES])}{ungated}")
     if others:
         lines.append(f"{len(others)} tensors are missing: {some(others)}")
     if unexpected:
@@ -61,6 +63,10 @@ def _surplus(unexpected: Sequence[str], num_experts: int, convention: Convention
         hints.append(f"experts up to {max(experts)} where {num_experts} are expected")
     if any(part.role is Role.SHARED for part in parts):
         hints.append("shared experts where fewer or none are expected")
+    if {part.projection for part in parts if part.projection} == {"gate"}:
+        hints.append("gates of experts, which model.gated = false excludes")
+    if any(part.role is Role.SHARED_GATE for part in parts):
+        hints.append("a gate of the shared experts; set model.shared_gate = true")
     if any(part.role is Role.BIAS for part in parts):
         hints.append("a gate bias where none is expected")
     if any(part.role is Role.TABLE for part in parts):

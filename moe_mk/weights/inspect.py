@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,9 +69,16 @@ class LayerFacts:
     down: str = ""
     """The format of down projections where it differs; else empty."""
     shared: str = ""
-    """The format of shared experts where they are plain and the routed ones are not; else empty."""
+    """The format of shared experts where it differs from that of the routed ones; else empty."""
     gptq_v2: bool = False
     """Whether zero points of GPTQ are stored as they are, not less one."""
+    gated: bool = True
+    """Whether experts have gate projections."""
+    has_shared_gate: bool = False
+    latent_size: int | None = None
+    """The width that routed experts read and write where it is not hidden_size."""
+    stacks_transposed: bool = False
+    """Whether tensors that hold all experts are (experts, in, out)."""
     table: tuple[int, int] | None = None
     """For layers that choose experts by token id: (vocabulary size, experts per token)."""
 
@@ -85,7 +93,9 @@ class LayerFacts:
             *sizes, scheme, int(width > 0), width, self.has_gate_bias,
             has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias, table=self.table,
             down_scheme=scheme_of_kind(self.down) if self.down else None, gptq_v2=self.gptq_v2,
-            shared_scheme=scheme_of_kind(self.shared) if self.shared else None,
+            shared_scheme=scheme_of_kind(self.shared) if self.shared else None, gated=self.gated,
+            has_shared_gate=self.has_shared_gate, stacks_transposed=self.stacks_transposed,
+            latent_size=self.latent_size,
         )  # fmt: skip
 
 
@@ -199,7 +209,9 @@ def describe_block(
         _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
-        spec is not None and spec.gptq_v2, None if spec is None else spec.table,
+        spec is not None and spec.gptq_v2, spec is None or spec.gated, Part(Role.SHARED_GATE) in parts,
+        None if spec is None else spec.latent_size, spec is not None and spec.stacks_transposed,
+        None if spec is None else spec.table,
     )  # fmt: skip
 
 
@@ -232,7 +244,14 @@ def _guess(
         shape = (*shape[:2], shape[2] * shape[3])
     if len(shape) != (3 if convention.fused else 2):
         return None, f"down projections have shape {list(shape)}"
-    if router is not None and len(router.shape) == 2 and shape[-2] != router.shape[1] == shape[-1]:
+    both = parts.get(Part(Role.EXPERT, "gate_up"))
+    turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
+    turned = turned and both is not None and both.shape[-1] == 2 * shape[-2] != shape[-1] and dtype in FLOATS
+    if turned:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    latent = parts.get(Part(Role.LATENT, "down"))
+    hidden = shape[-2] if latent is None else latent.shape[-1]
+    if latent is None and router is not None and len(router.shape) == 2 and shape[-2] != router.shape[1] == shape[-1]:
         return None, (
             f"down projections have shape {list(shape)} and the router {list(router.shape)}: "
             "matrices are stored transposed"
@@ -244,15 +263,21 @@ def _guess(
     if scheme is None:
         return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
     plain_dtype = shared.dtype if shared is not None and isinstance(scheme, BlockedScheme) else None
-    shared_scheme = plain(plain_dtype) if plain_dtype in FLOATS and plain_dtype is not None else None
-    per_byte = 1 if shared_scheme else scheme.per_byte
+    shared_scheme: QuantScheme | None = None
+    if plain_dtype in FLOATS and plain_dtype is not None:
+        shared_scheme = plain(plain_dtype)
+    elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2:
+        shared_scheme = weight_scheme(block or (128, 128))
+    per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
     try:
         spec = LayerSpec(
-            num_experts, shape[-2], shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
+            num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
             Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
-            table=_table_of(parts), shared_scheme=shared_scheme,
+            table=_table_of(parts), shared_scheme=shared_scheme, gated=_is_gated(parts),
+            has_shared_gate=Part(Role.SHARED_GATE) in parts, stacks_transposed=turned,
+            latent_size=None if latent is None else shape[-2],
         )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
@@ -266,25 +291,25 @@ def _guess_packed(
     """The specification of packed integers, from the gate and the projections of the first expert."""
     router = parts.get(Part(Role.ROUTER))
     experts = [part.expert for part in parts if part.role is Role.EXPERT and part.expert is not None]
-    first = None if convention.stacked else min(experts, default=0)
-    up, down = (parts.get(Part(Role.EXPERT, projection, first)) for projection in ("up", "down"))
+    first = None if convention.stacked or convention.fused else min(experts, default=0)
+    halves = "gate_up" if convention.fused else "up"
+    gate, up, down = (parts.get(Part(Role.EXPERT, projection, first)) for projection in ("gate", halves, "down"))
     if router is None or len(router.shape) != 2 or up is None or down is None:
         return None, "the gate or the first expert is missing, which state the sizes of packed experts"
     num_experts, hidden = router.shape
-    if len(up.shape) != (3 if convention.stacked else 2) or len(down.shape) != len(up.shape):
+    if len(up.shape) != (3 if first is None else 2) or len(down.shape) != len(up.shape):
         return None, f"projections have shapes {list(up.shape)} and {list(down.shape)}"
     if convention.packing == "gguf":
-        inner, schemes = up.shape[-2], (_stored_in_gguf(up), _stored_in_gguf(down))
-        if None in schemes:
-            odd = " and ".join(f"{t.name} is {t.dtype_name}" for t in (up, down) if _stored_in_gguf(t) is None)
+        inner, stored = up.shape[-2] // (2 if convention.fused else 1), [t for t in (gate, up, down) if t is not None]
+        if odd := " and ".join(f"{t.name} is {t.dtype_name}" for t in stored if _stored_in_gguf(t) is None):
             return None, f"{odd}, which is not supported; types that are: {', '.join((*GGUF, 'mxfp4'))}"
+        schemes = (_together([t for t in (gate, up) if t is not None]), _stored_in_gguf(down) or plain(torch.bfloat16))
     else:
         inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
-        scheme = _integers(parts, convention, (first, hidden, inner), quantization)
-        if scheme is None:
+        integers = _integers(parts, convention, (first, hidden, inner), quantization)
+        if integers is None:
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
-        schemes = (scheme, scheme)
-    assert schemes[0] is not None
+        schemes = (integers, integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
     shared_scheme = None if shared is None or shared.dtype not in FLOATS else plain(shared.dtype)
     width = _shared_width(parts, convention, shared)
@@ -294,12 +319,17 @@ def _guess_packed(
             has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
             has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
-            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization),
+            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), gated=_is_gated(parts),
+            has_shared_gate=Part(Role.SHARED_GATE) in parts,
         )  # fmt: skip
         expected_tensors(spec, convention)
     except ConfigError as problem:
         return None, str(problem)
     return spec, ""
+
+
+def _is_gated(parts: Iterable[Part]) -> bool:
+    return any(part.role is Role.EXPERT and part.projection in ("gate", "gate_up") for part in parts)
 
 
 def _is_gptq_v2(convention: Convention, scheme: QuantScheme, quantization: dict[str, object]) -> bool:
@@ -338,6 +368,12 @@ def _stored_in_gguf(entry: TensorEntry) -> QuantScheme | None:
     if entry.dtype in FLOATS:
         return plain(entry.dtype)
     return named.get(entry.dtype_name.lower())
+
+
+def _together(gate_and_up: Sequence[TensorEntry]) -> QuantScheme:
+    """The scheme of gate and up of a GGUF file: their own if it is the same, else bf16, to which both are decoded."""
+    found = {_stored_in_gguf(each) for each in gate_and_up}
+    return found.pop() or plain(torch.bfloat16) if len(found) == 1 else plain(torch.bfloat16)
 
 
 def _shared_width(parts: dict[Part, TensorEntry], convention: Convention, plain_up: TensorEntry | None) -> int:

@@ -50,6 +50,11 @@ class LayerReader:
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
         has_bias = self.spec.has_logit_bias and self.convention.logit_bias
         logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if has_bias else None
+        has_gate = self.spec.has_shared_gate
+        shared_gate_H = self._vector(Part(Role.SHARED_GATE)).flatten().clone() if has_gate else None
+        latent = None
+        if self.spec.latent_size is not None:
+            latent = self._vector(Part(Role.LATENT, "down")).clone(), self._vector(Part(Role.LATENT, "up")).clone()
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
@@ -60,7 +65,7 @@ class LayerReader:
             self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
-        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, self.table)
+        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, shared_gate_H, latent, self.table)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read every opened tensor once and list NaN codes and invalid scales."""
@@ -83,17 +88,17 @@ class LayerReader:
             gate, up = (self._half(both, expert, which, share) for which in ("gate", "up"))
             biases = self._biases(both, down, expert, share) if self.spec.has_expert_bias else None
             return SlotWeights(gate, up, self._matrix(down, 1, *share, row=expert), biases)
-        gate, up = (self._matrix(Part(role, p, expert), 0, *share) for p in ("gate", "up"))
+        *gates, up = (self._matrix(Part(role, p, expert), 0, *share) for p in self.spec.wide)
         has_biases = self.spec.has_expert_bias and self.convention.holds(role, "bias")
         biases = self._biases_apart(expert, share) if has_biases else None
-        return SlotWeights(gate, up, self._matrix(Part(role, "down", expert), 1, *share), biases)
+        return SlotWeights(gates[0] if gates else None, up, self._matrix(Part(role, "down", expert), 1, *share), biases)
 
     def _packed_mlp(self, role: Role, expert: int | None, share: tuple[int, int]) -> SlotWeights:
         """An expert of packed integers. Where columns of down are ordered by activation, so are rows of gate and up."""
         names, down = self._unpacked(role, "down", expert)
         order_I = down.order_K
         halves = []
-        for projection in ("gate", "up"):
+        for projection in self.spec.wide:
             (name, scale_name), found = self._unpacked(role, projection, expert)
             if found.order_K is not None:
                 raise WeightError(
@@ -105,18 +110,22 @@ class LayerReader:
         biases = None
         if role is Role.EXPERT and self.spec.has_expert_bias:
             biases = self._biases_apart(expert, share, order_I)
-        return SlotWeights(halves[0], halves[1], self._noted(narrow_columns(down.q, *share), names), biases)
+        gate = halves[0] if self.spec.gated else None
+        return SlotWeights(gate, halves[-1], self._noted(narrow_columns(down.q, *share), names), biases)
 
     def _unpacked(self, role: Role, projection: str, expert: int | None) -> tuple[tuple[str, str], Unpacked]:
         """A whole matrix in the layout of its scheme, and the names of its values and scales."""
-        stacked = self.convention.stacked and role is Role.EXPERT
+        stacked = (self.convention.stacked or self.convention.fused) and role is Role.EXPERT
         row, scheme = expert if stacked else None, self.spec.scheme_of(role, projection)
-        part = Part(role, projection, None if stacked else expert)
+        fused = stacked and self.convention.fused and projection != "down"
+        part = Part(role, "gate_up" if fused else projection, None if stacked else expert)
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             name, values = self._open(replace(part, extra="plain"), None)
             return (name, ""), Unpacked(scheme.quantize(values))
         if self.convention.packing == "gguf":
             name, rows = self._open(part, row)
+            if fused:
+                rows = rows.chunk(2)[projection == "up"]
             return (name, name), Unpacked(self._of_file(part, scheme, rows))
         present = self.source.names()
         kinds = {"": part, "scale": replace(part, is_scale=True)}
@@ -131,12 +140,18 @@ class LayerReader:
         return (held[""][0], held["scale"][0]), unpack(packing, scheme, held)
 
     def _of_file(self, part: Part, scheme: QuantScheme, rows: Tensor) -> QuantTensor:
-        """Rows of a GGUF file. Shared experts of another type than the routed ones are decoded to bf16."""
+        """Rows of a GGUF file. Shared experts of another type than the routed ones are decoded to bf16, and gate and
+        up of different types likewise.
+        """
         if rows.dtype is not torch.uint8:
-            return plain(rows.dtype).quantize(rows)
-        stored = self.source.entry(self.prefix + self.convention.spell(part)).dtype_name.lower()
-        q = of_gguf(MXFP4 if stored == "mxfp4" else GGUF.get(stored, scheme), rows)
-        return q if q.scheme == scheme else plain(torch.bfloat16).quantize(q.dequantize(torch.bfloat16))
+            q = plain(rows.dtype).quantize(rows)
+        else:
+            stored = self.source.entry(self.prefix + self.convention.spell(part)).dtype_name.lower()
+            q = of_gguf(MXFP4 if stored == "mxfp4" else GGUF.get(stored, scheme), rows)
+        if q.scheme == scheme or (part.role is Role.SHARED and isinstance(q.scheme, Plain)):
+            return q
+        wanted = scheme if isinstance(scheme, Plain) else plain(torch.bfloat16)
+        return wanted.quantize(q.dequantize(wanted.dtype))
 
     def expert(self, expert: int) -> SlotWeights:
         """One routed expert."""
@@ -172,7 +187,8 @@ class LayerReader:
         name, values = self._open(part, row)
         scheme = self.spec.scheme_of(part.role, part.projection)
         if not isinstance(scheme, BlockedScheme):
-            return (name, ""), QuantTensor(values, None, scheme)
+            is_turned = self.spec.stacks_transposed and row is not None
+            return (name, ""), QuantTensor(values.T if is_turned else values, None, scheme)
         values = values.flatten(1) if values.dim() == 3 else values
         values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
         scale_name, scales = self._open(replace(part, is_scale=True), row)
@@ -183,6 +199,8 @@ class LayerReader:
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
         """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
+        if self.spec.stacks_transposed and q.scales is None:
+            q = replace(q, values=q.values.contiguous())
         self.contents.note(q, *names, f"{names[0]}, global scale")
         if q.scales is None or q.scheme.family == "wna16":
             return q
@@ -209,15 +227,15 @@ class LayerReader:
         """The biases of an expert where each projection has its own tensor, copied. order_I: rows of gate and up."""
         row = expert if self.convention.stacked else None
         found = []
-        for projection in ("gate", "up", "down"):
+        for projection in (*self.spec.wide, "down"):
             part = Part(Role.EXPERT, projection, None if self.convention.stacked else expert, extra="bias")
             found.append(self._open(part, row))
         self.contents.values += found
-        gate_I, up_I, down_H = (bias for _, bias in found)
-        if order_I is not None:
-            gate_I, up_I = gate_I[order_I], up_I[order_I]
-        gate_I, up_I = (bias.narrow(0, *share).clone() for bias in (gate_I, up_I))
-        return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
+        *wide, down_H = (bias for _, bias in found)
+        ordered = wide if order_I is None else [bias[order_I] for bias in wide]
+        *gate_I, up_I = (bias.narrow(0, *share).clone() for bias in ordered)
+        down_H = down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H)
+        return SlotBiases(gate_I[0] if gate_I else None, up_I, down_H)
 
     def _vector(self, part: Part) -> Tensor:
         name, tensor = self._open(part, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 import torch
 
@@ -54,6 +54,14 @@ class LayerSpec:
     """The scheme of shared experts; None: those of the routed ones."""
     gptq_v2: bool = False
     """Whether zero points of GPTQ are stored as they are, not less one."""
+    gated: bool = True
+    """Whether experts have gate projections, routed and shared ones alike."""
+    has_shared_gate: bool = False
+    """Whether the shared experts have a gate of one logit a token."""
+    latent_size: int | None = None
+    """The width that routed experts read and write; None: hidden_size."""
+    stacks_transposed: bool = False
+    """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
     table: tuple[int, int] | None = None
     """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
 
@@ -79,6 +87,16 @@ class LayerSpec:
         if wrong:
             raise ConfigError("; ".join(wrong))
 
+    @property
+    def expert_size(self) -> int:
+        """The width that routed experts read and write."""
+        return self.latent_size or self.hidden_size
+
+    @property
+    def wide(self) -> tuple[str, ...]:
+        """The projections to the intermediate size, in order."""
+        return ("gate", "up") if self.gated else ("up",)
+
     def scheme_of(self, role: Role, projection: str) -> QuantScheme:
         """The scheme of a projection of routed or shared experts."""
         if role is Role.SHARED and self.shared_scheme is not None:
@@ -93,9 +111,13 @@ class LayerSpec:
     @property
     def edges(self) -> tuple[int, int]:
         """(rows, columns): a weight may be sliced at multiples of these. Scales of whole rows are no restriction."""
-        first, second = (self.scheme_of(Role.EXPERT, projection).block or (1, 1) for projection in ("up", "down"))
-        rows, columns = (1 if side == WHOLE else side for side in (first[0], second[1]))
-        return rows, columns
+        roles = (Role.EXPERT, Role.SHARED) if self.num_shared_experts else (Role.EXPERT,)
+        sides: tuple[list[int], list[int]] = [], []
+        for role in roles:
+            first, second = (self.scheme_of(role, projection).block or (1, 1) for projection in ("up", "down"))
+            sides[0].append(1 if first[0] == WHOLE else first[0])
+            sides[1].append(1 if second[1] == WHOLE else second[1])
+        return lcm(*sides[0]), lcm(*sides[1])
 
     def slice_of(self, width: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """(start, length) of a tensor-parallel rank's share of an intermediate width.
@@ -148,6 +170,12 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
         router.append(Expected(Part(Role.LOGIT_BIAS), (spec.num_experts,), FLOATS))
     if spec.table is not None:
         router.append(Expected(Part(Role.TABLE), spec.table, INTEGERS))
+    if spec.has_shared_gate:
+        one = Expected(Part(Role.SHARED_GATE), (1, spec.hidden_size), FLOATS, ((spec.hidden_size,),))
+        router.append(one)
+    if spec.latent_size is not None:
+        sizes = {"down": (spec.latent_size, spec.hidden_size), "up": (spec.hidden_size, spec.latent_size)}
+        router += [Expected(Part(Role.LATENT, which), shape, FLOATS) for which, shape in sizes.items()]
     of = _Matrices(spec, convention)
     experts = (
         of.fused()
@@ -175,6 +203,10 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         f"global scales of {scheme.name}": above and not convention.holds(Role.EXPERT, "global"),
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
         "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
+        "experts without a gate (model.gated=False)": not spec.gated and convention.fused,
+        "scaled values in transposed stacks": spec.stacks_transposed
+        and convention.fused
+        and not isinstance(scheme, Plain),
     }
     return [f"{convention.name} names have none for {what}" for what, wanting in asked.items() if wanting]
 
@@ -189,21 +221,23 @@ class _Matrices:
     def mlp(self, role: Role, expert: int | None) -> list[Expected]:
         spec = self.spec
         width = spec.intermediate_size if role is Role.EXPERT else spec.shared_intermediate_size
-        shapes = {"gate": (width, spec.hidden_size), "up": (width, spec.hidden_size), "down": (spec.hidden_size, width)}
+        hidden = spec.expert_size if role is Role.EXPERT else spec.hidden_size
+        shapes = {**dict.fromkeys(spec.wide, (width, hidden)), "down": (hidden, width)}
         stack = (spec.num_experts,) if role is Role.EXPERT and expert is None else ()
         return [each for p, (n, k) in shapes.items() for each in self.matrix(Part(role, p, expert), stack, n, k)]
 
     def fused(self) -> list[Expected]:
         spec, stack = self.spec, (self.spec.num_experts,)
-        gate_up = self.matrix(Part(Role.EXPERT, "gate_up"), stack, 2 * spec.intermediate_size, spec.hidden_size)
-        return gate_up + self.matrix(Part(Role.EXPERT, "down"), stack, spec.hidden_size, spec.intermediate_size)
+        gate_up = self.matrix(Part(Role.EXPERT, "gate_up"), stack, 2 * spec.intermediate_size, spec.expert_size)
+        return gate_up + self.matrix(Part(Role.EXPERT, "down"), stack, spec.expert_size, spec.intermediate_size)
 
     def matrix(self, part: Part, stack: tuple[int, ...], rows: int, columns: int) -> list[Expected]:
         scheme = self.spec.scheme_of(part.role, part.projection)
         if self.convention.packing:
             return [*self._packed(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
         if isinstance(scheme, Plain):
-            return [Expected(part, (*stack, rows, columns), (scheme.dtype,)), *self._bias(part, stack, rows)]
+            sides = (columns, rows) if self.spec.stacks_transposed and stack else (rows, columns)
+            return [Expected(part, (*stack, *sides), (scheme.dtype,)), *self._bias(part, stack, rows)]
         assert isinstance(scheme, BlockedScheme)
         n, k = scheme.value_shape(rows, columns)
         group = scheme.columns // scheme.per_byte
@@ -218,7 +252,8 @@ class _Matrices:
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             plain_part = Part(part.role, part.projection, part.expert, extra="plain")
             return [Expected(plain_part, (*stack, rows, columns), FLOATS)]
-        shapes = packed_shapes(self.convention.packing, scheme, rows, columns, shared=part.role is Role.SHARED)
+        decoded = part.role is Role.SHARED or (part.projection in ("gate", "up") and isinstance(scheme, Plain))
+        shapes = packed_shapes(self.convention.packing, scheme, rows, columns, any_type=decoded)
         found = []
         for what, held in shapes.items():
             here = Part(part.role, part.projection, part.expert, what == "scale", "" if what in ("", "scale") else what)

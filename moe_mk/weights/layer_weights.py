@@ -54,13 +54,24 @@ class LayerWeights:
     facts: LoadFacts
     logit_bias_E: Tensor | None = None
     """f32, added to the router's logits; None if the layer has none."""
+    shared_gate_H: Tensor | None = None
+    """The gate of the shared experts in the dtype of the checkpoint; None where their output is added as it is."""
+    latent: tuple[Tensor, Tensor] | None = None
+    """The projections of tokens to the width of the experts and back, (outputs, inputs), in the checkpoint's dtype."""
     table_XK: Tensor | None = None
     """The experts of every token of the vocabulary; None if the layer chooses by scores."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes behind all tensors and views."""
-        router = (self.gate_EH, self.bias_E, self.logit_bias_E, self.table_XK)
+        router: tuple[Tensor | None, ...] = (
+            self.gate_EH,
+            self.bias_E,
+            self.logit_bias_E,
+            self.table_XK,
+            self.shared_gate_H,
+            *(self.latent or ()),
+        )
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
         return plain + shared + self.experts.num_bytes
@@ -115,6 +126,10 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
     out = {OFFICIAL.spell(Part(Role.ROUTER)): weights.gate_EH}
     if weights.bias_E is not None:
         out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
+    if weights.shared_gate_H is not None:
+        out[OFFICIAL.spell(Part(Role.SHARED_GATE))] = weights.shared_gate_H[None]
+    for which, projection in zip(("down", "up"), weights.latent or (), strict=False):
+        out[OFFICIAL.spell(Part(Role.LATENT, which))] = projection
     if weights.table_XK is not None:
         out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
     for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):

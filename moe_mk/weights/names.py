@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from typing import Any
 
 _PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.)")
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
@@ -27,6 +28,8 @@ class Role(Enum):
     TABLE = "table of experts by token id"
     EXPERT = "expert"
     SHARED = "shared"
+    SHARED_GATE = "gate of the shared experts"
+    LATENT = "projection to or from the width of the experts"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Convention:
     """A bias of the router's logits, which affects choice and weights; "" if the convention has none."""
     table: str = "gate.tid2eid"
     """The experts of every token of the vocabulary, in layers that choose by token id."""
+    shared_gate: str = "shared_expert_gate.weight"
+    """The weights of one logit a token, whose sigmoid multiplies the shared experts' output."""
+    latent: str = "fc{p}_latent_proj.weight"
+    """The projections of tokens to the width of the experts ("down") and back ("up")."""
     order: str = "gate_up"
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     packing: str = ""
@@ -86,14 +93,12 @@ class Convention:
 
     def spell(self, part: Part) -> str:
         """The local name of a part."""
-        if part.role is Role.ROUTER:
-            return self.router
-        if part.role is Role.BIAS:
-            return self.bias
-        if part.role is Role.LOGIT_BIAS:
-            return self.logit_bias
-        if part.role is Role.TABLE:
-            return self.table
+        names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
+                 Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate}  # fmt: skip
+        if part.role in names:
+            return names[part.role]
+        if part.role is Role.LATENT:
+            return self.latent.format(p=_LATENT[part.projection])
         if part.role is Role.SHARED:
             template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
         else:
@@ -118,6 +123,7 @@ class Convention:
         return extra in (self.shared_extras if role is Role.SHARED else self.expert_extras)
 
 
+_LATENT = {"down": "1", "up": "2"}
 _PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _FUSED_PROJ = {"gate_up": "gate_up_proj", "down": "down_proj"}
 _W123 = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -206,12 +212,47 @@ GGUF_NAMES = Convention(
     name="gguf", prefix="blk.{N}.", router="ffn_gate_inp.weight", bias="exp_probs_b.bias",
     expert="ffn_{p}_exps.weight", expert_scale="", shared="ffn_{p}_shexp.weight", shared_scale="",
     expert_words=_GGUF_WORDS, shared_words=_GGUF_WORDS, expert_extras={"bias": "ffn_{p}_exps.bias"},
-    logit_bias="ffn_gate_inp.bias", table="", packing="gguf",
+    logit_bias="ffn_gate_inp.bias", table="", shared_gate="ffn_gate_inp_shexp.weight", packing="gguf",
 )  # fmt: skip
 
+
+def _renamed(name: str, like: Convention, words: Mapping[str, str], **others: Any) -> Convention:
+    """The convention with other words in its templates."""
+
+    def spelled(template: Any) -> Any:
+        if isinstance(template, str):
+            for word, other in words.items():
+                template = template.replace(word, other)
+            return template
+        return {key: spelled(value) for key, value in template.items()}
+
+    keys = ("expert", "expert_scale", "expert_extras", "shared", "shared_scale", "shared_extras")
+    return replace(like, **{"name": name, **{key: spelled(getattr(like, key)) for key in keys}, **others})
+
+
+_ONE_SHARED = tuple(
+    _renamed(f"{like.name}_one_shared", like, {"shared_experts.": "shared_expert."})
+    for like in (OFFICIAL, FUSED, SCALED, COMPRESSED, AWQ, GPTQ)
+)
+"""As the Qwen families spell their shared expert."""
+GGUF_FUSED = replace(
+    GGUF_NAMES, name="gguf_fused", expert_words={"gate_up": "gate_up", "down": "down"}, expert_extras={}
+)
+MINIMAX_M3 = replace(MIXTRAL, name="minimax_m3", shared_words=_PROJ)
+_SCALED_W123 = tuple(
+    _renamed(f"{like.name}_scaled", SCALED, {}, prefix=like.prefix, bias=like.bias, expert_words=_W123,
+             shared=like.shared, shared_scale=like.shared_scale, shared_words=_W123, shared_extras={})
+    for like in (MIXTRAL, CONVERTED)
+)  # fmt: skip
+"""modelopt's scales under the names of MiniMax-M2 and of DeepSeek-V4, whose shared experts keep their own format."""
+
 CONVENTIONS: dict[str, Convention] = {
-    c.name: c for c in (OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES)
-}
+    c.name: c
+    for c in (
+        OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
+        *_SCALED_W123, MINIMAX_M3,
+    )
+}  # fmt: skip
 
 
 @cache
@@ -231,6 +272,8 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.bias, Part(Role.BIAS), {}),
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
         (it.table, Part(Role.TABLE), {}),
+        (it.shared_gate, Part(Role.SHARED_GATE), {}),
+        (it.latent, Part(Role.LATENT), {word: projection for projection, word in _LATENT.items()}),
     ]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 

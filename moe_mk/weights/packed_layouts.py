@@ -68,15 +68,15 @@ class Unpacked:
 
 
 def packed_shapes(
-    packing: str, scheme: QuantScheme, rows: int, columns: int, *, shared: bool = False
+    packing: str, scheme: QuantScheme, rows: int, columns: int, *, any_type: bool = False
 ) -> dict[str, Held]:
     """The tensors of a (rows, columns) matrix: "" for the codes, "scale", "zeros", "order" and "shape".
 
-    shared: of shared experts, whose blocks of GGUF may have any type. Raises ConfigError for sizes that do not fill
+    any_type: blocks of GGUF may have any type, because they are decoded. Raises ConfigError for sizes that do not fill
     words or blocks.
     """
     if packing == "gguf":
-        return {"": _gguf_rows(scheme, rows, columns, shared=shared)}
+        return {"": _gguf_rows(scheme, rows, columns, any_type=any_type)}
     if not isinstance(scheme, Grouped) or (packing == "awq" and scheme.bits != 4):
         raise ConfigError(f"{packing} checkpoints hold {_HOLDS[packing]}, not {scheme.name}")
     each = WORD // scheme.bits
@@ -255,9 +255,9 @@ def _expect_trivial(named: Named, group: int) -> None:
         raise WeightError(f"{named[0]} orders columns by activation (actorder 'group'), which is not supported")
 
 
-def _gguf_rows(scheme: QuantScheme, rows: int, columns: int, *, shared: bool) -> Held:
+def _gguf_rows(scheme: QuantScheme, rows: int, columns: int, *, any_type: bool) -> Held:
     """The rows of a tensor of a GGUF file."""
-    if shared:
+    if any_type:
         wide = [each for each in (*GGUF.values(), MXFP4) if columns % (each.block[1] if each.block else 1) == 0]
         also = tuple((rows, _row_bytes(each, columns)) for each in wide)
         return Held((rows, columns), (*_FLOATS, torch.uint8), also=also)

@@ -53,8 +53,8 @@ class Contents:
     scales: list[tuple[str, Tensor]] = field(default_factory=list)
     codes: int = 0
     """Bytes of formats without NaN, which need no check."""
-    power_of_two: bool = False
-    """Whether scales must be powers of two."""
+    powers: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Those of the scales that must be powers of two."""
 
     def note(self, q: QuantTensor, name: str, scale_name: str, global_name: str) -> None:
         """Add a matrix or a stack of them; names for messages."""
@@ -68,7 +68,8 @@ class Contents:
             (self.values if q.scheme.family == "wna16" else self.scales).append((scale_name, q.scales))
         if q.global_scale is not None:
             self.scales.append((global_name, q.global_scale))
-        self.power_of_two |= isinstance(q.scheme, Fp8Block) and q.scheme.ue8m0
+        if isinstance(q.scheme, Fp8Block) and q.scheme.ue8m0 and q.scales is not None:
+            self.powers.append((scale_name, q.scales))
 
     @property
     def num_bytes(self) -> int:
@@ -78,11 +79,11 @@ class Contents:
     def problems(self, on_progress: Progress | None = None) -> list[str]:
         """Read everything once; one line for each kind of problem, with counts by tensor and the first bad value."""
         wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
-        uneven = count_bad(self.scales, is_no_other_scale) if self.power_of_two else {}
+        uneven = count_bad(self.powers, is_no_other_scale)
         findings = (
             ("values are NaN or infinite", wild, self.values, torch.isfinite),
             ("scales are not finite and positive", count_bad(self.scales, is_scale), self.scales, is_scale),
-            ("scales are no power of two, as UE8M0 needs,", uneven, self.scales, is_no_other_scale),
+            ("scales are no power of two, as UE8M0 needs,", uneven, self.powers, is_no_other_scale),
         )
         return [
             f"{sum(bad.values())} {what} in {len(bad)} tensors: {some(f'{name} ({n})' for name, n in bad.items())}; "

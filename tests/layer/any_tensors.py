@@ -24,12 +24,13 @@ def tensors_of(spec: LayerSpec, seed: int) -> dict[str, Tensor]:
             made[name] = torch.rand((shape[0], spec.num_experts), generator=draw).argsort(1)[:, : shape[1]]
         elif part.extra == "bias" or part.role in (Role.BIAS, Role.LOGIT_BIAS):
             made[name] = torch.randn(shape, generator=draw) * 0.3
-        elif part.role is Role.ROUTER:
+        elif part.role in (Role.ROUTER, Role.SHARED_GATE, Role.LATENT):
             made[name] = torch.randn(shape, generator=draw) * 2 * shape[-1] ** -0.5
         elif not part.is_scale and not part.extra:
-            columns = shape[1] * spec.scheme.per_byte
+            scheme = spec.scheme_of(part.role, part.projection)
+            columns = shape[1] * scheme.per_byte
             matrix = torch.randn((shape[0], columns), generator=draw) * 1.3 * columns**-0.5
-            made |= _stored(part, spec.scheme.quantize(matrix), spec.scheme)
+            made |= _stored(part, scheme.quantize(matrix), scheme)
     return made
 
 

@@ -36,8 +36,13 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
         "hidden_size": draw(WIDTHS), "moe_intermediate_size": draw(WIDTHS), "num_experts": groups * per_group,
         "num_shared_experts": draw(st.integers(0, 2)), "activation": activation, "expert_bias": draw(flag),
         "swiglu_limit": 1.5 if activation.startswith("swiglu") else None,
+        "latent_size": draw(st.sampled_from([None, None, 48, 64])),
+        "gated": activation.startswith("swiglu") or draw(flag),
         "quant": {"weights": weights, "block": (side, side)},
     }  # fmt: skip
+    if model["num_shared_experts"]:
+        model["shared_gate"] = draw(flag)
+        model["quant"]["shared"] = draw(st.sampled_from(["same", "same", "bf16", "fp8_block"]))
     router = {
         "top_k": draw(st.integers(1, kept * per_group)), "num_expert_group": groups, "topk_group": kept,
         "scoring_func": draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])), "renormalize": draw(flag),

@@ -314,3 +314,51 @@ def test_mxfp4_is_converted_to_a_gguf_file_and_back(
         assert all(
             torch.equal(a, b) for m, f in zip(slots, first, strict=True) for a, b in zip(wide(m), wide(f), strict=True)
         )
+
+
+def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> None:
+    """Gate and up of one type, or decoded to bf16 if they differ; down of any type; gate and up in one tensor."""
+    draw, hidden, inner = np.random.default_rng(5), 256, 512
+    metadata = {
+        "embedding_length": hidden,
+        "expert_count": 2,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": inner,
+    }
+    plain_types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    for trial in range(12):
+        types = [str(draw.choice([*GGUF, *plain_types])) for _ in range(3)]
+        if is_fused := trial % 3 == 0:
+            types[1] = types[0]
+        data, exact = [], []
+        for name, (n, k) in zip(types, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            matrices = [torch.from_numpy(draw.standard_normal((n, k), dtype=np.float32)) for _ in range(2)]
+            if name in plain_types:
+                matrices = [matrix.to(plain_types[name]) for matrix in matrices]
+                data.append(torch.stack(matrices).view(torch.uint8))
+                exact.append(matrices[1].float())
+            else:
+                held = [GGUF[name].quantize(matrix) for matrix in matrices]
+                data.append(torch.stack([q.values for q in held]))
+                exact.append(held[1].dequantize(torch.float32))
+        stacks = dict(zip(("gate", "up", "down"), zip(types, data, strict=True), strict=True))
+        if is_fused:
+            stacks = {"gate_up": (types[0], torch.cat(data[:2], 1)), "down": stacks["down"]}
+        router = torch.from_numpy(draw.standard_normal((2, hidden), dtype=np.float32)).view(torch.uint8)
+        tensors = [("ffn_gate_inp.weight", "F32", router)]
+        tensors += [(f"ffn_{name}_exps.weight", kind.upper(), t) for name, (kind, t) in stacks.items()]
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        write_gguf(
+            folder / "m.gguf", "qwen3moe", {f"qwen3moe.{key}": value for key, value in metadata.items()},
+            [GgufTensor(f"blk.1.{name}", kind, tuple(t.shape), t.numpy) for name, kind, t in tensors],
+        )  # fmt: skip
+        assert inspect_checkpoint(folder).sound
+        config = stated(config_of(folder), folder, 1)
+        slot = load_layer(open_source(folder), 1, layer_spec_of(config), owned=(1,)).experts.slots[0]
+        for q, right, of in zip(three(slot), exact, ("gate", "up", "down"), strict=True):
+            assert q.scheme.name == (
+                config.model.quant.down or config.model.quant.weights if of == "down" else config.model.quant.weights
+            )
+            limit = 0.0 if of == "down" or types[0] == types[1] else 2**-8
+            assert ((q.dequantize(torch.float32) - right).abs() <= limit * right.abs()).all(), (types, of)

@@ -168,7 +168,7 @@ def test_a_config_that_contradicts_the_tensors_is_a_problem(tiny_directory: Path
         "hidden size: the configuration states 128, the tensors of layer 3 have 64",
         "format: the configuration states nvfp4, the tensors of layer 3 have fp8_block",
     ]
-    (folder / "config.json").write_text(json.dumps({**hf, "moe_latent_size": 8}))
+    (folder / "config.json").write_text(json.dumps({**hf, "moe_latent_size": 8}))  # of another family
     assert "moe_latent_size is 8" in config_problems(folder, inspect_checkpoint(folder))[0]
 
 
@@ -181,4 +181,6 @@ def test_stacks_of_other_names_and_transposed_ones_are_named(tmp_path: Path) -> 
     )
     stacks = {"experts.gate_up_proj": (4, 16, 64), "experts.down_proj": (4, 32, 16), "gate.weight": (4, 16)}
     save_file({PREFIX + name: torch.zeros(shape) for name, shape in stacks.items()}, tmp_path / "model.safetensors")
-    assert "matrices are stored transposed" in inspect_checkpoint(tmp_path).layers[0].problems[0]
+    layer = inspect_checkpoint(tmp_path).layers[0]
+    assert layer.stacks_transposed and layer.layer_spec().stacks_transposed and not layer.problems
+    assert (layer.hidden_size, layer.intermediate_size) == (16, 32)

@@ -68,7 +68,8 @@ def convert_checkpoint(
     to: one of TARGETS; "fp8" is blocks of 128 x 128 with f32 scales. The folder `target` must be empty or absent. The
     checkpoint is written to a new folder `target.*.partial` and renamed at the end, so that an interrupted conversion
     never looks complete; the folder remains only if the process is killed.
-    Raises ConfigError for an unknown type or a target in use, WeightError for a source that is not sound.
+    Raises ConfigError for an unknown type, a target in use and layers that are not converted, WeightError for a source
+    that is not sound.
     """
     if to not in TARGETS:
         raise ConfigError(f"experts cannot be converted to {to!r}; use one of {', '.join(TARGETS)}")
@@ -76,6 +77,12 @@ def convert_checkpoint(
     problems = [*facts.problems, *(line for layer in facts.layers for line in layer.problems)]
     if not facts.layers or problems:
         raise WeightError(f"{source} cannot be converted:" + "".join(f"\n  - {line}" for line in problems))
+    for layer in facts.layers:
+        kept = {"experts without a gate": not layer.gated, "a gate of the shared experts": layer.has_shared_gate,
+                "latent projections": layer.latent_size is not None,
+                f"shared experts in {layer.shared}": layer.shared == "fp8_block"}  # fmt: skip
+        if odd := [what for what, found in kept.items() if found]:
+            raise ConfigError(f"layer {layer.layer} of {source} has {' and '.join(odd)}, which are not converted")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} is in use; choose a folder that is empty or not there yet")
     report = ConversionReport(to, facts.num_bytes)

@@ -142,7 +142,7 @@ def _write_gguf(root: Path, shape: CheckpointShape, seed: int, on_progress: Prog
 
     def strip(layer: int, part: Part, rows: int, columns: int) -> Tensor:
         label = names.get(part.role, f"{part.role.value}.{part.expert}.{part.projection}_proj")
-        random = np.random.Generator(np.random.SFC64(_seed_of(seed, f"{layer}.{label}")))
+        random = np.random.Generator(np.random.SFC64(seed_of(seed, f"{layer}.{label}")))
         return next(_strips(random, label, (rows, columns), rows)).clone()
 
     def matrix_of(layer: int) -> Callable[[Part], QuantTensor]:
@@ -202,7 +202,7 @@ def _write_shard(
 
 def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, seed: int) -> int:
     weight, scheme = group[0], shape.scheme
-    random = np.random.Generator(np.random.SFC64(_seed_of(seed, weight.name)))
+    random = np.random.Generator(np.random.SFC64(seed_of(seed, weight.name)))
     if weight.name.endswith(shape.convention.table):
         _write_strips(file, weight, table_strips(random, weight.shape, shape.num_experts))
     elif shape.convention.packing and len(group) > 1:
@@ -314,7 +314,8 @@ def _spread(random: np.random.Generator, shape: torch.Size, *, whole: bool) -> T
     return torch.from_numpy(np.exp2(exponents).astype(np.float32))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed of one tensor."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
 
 

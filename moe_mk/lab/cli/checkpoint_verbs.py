@@ -30,14 +30,23 @@ def make_checkpoint(
         int | None,
         typer.Option(min=1, help="write a DeepSeek-V4 hash layer, which routes by token id; rows of its table"),
     ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="config.json of a model: write a small layer in its names and formats")
+    ] = None,
     seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
     force: Annotated[bool, typer.Option("--force", help="overwrite a complete checkpoint")] = False,
 ) -> int:
-    """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4, with seeded random weights."""
+    """Write one MoE layer of DeepSeek-V3, a hash layer of DeepSeek-V4, or one as in another model's config.json."""
     from moe_mk.lab.checkpoints.checkpoint_shape import HASHED, CheckpointShape, groups_of
     from moe_mk.lab.cli.checkpoints import WriteOrder, make
     from moe_mk.lab.cli.screen import Screen
 
+    if like is not None:
+        from moe_mk.lab.checkpoints.like import write_like
+
+        layer = write_like(directory, like, seed=seed)
+        Screen().fact("wrote", f"layer {layer} as in {like}; verify it: moe-mk run {directory} --layer {layer}")
+        return 0
     hashed = {**HASHED, "hash_vocabulary": hash_vocabulary}
     routing = groups_of(experts) if hash_vocabulary is None else hashed
     shape = CheckpointShape(

@@ -169,6 +169,7 @@ def dense_layer(
     biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
     chosen_TK = _chosen(biased_TE, config.router, weights.table_XK, token_ids_T) if ids_TK is None else ids_TK
     weights_TK = _weights(scores_TE, chosen_TK, config.router)
+    own, x = x, x if weights.latent is None else x @ weights.latent[0].cpu().double().T
     y_TH = torch.zeros_like(x)
     hit = np.unique(chosen_TK[chosen_TK >= 0]).tolist()
     for number, expert in enumerate(hit):
@@ -177,8 +178,11 @@ def dense_layer(
         y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model)
         if on_progress:
             on_progress("verify", number + 1, len(hit))
+    x, y_TH = own, y_TH if weights.latent is None else y_TH @ weights.latent[1].cpu().double().T
     if weights.shared is not None:
-        y_TH += _mlp(x, weights.shared, config.model)
+        gate_H = weights.shared_gate_H
+        factor_T1 = 1.0 if gate_H is None else 1 / (1 + torch.exp(-(x @ gate_H.cpu().double()[:, None])))
+        y_TH += factor_T1 * _mlp(x, weights.shared, config.model)
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
 
 

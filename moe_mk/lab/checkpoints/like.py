@@ -1,0 +1,178 @@
+"""Write a small seeded layer with the names, formats and configuration of a published model.
+
+The config.json keeps every key but the sizes, so that a reader meets what it meets in the model. Names as of the
+published checkpoints: see `weights.names`. Tensors are drawn whole: for layers of some megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_mk.config.hf import SECOND, first_layer, read_config
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError
+from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
+from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
+from moe_mk.layer.settings import layer_spec_of
+from moe_mk.quant import BlockedScheme, Plain
+from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
+from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
+from moe_mk.weights.packed_layouts import pack
+from moe_mk.weights.source import INDEX
+
+SMALL = 256
+"""Hidden size and widths: a multiple of every block."""
+_WIDTHS = (
+    "moe_intermediate_size", "intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NAMES = {
+    "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
+    "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
+    "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss",
+}  # fmt: skip
+"""The convention of plain and FP8 experts by family, if it is not the official one."""
+_SCALED = {
+    "mixtral": "mixtral_scaled", "converted": "converted_scaled", "official_one_shared": "scaled_one_shared",
+    "fused_one_shared": "scaled_one_shared",
+}  # fmt: skip
+"""Those of compressed-tensors and modelopt."""
+_PREFIXES = {
+    "nemotron_h": "backbone.layers.{N}.mixer.", "qwen3_5_moe": "model.language_model.layers.{N}.mlp.",
+    "qwen3_vl_moe": "model.language_model.layers.{N}.mlp.", "kimi_k25": "language_model.model.layers.{N}.mlp.",
+}  # fmt: skip
+
+
+def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
+    """Write one layer of a model's config.json, small, and return its number.
+
+    like: the config.json; a `hf_quant_config.json` next to it is copied. Raises ConfigError for a model whose layers
+    are not supported, and for a directory that is not empty.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty; choose an empty directory")
+    hf = small(read_config(like))
+    layer = first_layer(hf)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(small(json.loads(like.read_text())), indent=2) + "\n")
+    if (second := like.with_name(SECOND)).is_file():
+        shutil.copy(second, directory / SECOND)
+    config = MoEConfig.from_hf(directory, layer=layer)
+    spec, convention = layer_spec_of(config), convention_of(config)
+    prefix = _PREFIXES.get(str(hf["model_type"]), _PREFIXES.get(config.model.name, convention.prefix))
+    tensors = {prefix.replace("{N}", str(layer)) + name: t for name, t in tensors_of(spec, convention, seed).items()}
+    planned = [Planned(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    with SafetensorsWriter(directory / "model.safetensors", planned, {"format": "pt"}) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return layer
+
+
+def small(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with small sizes and everything else as it is."""
+    if isinstance(text := hf.get("text_config"), Mapping):
+        return {**hf, "text_config": small(text)}
+    top_k = hf.get("num_experts_per_tok") or hf.get("experts_per_token") or 1
+    groups = hf.get("n_group") or 1
+    experts = groups * max(2, -(-2 * top_k // groups))
+    sizes = {
+        "hidden_size": SMALL,
+        "moe_latent_size": SMALL // 2,
+        **dict.fromkeys(_WIDTHS, SMALL),
+        **dict.fromkeys(_EXPERTS, experts),
+    }
+    return {key: sizes[key] if key in sizes and value else value for key, value in hf.items()}
+
+
+def convention_of(config: MoEConfig) -> Convention:
+    """The names that the model's checkpoints have."""
+    name, quant = _NAMES.get(config.model.name, "official"), config.model.quant
+    scheme = quant.weight_scheme
+    if scheme.family == "wna16":
+        one_shared = "_one_shared" if name.endswith("one_shared") else ""
+        start = "mixtral_" if name == "mixtral" else ""
+        return CONVENTIONS[f"{start}compressed_tensors{one_shared}"]
+    if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
+        return CONVENTIONS[_SCALED.get(name, "scaled")]
+    if name.startswith("fused") and not isinstance(scheme, Plain):
+        name = name.replace("fused", "official")
+    return CONVENTIONS[name]
+
+
+def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, Tensor]:
+    """Random tensors of a layer by local name; each has its own seed."""
+    expected = expected_tensors(spec, convention)
+    made: dict[str, Tensor] = {}
+    for name, each in expected.items():
+        random = np.random.Generator(np.random.SFC64(seed_of(seed, name)))
+        if each.part.role in (Role.EXPERT, Role.SHARED):
+            if not each.part.is_scale and each.part.extra in ("", "plain"):
+                made |= _matrix(spec, convention, each, random)
+            elif each.part.extra == "bias":
+                made[name] = _normal(random, each.shape, 0.1).to(torch.bfloat16)
+            elif each.part.extra == "input":  # such that values up to 16 can be represented
+                scheme = spec.scheme_of(each.part.role, each.part.projection)
+                made[name] = torch.full(
+                    each.shape, 16 / (6 * 448 if scheme.per_byte == 2 else 448), dtype=torch.float32
+                )
+        elif each.part.role is Role.TABLE:
+            draws = random.random((each.shape[0], spec.num_experts), dtype=np.float32)
+            made[name] = torch.from_numpy(draws.argsort(axis=1)[:, : each.shape[1]].astype(np.int64))
+        elif each.part.role is Role.BIAS:
+            made[name] = _normal(random, each.shape, BIAS_STD) + BIAS_MEAN
+        elif each.part.role is Role.LOGIT_BIAS:
+            made[name] = _normal(random, each.shape, BIAS_STD).to(torch.bfloat16)
+        else:
+            made[name] = _normal(random, each.shape, ROUTER_GAIN * each.shape[-1] ** -0.5).to(torch.bfloat16)
+    return {name: made[name] for name in expected if name in made}
+
+
+def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.random.Generator) -> dict[str, Tensor]:
+    """A matrix, or the stack of all experts, and its scales."""
+    part, scheme = each.part, spec.scheme_of(each.part.role, each.part.projection)
+    width = spec.intermediate_size if part.role is Role.EXPERT else spec.shared_intermediate_size
+    hidden = spec.expert_size if part.role is Role.EXPERT else spec.hidden_size
+    n, k = (hidden, width) if part.projection == "down" else (width, hidden)
+    n *= 2 if part.projection == "gate_up" else 1
+    stack = spec.num_experts if part.role is Role.EXPERT and part.expert is None else 0
+    gain = DOWN_GAIN if part.projection == "down" else GATE_UP_GAIN
+    found = [scheme.quantize(_normal(random, (n, k), gain * k**-0.5)) for _ in range(stack or 1)]
+    if convention.packing and not isinstance(scheme, Plain):
+        held = pack(convention.packing, found[0])
+        return {convention.spell(_piece(part, what)): tensor for what, tensor in held.items()}
+    pieces = {"": [q.values for q in found]}
+    if isinstance(scheme, BlockedScheme):
+        pieces["scale"] = [q.scales for q in found if q.scales is not None]
+        if scheme.has_global_scale:
+            pieces["global"] = [q.global_scale.flatten()[0] for q in found if q.global_scale is not None]
+    made = {}
+    for what, tensors in pieces.items():
+        name = convention.spell(each.part if what == "" else _piece(part, what))
+        want = each if what == "" else expected_tensors(spec, convention)[name]
+        whole = torch.stack(tensors) if stack else tensors[0]
+        turned = what == "" and stack and spec.stacks_transposed
+        whole = whole.transpose(-1, -2) if turned else whole
+        shape = want.also[0] if convention.blocks_apart and what == "" and want.also else want.shape
+        made[name] = whole.to(want.dtypes[0]) if want.dtypes[0].is_floating_point else whole.view(want.dtypes[0])
+        made[name] = made[name].reshape(shape).contiguous()
+    return made
+
+
+def _piece(part: Part, what: str) -> Part:
+    return replace(part, is_scale=what == "scale", extra="" if what == "scale" else what)
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Tensor:
+    return torch.from_numpy(random.standard_normal(shape, dtype=np.float32) * np.float32(std))
