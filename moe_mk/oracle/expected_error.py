@@ -10,6 +10,7 @@ the input of the down projection count once:
         + 4 a^2 + b^2     f32 sums over H terms, then over I, at worst one after the other: a^2 = f^2 H / 2,
                           b^2 = f^2 I / 2, f of one rounding, I of the widest experts
         + 4 q^2           tokens dispatched in a scheme in which the experts do not compute
+        + 4 l^2 + 2 l^2   in the layer's dtype, where tokens are projected to a latent width and rows back from it
         + 4 r^2 + r^2     weights requantised at load, where they are held in another scheme than the stored one
 
 All tokens together must stay within 1.5 e, and every single one within 3 e, as relative L2 error.
@@ -36,7 +37,8 @@ def error_of(decision: Decision) -> float:
     experts = experts_error(problem.dtype, compute, problem.weights, model.hidden_size, widest)
     q = wire.relative_rms if wire.block is not None and wire != compute else 0.0
     r = 0.0 if decision.effect is None else decision.effect.rounding
-    return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2)
+    projected = 0.0 if problem.token_size == model.hidden_size else problem.dtype.relative_rms
+    return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2 + 6 * projected**2)
 
 
 def experts_error(
