@@ -58,7 +58,10 @@ class LayerLoader:
         self._title, self._spec, self._use, self._layer = title, spec, use, layer
         self._owned, (self._tp_rank, self._tp_size) = tuple(owned), tp
         spec.slice_of(spec.intermediate_size, *tp)
-        self._conventions = [c for c in CONVENTIONS.values() if not unnamed_parts(spec, c)]
+        # Packed rows of gate and up in one tensor are divided by the reader of files only.
+        self._conventions = [
+            c for c in CONVENTIONS.values() if not unnamed_parts(spec, c) and not (c.packing and c.fused)
+        ]
         self._tables: dict[str, dict[str, Expected]] = {}
         self._experts: dict[tuple[str, Role, int | None], list[tuple[str, Expected]]] = defaultdict(list)
         self._names: dict[str, None] = {}
