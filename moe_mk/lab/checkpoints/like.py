@@ -125,7 +125,7 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
             elif each.part.extra == "input":  # such that values up to 16 can be represented
                 scheme = spec.scheme_of(each.part.role, each.part.projection)
                 made[name] = torch.full(
-                    each.shape, 16 / (6 * 448 if scheme.per_byte == 2 else 448), dtype=torch.float32
+                    each.shape, 16 / (6 * 448 if scheme.per_byte == 2 else 448), dtype=torch.float32, device="cpu"
                 )
         elif each.part.role is Role.TABLE:
             draws = random.random((each.shape[0], spec.num_experts), dtype=np.float32)
