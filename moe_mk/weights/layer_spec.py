@@ -192,6 +192,8 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     """Parts of the layer for which the convention defines no name, so that they cannot be found."""
     scheme = spec.scheme
     above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale
+    shared = spec.scheme_of(Role.SHARED, "up")
+    above_shared = spec.num_shared_experts > 0 and isinstance(shared, BlockedScheme) and shared.has_global_scale
     packed = scheme.family in ("wna16", "gguf")
     if packed and not convention.packing:
         return [
@@ -201,6 +203,7 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         return [f"{convention.name} names hold packed integers, and the layer is to have {scheme.name} experts"]
     asked = {
         f"global scales of {scheme.name}": above and not convention.holds(Role.EXPERT, "global"),
+        "global scales of shared experts": above_shared and not convention.holds(Role.SHARED, "global"),
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
         "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
         "experts without a gate (model.gated=False)": not spec.gated and convention.fused,

@@ -39,7 +39,8 @@ def test_missing_half_filled_and_unexpected_are_reported_together(tiny: Checkpoi
         "  - 2 experts are half filled: expert 2 lacks experts.2.up_proj.weight_scale_inv; "
         "expert 3 lacks experts.3.down_proj.weight",
         "  - 1 tensors are missing: gate.e_score_correction_bias",
-        "  - 1 tensors are unexpected: shared_expert_gate.weight",
+        "  - 1 tensors are unexpected: shared_expert_gate.weight "
+        "(a gate of the shared experts; set model.shared_gate = true)",
     ]
 
 
