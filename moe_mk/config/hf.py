@@ -141,11 +141,11 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
 }  # fmt: skip
 """The keys that are read, by family; those of other families are refused where they have a value."""
 _OTHER_PARTS = {
-    "nemotron_h": frozenset({
+    "nemotron_h": (
         "n_groups", "use_bias", "use_conv_bias", "rescale_prenorm_residual", "time_step_limit",
         "moe_shared_expert_overlap",
-    }),
-    "minimax_m3": frozenset({"sparse_attention_config"}),
+    ),
+    "minimax_m3": ("sparse_attention_config",),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": SOFTMAX_GROUPED,
@@ -199,7 +199,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
             "another family is declared by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer), and "
             "moe_mk.integrations.transformers.register() runs the model's own blocks"
         )
-    harmless = CONFIG_JSON | _OTHER_PARTS.get(family, frozenset())
+    harmless = CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
     problems = wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless) + _contradictions(hf, family)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
