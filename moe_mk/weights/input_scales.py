@@ -45,8 +45,10 @@ def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = 
     if not names:
         return None
     convention = recognise(local)
-    experts = sorted({part.expert for name in local if (part := _routed(convention, name))})  # type: ignore[type-var]
-    wanted = [convention.spell(Part(Role.EXPERT, p, e, extra="input")) for e in experts for p in PROJECTIONS]
+    parts = [part for name in local if (part := _routed(convention, name))]
+    experts = sorted({part.expert for part in parts})  # type: ignore[type-var]
+    projections = sorted({part.projection for part in parts}, key=PROJECTIONS.index)  # without gates in some models
+    wanted = [convention.spell(Part(Role.EXPERT, p, e, extra="input")) for e in experts for p in projections]
     title = f"layer {layer} of {source.where}"
     if missing := [name for name in wanted if name not in local]:
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
