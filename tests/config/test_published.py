@@ -67,9 +67,7 @@ def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_p
     facts = inspect_checkpoint(folder)
     problems = [*facts.problems, *facts.layers[0].problems, *config_problems(folder, facts)]
     assert not problems, problems
-    assert stated(config_of(folder), folder, number).model.quant.input_scale is not None or "input_scale" not in str(
-        open_source(folder).names()
-    )
+    stated(config_of(folder, number), folder, number)  # with input scales, which plain activations do not need
     layer = DeepseekV3MoE.from_checkpoint(folder, number, activations="plain")
     draw = torch.Generator().manual_seed(1)
     x_TH = torch.randn((16, layer.config.model.hidden_size), generator=draw).to(torch.bfloat16)
