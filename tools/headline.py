@@ -26,6 +26,12 @@ PEERS = {
     "kt-kernel bf16": "kt-kernel's bf16 path, 1 worker",
 }
 BLOCKS = {"q4 0": "Q4_0", "q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
+ENGINES = {
+    "vllm": ("vLLM", "vLLM"),
+    "vllm+zentorch": ("vLLM, zentorch", "vLLM with zentorch"),
+    "transformers": ("transformers", "transformers, grouped_mm"),
+}
+"""With moe_mk, and alone, by the names of benchmarks/engines.py."""
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
     "DeepSeek": "DeepSeek's implementation",
@@ -33,6 +39,9 @@ PLANNERS = {
     "SGLang vectorised": "SGLang's vectorised implementation",
 }
 FIRST = (
+    ("vLLM and `moe_mk`", "vLLM"),
+    ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch"),
+    ("transformers and `moe_mk`", "transformers, grouped_mm"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
     ("with AVX2, FP8", "vLLM's bf16 path"),
     ("with AMX, FP8", "vLLM's FP8 path"),
@@ -60,6 +69,7 @@ class Line:
 def lines(results: Path) -> list[Line]:
     """The rows of the table, from result files. Raises FileNotFoundError or KeyError if a result is missing."""
     return [
+        *_engines(results),
         *_experts(_read(results, "experts_cpu_e8")),
         *_blocks(_read(results, "experts_cpu_int4"), "of the same sizes"),
         *_experts(_read(results, "experts_avx512vnni"), " with AVX-512 VNNI"),
@@ -114,6 +124,21 @@ def with_table(page: str, table: str) -> str:
 def _read(results: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
     return found
+
+
+def _engines(results: Path) -> Iterator[Line]:
+    """Tokens per second of engines with moe_mk over those without, in every format that was measured."""
+    for path in sorted(results.glob("engines_*.json")):
+        found = _read(results, path.stem)
+        rates = {name: run["tokens_per_second"] for name, run in found["contestants"].items() if "seconds" in run}
+        model = f"{found['model']}, {found['layers']} layers"
+        for name, rate in rates.items():
+            engine, _, form = name.partition(":")
+            alone = engine.removesuffix("+moe_mk")
+            if alone in ENGINES and alone != engine and alone in rates:
+                what = f"{ENGINES[alone][0]} and `moe_mk`, {model}, {form or 'bf16'}, tokens per second"
+                ratios = [rate[case] / rates[alone][case] for case in found["cases"]]
+                yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 
 
 def _experts(found: dict[str, Any], where: str = "") -> Iterator[Line]:
