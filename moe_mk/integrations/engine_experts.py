@@ -72,17 +72,23 @@ class EngineWeights:
     w2_zeros: Tensor | None = None
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    limit: float | None = None
+    """The clamp of swiglu_limit and swiglu_oai."""
+    alpha: float = 1.702
+    """The factor inside the sigmoid of swiglu_oai."""
     dtype: torch.dtype | None = None
     """Of tokens; None: that of weights without scales, else bf16."""
+    of: tuple[Tensor, ...] = ()
+    """The engine's own tensors where the others were computed from them; empty: the others are the engine's."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, values first."""
+        """The tensors of the engine, values first."""
         found = (
             self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_global_scale, self.w2_global_scale,
             self.w13_zeros, self.w2_zeros, self.w13_bias, self.w2_bias,
         )  # fmt: skip
-        return tuple(tensor for tensor in found if tensor is not None)
+        return self.of or tuple(tensor for tensor in found if tensor is not None)
 
     def experts(self) -> ExpertWeights | MappedExpertWeights:
         """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
@@ -143,7 +149,7 @@ class EngineExperts:
         self.weights: Weights = kernel.experts.relayout(given)
         in_use, self._given = storages_of(self.weights), weights.tensors
         self._unused = [t for t in weights.tensors if t.untyped_storage().data_ptr() not in in_use]
-        is_copy = any(t is weights.w13 or t is weights.w2 for t in self._unused)
+        is_copy = bool(weights.of) or any(t is weights.w13 or t is weights.w2 for t in self._unused)
         self.copied_bytes = self.weights.num_bytes if is_copy else 0
         """Bytes in the layout of the backend that are in addition to the engine's tensors; 0 where it reads those."""
         if self.copied_bytes and release:
@@ -335,6 +341,8 @@ def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int,
         "moe_intermediate_size": inner * scheme.per_byte,
         "num_experts": experts,
         "activation": weights.activation,
+        "swiglu_limit": weights.limit,
+        "swiglu_alpha": weights.alpha,
         "expert_bias": weights.w13_bias is not None,
         "quant": quant,
     }

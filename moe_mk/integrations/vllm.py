@@ -1,32 +1,40 @@
-"""vLLM: computes the unquantised experts of its models.
+"""vLLM: computes the routed experts of its models, in the formats that vLLM loads.
 
     VLLM_PLUGINS=moe_mk vllm serve MODEL --additional-config '{"moe_mk": {"experts": "cpu_native"}}'
 
 vLLM loads every installed plugin in each of its processes. This one is inactive unless `VLLM_PLUGINS` lists it; vLLM
 reads that variable and passes it to its workers. `enable()` does the same from a program. vLLM still routes, gathers
-tokens, adds shared experts and sums over ranks. Read and run with vLLM 0.32 for CPUs.
+tokens, adds shared experts and sums over ranks; it also creates and loads all parameters. Read and run with vLLM 0.32
+for CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, reduce
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.integrations.engine_experts import LORA, EngineExperts, EngineWeights
+from moe_mk.integrations.engine_experts import LORA, EngineExperts, is_released
+from moe_mk.integrations.vllm_formats import ACTIVATIONS, CLAMPED, FORMATS, LAYERS, format_of, weights_of
+from moe_mk.integrations.vllm_linear import register_kernels
 from moe_mk.weights.loader import LayerLoader
 
 NAME = "moe_mk"
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
-"""Activations: names of vLLM's MoEActivation, and of moe_mk."""
-
-
+PLUGGABLE = (
+    (f"{LAYERS}.fused_moe.routed_experts", "RoutedExperts"),
+    ("vllm.model_executor.models.gpt_oss", "GptOssRoutedExperts"),
+    ("vllm.model_executor.models.transformers.moe", "TransformersRoutedExperts"),
+)
+"""vLLM's layers that hold routed experts."""
 RELEASE = "release_weights"
-"""A key next to the kernel settings: whether vLLM's weights are freed where the backend keeps a copy in its own layout.
-vLLM can then not update them."""
+"""A key next to the kernel settings: whether vLLM's weights are freed where the backend keeps a copy in its own layout,
+true by default. vLLM can then not update them."""
 
 
 def register() -> bool:
@@ -37,39 +45,87 @@ def register() -> bool:
 
 
 def enable() -> bool:
-    """Replace vLLM's unquantised MoE method in models built from now on; False if already done.
+    """Replace vLLM's layers of routed experts in models built from now on; False if already done.
 
-    Raises ConfigError if another plugin has replaced it.
+    Raises ConfigError if another plugin has replaced one of them.
     """
     from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-    taken = op_registry_oot.get(UnquantizedFusedMoEMethod.__name__)
-    if taken is None:
-        UnquantizedFusedMoEMethod.register_oot(method_over(UnquantizedFusedMoEMethod))
-        return True
-    if getattr(taken, "of_moe_mk", False):
+    taken = {name: op_registry_oot[name] for _, name in PLUGGABLE if name in op_registry_oot}
+    if any(getattr(each, "of_moe_mk", False) for each in taken.values()):
         return False
-    raise ConfigError(
-        f"vLLM's unquantised MoE method is replaced by {taken.__module__}.{taken.__qualname__} already; "
-        f"name one of the two plugins in VLLM_PLUGINS"
-    )
+    for name, each in taken.items():
+        raise ConfigError(
+            f"vLLM's {name} is replaced by {each.__module__}.{each.__qualname__} already; "
+            f"name one of the two plugins in VLLM_PLUGINS"
+        )
+    for module, name in PLUGGABLE:
+        base = getattr(import_module(module), name)
+        base.register_oot(layer_over(base), name=name)
+    register_kernels(_say, release=lambda: _settings()[1])
+    return True
 
 
-def method_over(base: Any) -> type:
-    """The class that vLLM instantiates instead of `base`; a subclass, because `__init__` of others is skipped."""
+def layer_over(base: Any) -> type:
+    """The class that vLLM instantiates instead of `base`: its parameters and loaders, and a method of ours."""
 
-    class MoeMkMethod(base):  # type: ignore[misc]
-        """Experts by the backend that the oracle selects; parameters keep vLLM's names and layout."""
+    class MoeMkRoutedExperts(base):  # type: ignore[misc]
+        """Routed experts by the backend that the oracle selects."""
 
         of_moe_mk = True
 
-        def __init__(self, moe: Any) -> None:
-            refuse(moe)
+        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+            refuse(moe_config, getattr(self, "swiglu_limit", None), getattr(self, "swiglu_beta", None))
+            with _no_kernel_selected():
+                theirs = super()._get_quant_method(prefix, quant_config, moe_config)
+            return method_over(type(theirs).__name__)(theirs, moe_config)
+
+        def weight_loader(self, param: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if is_released(param):
+                raise UnsupportedError(
+                    f"loading weights into {self.layer_name} again",
+                    [f"vLLM's copy was freed; start with additional_config[{NAME!r}][{RELEASE!r}] = false"],
+                )
+            return super().weight_loader(param, *args, **kwargs)
+
+    return MoeMkRoutedExperts
+
+
+@contextmanager
+def _no_kernel_selected() -> Iterator[None]:
+    """Let vLLM's methods be made where vLLM has no kernel for them: selecting one would raise."""
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for each in FORMATS.values():
+            if not each.selects:
+                continue
+            module = import_module(each.module)
+            backend = reduce(getattr, each.backend.split("."), module) if each.backend else None
+            replaced.append((module, each.selects, getattr(module, each.selects)))
+            setattr(module, each.selects, partial(_nothing, backend))
+        yield
+    finally:
+        for module, name, function in reversed(replaced):
+            setattr(module, name, function)
+
+
+def _nothing(backend: Any, *_: object, **__: object) -> tuple[Any, None]:
+    return backend, None
+
+
+@cache
+def method_over(name: str) -> type:
+    """Our method under the name of one of vLLM's, by which its loaders know the format."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+    class MoeMkMethod(FusedMoEMethodBase):  # type: ignore[misc]
+        """Experts by the backend that the oracle selects; `theirs` creates the parameters."""
+
+        def __init__(self, theirs: Any, moe: Any) -> None:
             super().__init__(moe)
+            self.theirs, self.format = theirs, format_of(theirs)
             self.experts_here: EngineExperts | None = None
-            self.settings = dict(_settings())
-            self.releases = bool(self.settings.pop(RELEASE, False))
+            self.settings, self.releases = _settings()
 
         @property
         def is_monolithic(self) -> bool:  # vLLM routes
@@ -79,20 +135,30 @@ def method_over(base: Any) -> type:
         def supports_eplb(self) -> bool:  # it would exchange weights without updating the converted copy
             return False
 
+        def uses_weight_scale_2_pattern(self) -> bool:
+            return bool(self.theirs.uses_weight_scale_2_pattern())
+
         def maybe_roundup_sizes(
             self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
         ) -> tuple[int, int]:
             return hidden_size, intermediate_size_per_partition
 
+        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+            self.theirs.create_weights(layer, *args, **kwargs)
+
+        def get_fused_moe_quant_config(self, layer: Any) -> None:
+            del layer
+
         def process_weights_after_loading(self, layer: Any) -> None:
             if layer.apply_router_weight_on_input:
                 raise UnsupportedError(f"moe_mk in {layer.layer_name}", ["routing weights are applied to its input"])
-            weights = EngineWeights(layer.w13_weight, layer.w2_weight, ACTIVATIONS[layer.activation.value])
-            if not self.moe.is_act_and_mul:
-                weights = EngineWeights(weights.w13, weights.w2, weights.activation, gated=False)
+            weights = weights_of(layer, self.theirs, self.format)
             top_k = self.moe.experts_per_token
             self.experts_here = EngineExperts(
                 layer.layer_name, weights, top_k=top_k, settings=self.settings, release=self.releases
+            )
+            _say(
+                "moe_mk: routed experts (%s, %s) by %s", weights.quant or "unquantised", name, self.experts_here.backend
             )
 
         def apply(
@@ -108,7 +174,15 @@ def method_over(base: Any) -> type:
             assert self.experts_here is not None, "weights are processed after loading"
             return self.experts_here(x, topk_weights, local_ids(topk_ids, layer.expert_map))
 
+    MoeMkMethod.__name__ = name
     return MoeMkMethod
+
+
+def _say(message: str, *args: str) -> None:
+    """One line in vLLM's log for each of the combinations of arguments."""
+    from vllm.logger import init_logger
+
+    init_logger(f"vllm.plugins.{NAME}").info_once(message, *args)
 
 
 def weight_loader(loader: LayerLoader) -> Callable[..., bool]:
@@ -153,30 +227,37 @@ def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     return torch.where((topk_ids >= 0) & (topk_ids < expert_map.shape[0]), expert_map[known].to(topk_ids.dtype), -1)
 
 
-def refuse(moe: Any) -> None:
-    """Raise UnsupportedError with all unsupported features of a vLLM FusedMoEConfig."""
+def refuse(moe: Any, limit: float | None, beta: float | None) -> None:
+    """Raise UnsupportedError with all unsupported features of a vLLM FusedMoEConfig.
+
+    limit, beta: the clamp of the layer, and what its activation adds to up.
+    """
     parallel, reasons = moe.moe_parallel_config, []
-    if moe.activation.value not in ACTIVATIONS:
-        reasons.append(f"activation {moe.activation.value!r}; known: {', '.join(ACTIVATIONS)}")
-    if moe.has_bias:
-        reasons.append("experts with biases")
+    name = moe.activation.value.removesuffix("_no_mul")
+    if name not in ACTIVATIONS and name not in CLAMPED:
+        reasons.append(f"activation {moe.activation.value!r}; known: {', '.join({**ACTIVATIONS, **CLAMPED})}")
+    elif limit is not None and name not in CLAMPED:
+        reasons.append(f"a clamp of {limit} with activation {name!r}; known with clamps: {', '.join(CLAMPED)}")
+    if beta not in (None, 1.0) and CLAMPED.get(name) == "swiglu_oai":
+        reasons.append(f"swiglu_beta={beta}; 1 is added to up")
     if moe.is_lora_enabled:
         reasons.append(LORA)
-    if moe.swiglu_limit is not None:
-        reasons.append(f"swiglu_limit={moe.swiglu_limit}")
     if parallel.dp_size > 1:
         reasons.append(f"data parallel size {parallel.dp_size}: vLLM's all-to-all backends need its own experts")
+    if parallel.enable_eplb:
+        reasons.append("EPLB: it exchanges weights between ranks and would not update the converted copy")
     if reasons:
         raise UnsupportedError(
             "moe_mk does not support this model in vLLM", [*reasons, "leave moe_mk out of VLLM_PLUGINS"]
         )
 
 
-def _settings() -> Mapping[str, Any]:
-    """The kernel settings in vLLM's `--additional-config`."""
+def _settings() -> tuple[dict[str, Any], bool]:
+    """The kernel settings in vLLM's `--additional-config`, and whether vLLM's weights are freed."""
     from vllm.config import get_current_vllm_config
 
     stated = (get_current_vllm_config().additional_config or {}).get(NAME, {})
     if not isinstance(stated, dict):
         raise ConfigError(f"additional_config[{NAME!r}] is {stated!r}, expected a table of kernel settings")
-    return stated
+    settings = dict(stated)
+    return settings, bool(settings.pop(RELEASE, True))

@@ -33,16 +33,18 @@ _LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-u
 class Operator(Generic[T]):
     """An operator `moe_mk::name` over objects of one kind, each found by its entry. The result is a tensor like x."""
 
-    def __init__(self, name: str, schema: str, run: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, name: str, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor] | None = None
+    ) -> None:
         """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
 
-        run: the implementation, with the arguments of the schema.
+        run: the implementation, with the arguments of the schema. fake: the shape of the result; None: that of x.
         """
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers, self.name = count(1), name
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"moe_mk::{name}", _fake, lib=_LIBRARY)
+        torch.library.register_fake(f"moe_mk::{name}", fake or _fake, lib=_LIBRARY)
         self.call: Any = getattr(torch.ops.moe_mk, name).default
         """The operator."""
 

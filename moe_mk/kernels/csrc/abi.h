@@ -106,6 +106,9 @@ int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_st
 int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first, void* second, int64_t row_stride,
                              int64_t num_outputs, int64_t num_inputs, int32_t block_type, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
+// w2 of slot 0 alone: out [R][out_stride] = w2(x [R][x_stride]), with its bias. x is bf16, its columns a multiple of 32. Of
+// call: w2, x_stride, out_stride, top_k (1), num_slots, out_f32, batch_invariant, isa and the tuning parameters.
+int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows, void* out, int32_t threads);
 int32_t moe_mk_route(const MoeMkRoute* call);
 // x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
 // ids, weights [T][K]: where the routing is written; null: nowhere.

@@ -45,18 +45,9 @@ std::vector<Task> up_tasks(const Layer& layer) {
   return tasks;
 }
 
-bool run_layer(Layer& layer) {
+// Phase 2. With few rows long memory streams are faster; with more rows the sums of a task should stay in cache.
+bool run_down(Layer& layer) {
   const MoeMkExperts& c = layer.call;
-  if (!prepare_inputs(layer) || !tile_inputs(layer) || !place_hidden(layer)) return false;
-  const std::vector<Task> tasks = up_tasks(layer);
-  const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, ThreadScratch& buffers) {
-    const Task& t = tasks[task];
-    up_projection(layer, *t.set, t.slot, t.first, t.count, buffers);
-    return true;
-  });
-  if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
-
-  // With few rows long memory streams are faster; with more rows the sums of a task should stay in cache.
   const int pairs = layer.sets.front().w2.pairs, tasks_each = c.num_rows <= kRowsOfLongTasks ? 8 : 16;
   int most_rows = 0;
   for (const Set& set : layer.sets)
@@ -72,6 +63,18 @@ bool run_layer(Layer& layer) {
   });
 }
 
+bool run_layer(Layer& layer) {
+  const MoeMkExperts& c = layer.call;
+  if (!prepare_inputs(layer) || !tile_inputs(layer) || !place_hidden(layer)) return false;
+  const std::vector<Task> tasks = up_tasks(layer);
+  const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, ThreadScratch& buffers) {
+    const Task& t = tasks[task];
+    up_projection(layer, *t.set, t.slot, t.first, t.count, buffers);
+    return true;
+  });
+  return first_half && (!c.quantize || quantize_all_hidden(layer)) && run_down(layer);
+}
+
 // Scales of parts: of whole super-blocks, or of groups that a part of at most 128 k divides.
 bool has_scales(const MoeMkMatrix& m) {
   if (!has_parts(m.format)) return true;
@@ -81,12 +84,13 @@ bool has_scales(const MoeMkMatrix& m) {
   return group && m.scale_type >= 0 && m.scale_type < kNumScaleTypes;
 }
 
+bool fits(const MoeMkMatrix& m) {
+  const bool block = m.block > 0 && m.block % kStep == 0 && kActivationBlock % m.block == 0;
+  return is_format(m.format) && block && m.num_inputs > 0 && m.num_outputs > 0 && has_scales(m);
+}
+
 bool fits(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
-  const auto cuts = [](int32_t block) { return block > 0 && block % kStep == 0 && kActivationBlock % block == 0; };
-  const bool blocks = cuts(w13.block) && cuts(w2.block);
-  const bool formats = is_format(w13.format) && is_format(w2.format);
-  const bool sizes = w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
-  return formats && blocks && sizes && has_scales(w13) && has_scales(w2);
+  return fits(w13) && fits(w2) && w2.num_inputs == w13.num_outputs;
 }
 
 // Integer token codes need integer weights, and 32 bits hold the sums of at most this many inputs.
@@ -144,6 +148,28 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
   ThreadPoolLease pool(call->threads);
   Layer layer = {c, *kernels, pool, sets, up(c.w13.num_inputs, kStep)};
   return run_layer(layer) ? kOk : kNoMemory;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
+}
+
+int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows, void* out, int32_t threads) try {
+  MoeMkExperts c = *call;
+  c.num_rows = num_rows;
+  c.out = out;
+  c.threads = std::abs(threads);
+  const bool whole = c.w2.num_inputs % kStep == 0 && c.x_stride >= c.w2.num_inputs;
+  if (!fits(c.w2) || !whole || c.top_k != 1 || c.quantize != kAsIs || !may_be_tuned(c) || num_rows < 0 || threads == 0) return kBadShape;
+  const Kernels* kernels = kernels_of(c.isa);
+  if (kernels == nullptr) return kNoIsa;
+  std::vector<Set> sets;
+  sets.emplace_back(c.w2, c.w2, false);
+  Set& set = sets.front();
+  set.plan.fill_with_all(num_rows);
+  set.inter_padded = c.x_stride;
+  set.h_of = {static_cast<uint16_t*>(const_cast<void*>(x))};  // read only
+  ThreadPoolLease pool(threads);
+  Layer layer = {c, *kernels, pool, sets, c.x_stride};
+  return run_down(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 }

@@ -24,6 +24,7 @@
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
     FusedLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
+    ProductCall(native, w)(x_RK, threads=n)                               # one plain matrix of one slot
     ExchangeLayer(calls, RowsOfExperts(...), gating, places, window, moved).begin(...)     # the same between ranks
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
     from moe_mk.kernels.native.prepared import Gating as Gating
     from moe_mk.kernels.native.prepared import Places as Places
+    from moe_mk.kernels.native.prepared import ProductCall as ProductCall
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
     from moe_mk.kernels.native.prepared import Stack as Stack
     from moe_mk.kernels.native.prepared import route as route
@@ -100,7 +102,7 @@ else:
         "library": "Isa Native compile_and_open release scratch_bytes",
         "packed": "PackedMatrix Shard allocate pack_slot scale_block "
         "touch_slot unpack_output_scales unpack_scales unpack_slot unpack_zeros",
-        "prepared": "ExpertsCall FusedLayer Gating Places RouteCall Stack route",
+        "prepared": "ExpertsCall FusedLayer Gating Places ProductCall RouteCall Stack route",
         "quantize": "count_nans quantize_1x128",
         "route_mode": "RouteMode Scoring is_dense",
         "selfcheck": "is_compiled load loaded reasons_against",

@@ -2,6 +2,7 @@
 
     RouteCall    hidden states to router logits, and to top-k experts and weights
     ExpertsCall  rows to the weighted sum of their experts
+    ProductCall  rows times one matrix
     FusedLayer   both, with the expert load and the map of logical experts to slots in between; for a layer without
                  token exchange, bit-identical to its parts; `routed` takes the routing of the caller
 
@@ -18,6 +19,7 @@ import torch
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
+from moe_mk.kernels.native.layout import STEP
 from moe_mk.kernels.native.library import CExperts, CLayer, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
@@ -148,6 +150,34 @@ class ExpertsCall:
         if status != Status.OK:
             self._native.check("experts", status)
         return out_RH
+
+
+class ProductCall:
+    """Rows times one packed matrix, plus its bias: bf16 [R, K] to bf16 [R, N]. Concurrent calls are allowed."""
+
+    def __init__(self, native: Native, matrix: PackedMatrix, isa: Isa | None = None) -> None:
+        """Raises ShapeError for a matrix that is not one slot of whole steps of inputs."""
+        layout = matrix.layout
+        if layout.gated or matrix.num_slots != 1 or layout.num_inputs % STEP:
+            slots = f"{matrix.num_slots} slots of {layout.num_inputs} inputs, gated={layout.gated}"
+            raise ShapeError(f"a product takes one plain matrix with a multiple of {STEP} inputs, not {slots}")
+        self._native, self._matrix = native, matrix
+        self._block = experts_block(native, matrix, matrix, None, ExpertsMode(), isa)
+        self._block.top_k, self._block.x_stride, self._block.out_stride = 1, layout.num_inputs, layout.num_outputs
+        self._at, self._function = ctypes.byref(self._block), native.functions["product"]
+
+    def __call__(self, x_RK: torch.Tensor, threads: int) -> torch.Tensor:
+        """Multiply; raises ShapeError for other rows than bf16 of K columns."""
+        layout = self._matrix.layout
+        if x_RK.dtype is not torch.bfloat16 or x_RK.dim() != 2 or x_RK.shape[1] != layout.num_inputs:
+            raise ShapeError(f"x is {tuple(x_RK.shape)} {x_RK.dtype}, expected (R, {layout.num_inputs}) bfloat16")
+        x_RK = x_RK.contiguous()
+        out_RN = torch.empty((x_RK.shape[0], layout.num_outputs), dtype=torch.bfloat16, device="cpu")
+        threads = self._native.threads(threads)
+        status = self._function(self._at, x_RK.data_ptr(), x_RK.shape[0], out_RN.data_ptr(), threads)
+        if status != Status.OK:
+            self._native.check("product", status)
+        return out_RN
 
 
 def experts_block(

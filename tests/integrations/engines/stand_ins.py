@@ -17,6 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_mk.integrations.vllm import PLUGGABLE
+from moe_mk.integrations.vllm_formats import FORMATS, QUANTIZATION
+from moe_mk.integrations.vllm_linear import REQUANTISE, REQUANTISING
+
 
 def put_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, object]]) -> None:
     """Modules for one test, parents included."""
@@ -36,71 +40,137 @@ def put_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, object]
 class Activation(Enum):
     SILU = "silu"
     RELU2_NO_MUL = "relu2_no_mul"
+    SWIGLUOAI = "swigluoai"
     SITU = "situ"
 
 
 def moe_config(**changes: Any) -> SimpleNamespace:
+    parallel = SimpleNamespace(dp_size=1, tp_rank=0, enable_eplb=False)
     facts = {
         "activation": Activation.SILU,
         "has_bias": False,
         "is_lora_enabled": False,
-        "swiglu_limit": None,
         "is_act_and_mul": True,
         "experts_per_token": 2,
-        "moe_parallel_config": SimpleNamespace(dp_size=1),
+        "in_dtype": torch.float32,
+        "moe_parallel_config": parallel,
     }
     return SimpleNamespace(**(facts | changes))
 
 
+class FusedMoEMethodBase:
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        return False
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raise NotImplementedError("vLLM's own layout")
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        raise NotImplementedError("vLLM's own kernel")
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
+    pass
+
+
+class QuarkMoEMethod(FusedMoEMethodBase):
+    pass
+
+
+class LinearKernel:
+    def __init__(self, config: Any, *names: str) -> None:
+        self.config = config
+
+
 class Vllm:
-    """One process of vLLM: its registry, its method, what VLLM_PLUGINS and --additional-config say."""
+    """One process of vLLM: its registries, its layer, its VLLM_PLUGINS and --additional-config."""
 
     def __init__(self, plugins: list[str] | None, additional_config: dict[str, Any] | None = None) -> None:
         self.registry: dict[str, type] = {}
+        self.logged: list[str] = []
         registry = self.registry
 
-        class UnquantizedFusedMoEMethod:
+        class RoutedExperts(nn.Module):
             def __new__(cls, *args: object, **kwargs: object) -> Any:
                 return super().__new__(registry.get(cls.__name__, cls))
 
-            def __init__(self, moe: Any) -> None:
-                self.moe = moe
+            def __init__(self, method: Callable[[Any], Any], moe: Any, **facts: Any) -> None:
+                super().__init__()
+                vars(self).update({"layer_name": "layers.1", "expert_map": None, "apply_router_weight_on_input": False})
+                vars(self).update({"swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None} | facts)
+                self.quant_method = self._get_quant_method("layers.1", method, moe)
 
             @classmethod
-            def register_oot(cls, _decorated_op_cls: type, name: str | None = None) -> type:
-                assert cls.__name__ not in registry, f"Duplicate op name: {cls.__name__}"
-                registry[cls.__name__] = _decorated_op_cls
-                return _decorated_op_cls
+            def register_oot(cls, _decorated_layer_cls: type | None = None, name: str | None = None) -> Any:
+                def register(made: type) -> type:
+                    assert name not in registry, f"Duplicate layer name: {name}"
+                    registry[str(name)] = made
+                    return made
 
-            @property
-            def is_monolithic(self) -> bool:
-                return True
+                return register if _decorated_layer_cls is None else register(_decorated_layer_cls)
 
-            @property
-            def supports_eplb(self) -> bool:
-                return True
+            def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+                return quant_config(moe_config)
 
-            def process_weights_after_loading(self, layer: Any) -> None:
-                raise NotImplementedError("vLLM's own layout")
+            def weight_loader(self, param: Tensor, loaded_weight: Tensor, *args: Any) -> None:
+                param.data.copy_(loaded_weight)
 
-            def apply(
-                self,
-                layer: Any,
-                x: Tensor,
-                topk_weights: Tensor,
-                topk_ids: Tensor,
-                shared_experts: Any,
-                shared_experts_input: Tensor | None,
-            ) -> Tensor:
-                raise NotImplementedError("vLLM's own kernel")
+        self.layer = RoutedExperts
+        self.kernels: dict[str, list[type]] = {"fp8": [type("CPUFp8", (), {}), type("PerTensorTorchFP8", (), {})]}
+        blocks: list[type] = []
 
-        self.method = UnquantizedFusedMoEMethod
+        def register_linear_kernel(kernel_class: type, platform: str, kernel_type: str = "mp") -> None:
+            self.kernels.setdefault(kernel_type, []).append(kernel_class)
+
+        kinds = ("FP8ScaledMMLinearKernel", "MPLinearKernel", "NvFp4LinearKernel", "MxFp4LinearKernel")
+        layers = "vllm.model_executor.layers"
         self.modules: dict[str, dict[str, object]] = {
             "vllm": {"envs": SimpleNamespace(VLLM_PLUGINS=plugins)},
             "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(additional_config=additional_config)},
+            "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=self._log)},
+            "vllm.platforms": {"PlatformEnum": SimpleNamespace(CPU="cpu")},
             "vllm.model_executor.custom_op": {"op_registry_oot": registry},
-            "vllm.model_executor.layers.fused_moe": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+            f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase},
+            "vllm.model_executor.kernels.linear": {
+                **{name: type(name, (LinearKernel,), {}) for name in (*kinds, "Mxfp8LinearKernel")},
+                "register_linear_kernel": register_linear_kernel,
+                "_POSSIBLE_FP8_KERNELS": {"cpu": self.kernels["fp8"]},
+                "_POSSIBLE_FP8_BLOCK_KERNELS": {"cpu": blocks},
+            },
         }
+        for module, name in PLUGGABLE:
+            self.modules[module] = {
+                name: RoutedExperts if name == "RoutedExperts" else type(name, (RoutedExperts,), {})
+            }
+        for requantising in REQUANTISING:
+            self.modules.setdefault(f"{QUANTIZATION}.{requantising}", {})[REQUANTISE] = _no_kernel
+        for each in FORMATS.values():
+            if each.selects:
+                found = self.modules.setdefault(each.module, {})
+                found[each.selects] = _no_kernel
+                if each.backend:
+                    found[each.backend.split(".")[0]] = SimpleNamespace(MARLIN="marlin")
+
+    def _log(self, message: str, *args: str) -> None:
+        self.logged.append(message % args)
+
+
+def _no_kernel(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("requires AMX tile support")
 
 
 # SGLang 0.5.23.

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from moe_mk.integrations import vllm as vllm_door
+from moe_mk.integrations.vllm_formats import FORMATS
+from moe_mk.integrations.vllm_linear import LINEAR
 from tests.integrations.engines import stand_ins
 
 SEAMS = json.loads((Path(__file__).parent / "seams.json").read_text(encoding="utf-8"))
@@ -24,12 +26,15 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def test_stand_ins_have_the_signatures_that_were_read() -> None:
-    method = stand_ins.Vllm(None).method
+    vllm = stand_ins.Vllm(None)
     core, experts = stand_ins.DispatchMoeRunnerCore, stand_ins.GroupedExperts
     override = stand_ins.torchtitan({})["torchtitan.config"]["override"]
-    assert {name: parameters(getattr(method, name.split(".")[1])) for name in SEAMS["vllm"] if "Method." in name} == {
-        name: wanted for name, wanted in SEAMS["vllm"].items() if "Method." in name
-    }
+    base, register = stand_ins.FusedMoEMethodBase, vllm.modules[LINEAR]["register_linear_kernel"]
+    for name in ("__init__", "apply", "process_weights_after_loading"):
+        assert parameters(getattr(base, name)) == SEAMS["vllm"][f"FusedMoEMethodBase.{name}"]
+    for name in ("_get_quant_method", "register_oot"):
+        assert parameters(getattr(vllm.layer, name)) == SEAMS["vllm"][f"RoutedExperts.{name}"]
+    assert parameters(register) == SEAMS["vllm"]["register_linear_kernel"]  # type: ignore[arg-type]
     assert {
         "DispatchMoeRunnerCore.__init__": parameters(core.__init__),
         "DispatchMoeRunnerCore.run_from_dispatch": parameters(core.run_from_dispatch),
@@ -39,14 +44,18 @@ def test_stand_ins_have_the_signatures_that_were_read() -> None:
         "GroupedExperts.forward": parameters(experts.forward),
         "override": parameters(override),  # type: ignore[arg-type]
     } == SEAMS["torchtitan"]
-    assert set(SEAMS["vllm"]["FusedMoEConfig"]) <= vars(stand_ins.moe_config()).keys()
+    config = stand_ins.moe_config()
+    assert set(SEAMS["vllm"]["FusedMoEConfig"]) <= vars(config).keys()
+    assert set(SEAMS["vllm"]["FusedMoEParallelConfig"]) == vars(config.moe_parallel_config).keys()
 
 
-def test_our_method_takes_what_vllm_passes() -> None:
-    ours = vllm_door.method_over(stand_ins.Vllm(None).method)
-    for name, wanted in SEAMS["vllm"].items():
-        if "Method." in name and "register" not in name:
-            assert parameters(getattr(ours, name.split(".")[1])) == wanted
+def test_our_classes_take_what_vllm_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = stand_ins.Vllm(None)
+    stand_ins.put_in(monkeypatch, host.modules)
+    ours, layer = vllm_door.method_over("Fp8MoEMethod"), vllm_door.layer_over(host.layer)
+    for name in ("apply", "process_weights_after_loading"):
+        assert parameters(getattr(ours, name)) == SEAMS["vllm"][f"FusedMoEMethodBase.{name}"]
+    assert parameters(layer._get_quant_method) == SEAMS["vllm"]["RoutedExperts._get_quant_method"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.external
@@ -54,12 +63,33 @@ def test_vllm_has_the_seam() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
     moe = importlib.import_module("vllm.model_executor.layers.fused_moe")
-    config = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
-    names = {name for name in SEAMS["vllm"] if "Method." in name}
-    found = {name: parameters(getattr(moe.UnquantizedFusedMoEMethod, name.split(".")[1])) for name in names}
-    assert found == {name: SEAMS["vllm"][name] for name in names}
-    assert set(SEAMS["vllm"]["FusedMoEConfig"]) <= {field.name for field in dataclasses.fields(config)}
-    assert hasattr(importlib.import_module("vllm.envs"), "VLLM_PLUGINS")
+    configs = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
+    linear = importlib.import_module(LINEAR)
+    for name, wanted in SEAMS["vllm"].items():
+        owner, _, attribute = name.partition(".")
+        if dataclasses.is_dataclass(of_config := getattr(configs, owner, None)):
+            fields = {field.name for field in dataclasses.fields(of_config)}
+            assert set(wanted) <= fields | set(dir(of_config)), name
+        else:
+            found = getattr(getattr(moe, owner), attribute) if attribute else getattr(linear, owner)
+            assert parameters(found) == wanted, name
+    assert {"cpu"} <= {platform.name.lower() for platform in linear._POSSIBLE_FP8_BLOCK_KERNELS}
+    for module, name in vllm_door.PLUGGABLE:
+        assert issubclass(getattr(importlib.import_module(module), name), moe.RoutedExperts)
+
+
+@pytest.mark.external
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.module])
+def test_methods_of_vllm_create_the_parameters_that_were_read(name: str) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
+    found = FORMATS[name]
+    method = getattr(importlib.import_module(found.module), name)
+    created, made = inspect.getsource(method.create_weights), inspect.getsource(method.__init__)
+    for side in ("w13_", "w2_"):
+        for stem in (found.values, found.above, found.zeros, "" if name == "Fp8MoEMethod" else found.scale):
+            assert not stem or f'"{side}{stem}"' in created, f"{name} creates no {side}{stem}"
+    assert f"{found.selects}(" in made, f"{name} selects no kernel by {found.selects}"
 
 
 @pytest.mark.external

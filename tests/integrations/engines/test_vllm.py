@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,28 +14,52 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from moe_mk import MoELayer
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.integrations import vllm as door
+from moe_mk.integrations import vllm_linear
+from moe_mk.quant.kinds import scheme_of_kind
+from tests.integrations.engines import vllm_models
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
-from tests.integrations.engines.stand_ins import Activation, Vllm, moe_config, put_in
+from tests.integrations.engines.stand_ins import (
+    Activation,
+    QuarkMoEMethod,
+    UnquantizedFusedMoEMethod,
+    Vllm,
+    moe_config,
+    put_in,
+)
+from tests.integrations.engines.vllm_host import TOKENS
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import layer, tensors
+
+CPU_ONLY = {"moe_mk": {"experts": "torch_cpu"}}
 
 
 @pytest.fixture
 def enabled(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    host = Vllm(["moe_mk"], {"moe_mk": {"experts": "torch_cpu"}})
+    host = Vllm(["moe_mk"], CPU_ONLY)
     put_in(monkeypatch, host.modules)
     assert door.register()
     return host
 
 
-def layer_of(tiny: Tiny, **changes: Any) -> SimpleNamespace:
-    """What vLLM calls RoutedExperts, as far as the method reads it."""
-    facts = {"layer_name": "layers.1", "w13_weight": tiny.w13, "w2_weight": tiny.w2, "activation": Activation.SILU}
-    return SimpleNamespace(**(facts | {"expert_map": None, "apply_router_weight_on_input": False} | changes))
+def layer_of(host: Vllm, tiny: Tiny, *, method: type = UnquantizedFusedMoEMethod, **changes: Any) -> Any:
+    """A layer of vLLM with loaded parameters. changes: of the config, or facts of the layer."""
+    config = moe_config()
+    of_config = {name: value for name, value in changes.items() if hasattr(config, name)}
+    layer = host.layer(
+        method, moe_config(**of_config), **{name: value for name, value in changes.items() if name not in of_config}
+    )
+    layer.w13_weight, layer.w2_weight = nn.Parameter(tiny.w13, False), nn.Parameter(tiny.w2, False)
+    return layer
+
+
+def run(layer: Any, *tokens: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer.quant_method.apply(layer, *tokens, None, None)
+    return y
 
 
 @pytest.mark.parametrize("plugins", [None, [], ["another"]])
@@ -42,86 +67,121 @@ def test_it_is_inert_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, plugins
     host = Vllm(plugins)
     put_in(monkeypatch, host.modules)
     assert not door.register()
-    assert not host.registry
+    assert not host.registry and list(host.kernels) == ["fp8"]
 
 
 def test_it_may_be_loaded_twice_and_does_not_push_another_plugin_out(enabled: Vllm) -> None:
     assert not door.register()
-    assert list(enabled.registry) == ["UnquantizedFusedMoEMethod"]
-    enabled.registry["UnquantizedFusedMoEMethod"] = type("Hpu", (), {"__module__": "hpu"})
-    with pytest.raises(ConfigError, match=r"replaced by hpu\.Hpu already; name one of the two"):
+    assert list(enabled.registry) == [name for _, name in door.PLUGGABLE]
+    names = [kernel.__name__ for kernel in enabled.kernels["fp8"]]
+    assert names == ["CPUFp8", "MoeMkLinearKernel", "PerTensorTorchFP8"]
+    enabled.registry["RoutedExperts"] = type("Hpu", (), {"__module__": "hpu"})
+    del enabled.registry["GptOssRoutedExperts"], enabled.registry["TransformersRoutedExperts"]
+    with pytest.raises(ConfigError, match=r"RoutedExperts is replaced by hpu\.Hpu already; name one of the two"):
         door.enable()
 
 
 def test_vllm_makes_our_method_and_gets_what_loops_compute(enabled: Vllm) -> None:
     tiny, tokens = Tiny.drawn(), call()
-    method = enabled.method(moe_config())
-    layer = layer_of(tiny)
+    layer = layer_of(enabled, tiny)
+    method = layer.quant_method
+    assert type(method).__name__ == "UnquantizedFusedMoEMethod", "vLLM's loaders ask for the name"
     assert not method.is_monolithic and not method.supports_eplb
     assert method.maybe_roundup_sizes(32, 24, torch.float32, None) == (32, 24)
     method.process_weights_after_loading(layer)
-    assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
+    assert error(run(layer, *tokens), tiny.loops(*tokens)) < CLOSE
     assert method.experts_here.backend == "torch_cpu", "as --additional-config states"
+    assert enabled.logged == ["moe_mk: routed experts (unquantised, UnquantizedFusedMoEMethod) by torch_cpu"]
     tiny.w2.mul_(2.0)  # new weights, as reinforcement learning loads them
     method.process_weights_after_loading(layer)
-    assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
+    assert error(run(layer, *tokens), tiny.loops(*tokens)) < CLOSE
 
 
 @NEEDS_COMPILER
-def test_weights_are_released_where_that_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Vllm(["moe_mk"], {"moe_mk": {"experts": "cpu_native", "release_weights": True}})
+@pytest.mark.timeout(300)  # the first one compiles the kernels
+@pytest.mark.parametrize("releases", [True, False])
+def test_weights_are_held_once_unless_that_is_stated(monkeypatch: pytest.MonkeyPatch, releases: bool) -> None:
+    stated = {"experts": "cpu_native"} | ({} if releases else {"release_weights": False})
+    host = Vllm(["moe_mk"], {"moe_mk": stated})
     put_in(monkeypatch, host.modules)
     assert door.register()
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
-    layer = layer_of(Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()))
-    method = host.method(moe_config())
-    method.process_weights_after_loading(layer)
-    assert layer.w13_weight.untyped_storage().nbytes() == layer.w2_weight.untyped_storage().nbytes() == 0
-    got = method.apply(layer, x_TH.bfloat16(), weights_TK, ids_TK, None, None)
-    assert error(got, tiny.loops(x_TH, weights_TK, ids_TK)) < 0.02
+    layer = layer_of(host, Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()), in_dtype=torch.bfloat16)
+    layer.quant_method.process_weights_after_loading(layer)
+    held = layer.w13_weight.untyped_storage().nbytes() + layer.w2_weight.untyped_storage().nbytes()
+    assert (held == 0) == releases
+    assert error(run(layer, x_TH.bfloat16(), weights_TK, ids_TK), tiny.loops(x_TH, weights_TK, ids_TK)) < 0.02
+    if releases:
+        with pytest.raises(
+            UnsupportedError, match=r"loading weights into layers.1 again\n.*'release_weights'\] = false"
+        ):
+            layer.weight_loader(layer.w2_weight, tiny.w2)
+    else:
+        layer.weight_loader(layer.w2_weight, tiny.w2.bfloat16())
 
 
 def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
     # 10 experts over two ranks of 5: this one holds 5..9, so that global id 7 is its own 2.
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
     expert_map = torch.cat((torch.full((5,), -1), torch.arange(5))).to(torch.int32)
-    method = enabled.method(moe_config())
-    layer = layer_of(tiny, expert_map=expert_map)
-    method.process_weights_after_loading(layer)
+    layer = layer_of(enabled, tiny, expert_map=expert_map)
+    layer.quant_method.process_weights_after_loading(layer)
     global_TK = ids_TK + 5
     global_TK[:, 1] -= 5  # of the other rank
     global_TK[0, 0] = -1  # padding of vLLM
     local_TK = ids_TK.clone()
     local_TK[:, 1], local_TK[0, 0] = -1, -1
     assert torch.equal(door.local_ids(global_TK, expert_map), local_TK)
-    got = method.apply(layer, x_TH, weights_TK, global_TK, None, None)
-    assert error(got, tiny.loops(x_TH, weights_TK, local_TK)) < CLOSE
+    assert error(run(layer, x_TH, weights_TK, global_TK), tiny.loops(x_TH, weights_TK, local_TK)) < CLOSE
 
 
 def test_experts_without_a_gate(enabled: Vllm) -> None:
     tiny, tokens = Tiny.drawn(gated=False), call()
-    method = enabled.method(moe_config(activation=Activation.RELU2_NO_MUL, is_act_and_mul=False))
-    layer = layer_of(tiny, activation=Activation.RELU2_NO_MUL)
-    method.process_weights_after_loading(layer)
-    assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
+    layer = layer_of(enabled, tiny, activation=Activation.RELU2_NO_MUL, is_act_and_mul=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert error(run(layer, *tokens), tiny.loops(*tokens)) < CLOSE
 
 
 def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) -> None:
-    odd = moe_config(
-        activation=Activation.SITU,
-        has_bias=True,
-        is_lora_enabled=True,
-        swiglu_limit=7.0,
-        moe_parallel_config=SimpleNamespace(dp_size=2),
-    )
+    parallel = SimpleNamespace(dp_size=2, tp_rank=0, enable_eplb=True)
     with pytest.raises(UnsupportedError) as caught:
-        enabled.method(odd)
+        layer_of(enabled, Tiny.drawn(), activation=Activation.SITU, is_lora_enabled=True, moe_parallel_config=parallel)
     stated = "\n".join(caught.value.reasons)
-    for word in ("'situ'", "biases", "LoRA", "swiglu_limit=7.0", "data parallel size 2", "VLLM_PLUGINS"):
+    for word in ("'situ'", "LoRA", "EPLB", "data parallel size 2", "VLLM_PLUGINS"):
         assert word in stated
-    method = enabled.method(moe_config())
+    with pytest.raises(UnsupportedError, match=r"swiglu_beta=0.5"):
+        layer_of(enabled, Tiny.drawn(), activation=Activation.SWIGLUOAI, swiglu_beta=0.5)
+    with pytest.raises(UnsupportedError, match=r"a clamp of 7.0 with activation 'relu2'; known with clamps: silu"):
+        layer_of(enabled, Tiny.drawn(), activation=Activation.RELU2_NO_MUL, swiglu_limit=7.0)
+    with pytest.raises(UnsupportedError, match=r"no experts of vLLM's QuarkMoEMethod\n.*Fp8MoEMethod"):
+        layer_of(enabled, Tiny.drawn(), method=QuarkMoEMethod)
+    layer = layer_of(enabled, Tiny.drawn(), apply_router_weight_on_input=True)
     with pytest.raises(UnsupportedError, match=r"layers.1\n.*applied to its input"):
-        method.process_weights_after_loading(layer_of(Tiny.drawn(), apply_router_weight_on_input=True))
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@NEEDS_COMPILER
+@pytest.mark.timeout(300)  # the first one compiles the kernels
+@pytest.mark.parametrize(
+    "kind", ["bf16", "fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4_g32_zp", "int8_row"]
+)
+def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> None:
+    scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
+    w = torch.randn((256 if kind == "fp8_block" else 200, 288 if kind != "fp8_block" else 256), generator=draw) * 0.1
+    q = scheme.quantize(w.bfloat16() if kind == "bf16" else w)
+    linear, decoded = vllm_linear.PackedLinear(q, "w"), scheme.dequantize(q, torch.float32).double()
+    for rows in (0, 1, 5, 300):
+        x = torch.randn((rows, w.shape[1]), generator=draw).bfloat16()
+        y = vllm_linear.LINEARS.call(x, linear.entry, w.shape[0])
+        assert y.shape == (rows, w.shape[0]) and y.dtype is torch.bfloat16
+        assert rows == 0 or error(y, x.double() @ decoded.T) < 2**-8, "one rounding to bf16"
+    wide = torch.randn((2, 3, 2 * w.shape[1]), generator=draw).bfloat16()[..., : w.shape[1]]
+    assert error(linear.run(wide), wide.double() @ decoded.T) < 2**-8
+    with pytest.raises(ShapeError, match=r"x is \(2, 8\) torch.bfloat16, expected"):
+        linear.run(torch.zeros((2, 8), dtype=torch.bfloat16))
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    given = (wide, linear.entry, w.shape[0])
+    torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
 
 
 def test_a_model_of_vllm_loads_a_layer_as_it_loads_its_own_parameters() -> None:
@@ -147,7 +207,7 @@ def test_settings_that_are_no_table_are_refused(monkeypatch: pytest.MonkeyPatch)
     put_in(monkeypatch, host.modules)
     assert door.register()
     with pytest.raises(ConfigError, match=r"additional_config\['moe_mk'\] is 'torch_cpu', expected a table"):
-        host.method(moe_config())
+        layer_of(host, Tiny.drawn())
 
 
 def test_the_entry_point_leads_here() -> None:
@@ -160,17 +220,43 @@ def test_the_entry_point_leads_here() -> None:
 
 # vLLM itself, in a process of its own.
 
+COMPILED = [["bf16"], ["fp8 blocks"]]
+EAGER = [["fp8 tensors", "fp8 channels"]]
+OWN_LINEAR = frozenset({"fp8 blocks", "fp8 tensors", "fp8 channels"})
+"""Formats of linear layers that vLLM does not compute on a CPU without AMX."""
+WITHIN = 4.0
+"""Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
+
+
+def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
+    program = [sys.executable, "-m", "tests.integrations.engines.vllm_host", str(folder), *arguments]
+    done = subprocess.run(program, env=os.environ, capture_output=True, text=True, timeout=115)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    facts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return {each["name"]: each for each in facts}
+
 
 @pytest.mark.external
 @pytest.mark.slow
-def test_vllm_generates_the_same_tokens_with_and_without(tmp_path: Path) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
-    program = str(Path(__file__).parent / "vllm_host.py")
-    done = subprocess.run(
-        [sys.executable, program, str(tmp_path)], env=os.environ, capture_output=True, text=True, timeout=115
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    facts = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("tokens", "calls")))
-    assert facts["tokens by transformers"] == facts["tokens by vLLM"] == facts["tokens by vLLM with moe_mk"]
-    assert facts["calls before"] == "0" and int(facts["calls"]) == 2 * 8, "two layers, one prefill and seven decodes"
+@pytest.mark.parametrize(
+    ("names", "options"), [*((names, []) for names in COMPILED), *((names, ["--eager"]) for names in EAGER)]
+)
+def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[str], options: list[str]) -> None:
+    for name, found in hosted(tmp_path, *options, *names).items():
+        assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
+        assert found["equal"] >= 30, "of 36; the others are about as good"
+        calls, layers = found["calls"], vllm_models.LAYERS
+        assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
+        assert calls["experts"] >= layers * TOKENS
+        if name in OWN_LINEAR and not torch.cpu._is_amx_tile_supported():
+            assert calls["linear"] == 2 * layers, "q, k and v together, and o, of each layer"
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
+    alone, ours = hosted(tmp_path, "--alone", "--eager", "bf16"), hosted(tmp_path, "--eager", "bf16")
+    assert alone["bf16"]["calls"]["experts"] == 0
+    assert alone["bf16"]["equal"] == ours["bf16"]["equal"]

@@ -1,71 +1,95 @@
-"""A tiny random Mixtral by transformers, by vLLM, and by vLLM with this library; started as a program of its own.
+"""Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER
+python vllm_host.py FOLDER [--eager] [--alone] NAME...
+
+Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-PROMPT, TOKENS = [5, 3, 8, 1], 8
+PROMPTS, TOKENS = [[5, 3, 8, 1], [7, 9, 11, 2, 40], [100, 3, 50]], 12
 
 
-def write(folder: str) -> list[int]:
-    """Save the model; returns what transformers generates. Drawn wide, so that experts decide which token comes."""
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, num_local_experts=6, num_experts_per_tok=2, initializer_range=0.3,
-        max_position_embeddings=128, bos_token_id=1, pad_token_id=0, eos_token_id=95,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config).float().eval()
-    model.save_pretrained(folder)
-    ids = torch.tensor([PROMPT])
-    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return list(made[0, len(PROMPT) :].tolist())
-
-
-def generate(folder: str, calls: list[str]) -> list[int]:
+def generate(folder: Path, *, eager: bool, **more: Any) -> list[tuple[list[int], list[float]]]:
+    """Tokens and their log probabilities for each prompt."""
     import vllm
 
     engine = vllm.LLM(
-        folder, dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True,
-        additional_config={"moe_mk": {"experts": "torch_cpu"}},
+        str(folder), dtype="bfloat16", max_model_len=128, enforce_eager=eager, skip_tokenizer_init=True,
+        max_num_batched_tokens=512, additional_config={"moe_mk": {"experts": "cpu_native"}}, **more,
     )  # fmt: skip
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    calls.clear()  # of the engine's own trial runs
-    (stated,) = engine.generate([{"prompt_token_ids": PROMPT}], sampling)
-    return list(stated.outputs[0].token_ids)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+    made = []
+    for stated in engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False):
+        (found,) = stated.outputs
+        tokens = list(found.token_ids)
+        made.append((tokens, [found.logprobs[at][token].logprob for at, token in enumerate(tokens)]))
+    return made
 
 
-def main(folder: str) -> None:
+def compared(model: Any, made: list[tuple[list[int], list[float]]]) -> dict[str, float]:
+    """How far transformers agrees, given the same tokens.
+
+    behind: how much the chosen tokens are below the best at most, in log probability. off: how much their log
+    probabilities differ. noise: how much those of the same model in bf16 differ from f32, root mean square of all
+    tokens at the worst position. equal: how many of the tokens are the best.
+    """
+    import copy
+
+    import torch
+
+    rough, behind, off, noise, equal = copy.deepcopy(model).to(torch.bfloat16), 0.0, 0.0, 0.0, 0
+    for prompt, (tokens, stated) in zip(PROMPTS, made, strict=True):
+        ids, at = torch.tensor([prompt + tokens[:-1]]), slice(len(prompt) - 1, None)
+        exact = model(ids).logits[0, at].log_softmax(-1)
+        near = rough(ids).logits[0, at].float().log_softmax(-1)
+        chosen = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        behind = max(behind, float((exact.amax(-1) - chosen).max()))
+        off = max(off, float((chosen - torch.tensor(stated)).abs().max()))
+        noise = max(noise, float((near - exact).square().mean(-1).sqrt().max()))
+        equal += int((exact.argmax(-1) == torch.tensor(tokens)).sum())
+    return {"behind": behind, "off": off, "noise": noise, "equal": equal}
+
+
+def main(folder: Path, names: list[str], options: set[str]) -> None:
     os.environ.update(
-        VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="" if "--alone" in options else "moe_mk", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
     )  # fmt: skip
-    expected = write(folder)
-    from moe_mk.integrations import vllm as door
-    from moe_mk.integrations.engine_experts import EngineExperts
+    import torch
 
-    calls: list[str] = []
-    run = EngineExperts.run
-    EngineExperts.run = lambda self, *args: (calls.append(self.name), run(self, *args))[1]  # type: ignore[method-assign]
-    print("inert:", not door.register())
-    own = generate(folder, calls)
-    print("calls before:", len(calls))
-    door.enable()
-    ours = generate(folder, calls)
-    print("calls:", len(calls))
-    print("tokens by transformers:", expected)
-    print("tokens by vLLM:", own)
-    print("tokens by vLLM with moe_mk:", ours)
+    from moe_mk.integrations.engine_experts import EngineExperts
+    from moe_mk.integrations.vllm_linear import PackedLinear
+    from tests.integrations.engines import vllm_models
+
+    run, matrices, calls = EngineExperts.run, PackedLinear.__init__, {"experts": 0, "linear": 0}
+
+    def counted(self: EngineExperts, *args: torch.Tensor) -> torch.Tensor:
+        calls["experts"] += 1
+        calls[self.backend] = self._given == ()
+        return run(self, *args)
+
+    def made(self: PackedLinear, *args: Any) -> None:
+        calls["linear"] += 1
+        matrices(self, *args)
+
+    EngineExperts.run, PackedLinear.__init__ = counted, made  # type: ignore[method-assign, assignment]
+    with torch.inference_mode():
+        for name in names:
+            model = vllm_models.write(name, folder / name)
+            calls.clear()
+            calls.update(experts=0, linear=0)
+            found = generate(folder / name, eager="--eager" in options)
+            facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls)}
+            print(json.dumps(facts | compared(model, found)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    given = sys.argv[2:]
+    main(Path(sys.argv[1]), [a for a in given if a[0] != "-"], {a for a in given if a[0] == "-"})

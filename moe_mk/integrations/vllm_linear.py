@@ -1,0 +1,225 @@
+"""Linear layers of vLLM for which vLLM has no kernel on a CPU: weights packed in their format, tokens in bf16.
+
+`register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels: behind kernels that are
+written for this processor, before those over torch's scaled products, which round tokens and are slow on a CPU. Read
+with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import MoEMKError
+from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
+from moe_mk.integrations.vllm_formats import QUANTIZATION
+from moe_mk.kernels.native import ProductCall, allocate
+from moe_mk.kernels.native.layout import STEP
+from moe_mk.layer.custom_op import Operator
+from moe_mk.quant import FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4, WHOLE, QuantScheme, QuantTensor, weight_scheme
+from moe_mk.quant.grouped import grouped
+from moe_mk.weights.packed_layouts import unpack
+
+LINEAR = "vllm.model_executor.kernels.linear"
+ENTRY = "moe_mk_entry"
+"""The buffer of a layer by which its graph finds the packed weights."""
+REQUANTISE, REQUANTISING = "requantize_with_max_scale", ("utils.w8a8_utils", "modelopt")
+"""vLLM's function that gives fused FP8 projections (q, k, v) one scale, and the modules that hold it."""
+KEPT = "kv_b_proj"
+"""The projection whose weights vLLM reads again, to split them for MLA; they are not freed."""
+
+
+class PackedLinear:
+    """One weight matrix (N, K) in the layout of the native kernels."""
+
+    def __init__(self, q: QuantTensor, name: str) -> None:
+        storage, native = storage_of(q.scheme), native_kernels()
+        assert storage is not None, "can_implement refuses other schemes"
+        scale_dtype = torch.bfloat16 if q.scales is None else q.scales.dtype
+        layout = storage.layout(q.shape[0], q.shape[1], gated=False, scale_dtype=scale_dtype)
+        packed = allocate(native, layout, 1)
+        pack_matrix(packed, 0, [q], name, native)
+        self.call, self.num_outputs, self.num_bytes = ProductCall(native, packed), q.shape[0], packed.num_bytes
+        self.entry = LINEARS.enter(self)
+
+    def run(self, x: Tensor) -> Tensor:
+        """(..., K) bf16 to (..., N)."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self.call(rows, torch.get_num_threads()).view(*x.shape[:-1], self.num_outputs)
+
+
+def _run(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
+    del outputs
+    return LINEARS.owner(entry).run(x)
+
+
+def _fake(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+LINEARS: Operator[PackedLinear] = Operator(
+    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake
+)
+
+
+def _fp8(config: Any) -> QuantScheme | str:
+    shape = config.weight_quant_key.scale.group_shape
+    if shape.is_per_tensor():
+        return FP8_TENSOR
+    if shape.is_per_channel() or shape.is_per_token():
+        return FP8_CHANNEL
+    block = int(shape[0]), int(shape[1])
+    return weight_scheme(block) if block == (128, 128) else f"reads no FP8 blocks of {block[0]}x{block[1]}"
+
+
+def _grouped(config: Any) -> QuantScheme | str:
+    try:
+        group = WHOLE if config.group_size == -1 else config.group_size
+        return grouped(config.weight_type.size_bits, group, zeros=config.zero_points)
+    except MoEMKError as error:
+        return str(error)
+
+
+def _matrix(kernel: Any, layer: Any) -> QuantTensor:
+    """The weights of a layer whose parameters are values and scales of the scheme."""
+    w, scales = layer.weight.detach(), getattr(layer, "weight_scale_inv", None)
+    scales = (layer.weight_scale if scales is None else scales).detach()
+    scheme = kernel.scheme
+    w = w if w.is_contiguous() else w.t()  # vLLM transposes FP8 of channels and tensors
+    if scheme is FP8_TENSOR and scales.numel() > 1:
+        scheme = FP8_CHANNEL
+    if scheme.block == (WHOLE, WHOLE):
+        scales = scales.reshape(1, 1)
+    elif scheme.block == (1, WHOLE):
+        scales = scales.reshape(-1, 1)
+    above = layer.weight_global_scale.detach().reshape(1, 1) if scheme is NVFP4 else None
+    return QuantTensor(w, scales.view(scheme.scale_dtype) if scales.dtype is torch.uint8 else scales, scheme, above)
+
+
+def _packed_integers(kernel: Any, layer: Any) -> QuantTensor:
+    """The same of integers in groups, packed along the inputs as in GPTQ or compressed-tensors."""
+    words, scales = (getattr(layer, name) for name in (kernel.w_q_name, kernel.w_s_name))
+    parts = {
+        "": ("weight", words.detach() if words.input_dim == 1 else words.detach().t()),
+        "scale": ("scale", (scales.detach() if scales.output_dim == 0 else scales.detach().t()).contiguous()),
+    }
+    if kernel.config.zero_points:
+        zeros = getattr(layer, kernel.w_zp_name)
+        parts["zeros"] = "zeros", zeros.detach() if zeros.output_dim == 0 else zeros.detach().t()
+    return unpack("compressed_tensors", kernel.scheme, parts).q
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Any], QuantScheme | str], Callable[[Any, Any], QuantTensor]]] = {
+    "fp8": ("FP8ScaledMMLinearKernel", _fp8, _matrix),
+    "mp": ("MPLinearKernel", _grouped, _packed_integers),
+    "nvfp4": ("NvFp4LinearKernel", lambda config: NVFP4, _matrix),
+    "mxfp4": ("MxFp4LinearKernel", lambda config: MXFP4, _matrix),
+    "mxfp8": ("Mxfp8LinearKernel", lambda config: MXFP8, _matrix),
+}
+"""By kind of `register_linear_kernel`: the base class, the scheme of a configuration or why there is none, and the
+matrix of a loaded layer."""
+
+
+def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -> None:
+    """Append our kernels to those of vLLM for CPUs. release: whether vLLM's weights are freed once they are packed."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    for kind, (base, scheme_of, matrix_of) in KINDS.items():
+        made = kernel_over(getattr(linear, base), scheme_of, matrix_of, say, release)
+        linear.register_linear_kernel(made, PlatformEnum.CPU, kind)
+    here = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
+    made = next(each for each in here if hasattr(each, "of_moe_mk"))
+    here.remove(made)
+    here.insert(next((at for at, each in enumerate(here) if "Torch" in each.__name__), len(here)), made)
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(made)  # a registry without a function
+    for name in REQUANTISING:
+        module = import_module(f"{QUANTIZATION}.{name}")
+        setattr(module, REQUANTISE, partial(_one_scale, getattr(module, REQUANTISE)))
+
+
+def _one_scale(
+    theirs: Callable[..., Any], weight: Tensor, weight_scale: Tensor, logical_widths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """vLLM's scale and weight of fused projections; where vLLM's operator is missing, one scale for each row."""
+    try:
+        scale, weight = theirs(weight, weight_scale, logical_widths)
+    except RuntimeError:  # vLLM for CPUs declares the operator without an implementation
+        widths = torch.tensor(logical_widths, dtype=torch.int64, device=weight.device)
+        scale = weight_scale.detach().repeat_interleave(widths)[:, None]
+    return scale, weight
+
+
+def kernel_over(
+    base: Any,
+    scheme_of: Callable[[Any], QuantScheme | str],
+    matrix_of: Callable[[Any, Any], QuantTensor],
+    say: Callable[..., None],
+    release: Callable[[], bool],
+) -> type:
+    """A kernel class of one kind."""
+
+    class MoeMkLinearKernel(base):  # type: ignore[misc]
+        """A linear layer by the native kernels of moe_mk, weights in their format and tokens in bf16."""
+
+        of_moe_mk = True
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            found = scheme_of(config)
+            assert not isinstance(found, str), "can_implement refuses it"
+            self.scheme, self.releases = found, release()
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return -1
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            try:
+                native_kernels()
+            except MoEMKError as error:
+                return False, str(error)
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            scheme = scheme_of(config)
+            reason = scheme if isinstance(scheme, str) else _against(config)
+            return reason is None, reason
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            q = matrix_of(self, layer)
+            self.linear = PackedLinear(q, layer.prefix)
+            layer.register_buffer(ENTRY, self.linear.entry, persistent=False)
+            say("moe_mk: linear layers (%s) by cpu_native, for which vLLM has no kernel here", self.scheme.name)
+            if self.releases and not layer.prefix.endswith(KEPT):
+                for tensor in layer.parameters(recurse=False):
+                    if tensor.dim() == 2 and tensor.untyped_storage().nbytes() == tensor.nbytes:
+                        tensor.untyped_storage().resize_(0)
+
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            y: Tensor = LINEARS.call(x, getattr(layer, ENTRY), self.linear.num_outputs)
+            return y if bias is None else y + bias
+
+        def apply_scaled_mm(self, **_: object) -> Tensor:
+            raise NotImplementedError("apply_weights multiplies")
+
+    return MoeMkLinearKernel
+
+
+def _against(config: Any) -> str | None:
+    """Why a layer of this shape or dtype is not computed; None: it is."""
+    dtype = getattr(config, "input_dtype", getattr(config, "act_type", torch.bfloat16))
+    shape = getattr(config, "partition_weight_shape", getattr(config, "weight_shape", None))
+    if dtype is not torch.bfloat16:
+        return f"multiplies tokens in bf16, they are {dtype}; start with --dtype bfloat16"
+    inputs = None if shape is None else shape[0 if hasattr(config, "partition_weight_shape") else 1]
+    if inputs is not None and inputs % STEP:
+        return f"multiplies a multiple of {STEP} inputs, the layer has {inputs}"
+    return None

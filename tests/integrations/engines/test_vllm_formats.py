@@ -1,0 +1,121 @@
+"""Formats of vLLM's routed experts: parameters as vLLM's loaders leave them are the experts that were quantised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_mk.integrations.vllm_formats import FORMATS, weights_of
+from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
+from moe_mk.weights.packed_layouts import pack
+from tests.integrations.engines.stand_ins import Activation, moe_config
+
+EXPERTS, HIDDEN, INNER = 2, 256, 128
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "UnquantizedFusedMoEMethod": ("fp32", {}),
+    "Fp8MoEMethod": (
+        "fp8_block",
+        {"block_quant": True, "moe_block_shape": [128, 128], "weight_scale_name": "weight_scale_inv"},
+    ),
+    "CompressedTensorsW8A8Fp8MoEMethod": (
+        "fp8_channel",
+        {"weight_quant": SimpleNamespace(strategy="channel"), "weight_block_size": None},
+    ),
+    "CompressedTensorsW8A8Int8MoEMethod": ("int8", {}),
+    "CompressedTensorsWNA16MoEMethod": ("int4_g32_zp", {"num_bits": 4, "group_size": 32, "symmetric": False}),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ("nvfp4", {}),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", {}),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": ("mxfp8", {}),
+    "AutoGPTQMoEMethod": (
+        "int4_g64",
+        {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, is_sym=True)},
+    ),
+    "AutoAWQMoEMethod": (
+        "int4_g64_zp",
+        {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, zero_point=True)},
+    ),
+    "GptOssMxfp4MoEMethod": ("mxfp4", {}),
+    "Mxfp4MoEMethod": ("mxfp4", {}),
+    "ModelOptFp8MoEMethod": ("fp8_tensor", {}),
+    "ModelOptNvFp4FusedMoE": ("nvfp4", {}),
+    "ModelOptMxFp8FusedMoE": ("mxfp8", {}),
+}  # fmt: skip
+"""By the method of vLLM: a format, and the attributes of the method that name it."""
+
+
+def loaded(name: str, kind: str, matrices: list[Tensor], order: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The tensors of a projection of one expert by field of `MoeFormat`, and its matrices (gate and up) decoded."""
+    found, scheme = FORMATS[name], scheme_of_kind(kind)
+    parts = [scheme.quantize(matrix) for matrix in matrices]
+    decoded = [scheme.dequantize(q, torch.float32) for q in parts]
+    if found.packing:
+        given = [pack(found.packing, q) for q in parts]
+        across = 0 if found.packing == "compressed_tensors" else 1  # the axis of outputs
+        sides = {"": "", "scale": "scale", "zeros": "zeros"}
+        return {side: torch.cat([each[part] for each in given], across) for part, side in sides.items()}, decoded
+    out = {"": torch.cat([q.values for q in parts])}
+    scales = [q.scales for q in parts if q.scales is not None]
+    if scales:
+        out["scale"] = torch.cat([each.reshape(1) for each in scales] if kind == "fp8_tensor" else scales)
+        if out["scale"].dtype is torch.float8_e8m0fnu:
+            out["scale"] = out["scale"].view(torch.uint8)
+    if parts[0].global_scale is not None:
+        above = torch.cat([q.global_scale.reshape(1) for q in parts if q.global_scale is not None])
+        out["global_scale"] = 1.0 / above if found.divides else above
+    if order == "interleaved":
+        out = {
+            part: tensor.reshape(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1) for part, tensor in out.items()
+        }
+    return out, decoded
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_experts_are_those_that_were_quantised(name: str) -> None:
+    kind, facts = CASES[name]
+    order, draw = "interleaved" if name.startswith("GptOss") else "gate_up", torch.Generator().manual_seed(0)
+    activation = Activation.SWIGLUOAI if order == "interleaved" else Activation.SILU
+    method = SimpleNamespace(moe=moe_config(activation=activation, has_bias=order == "interleaved"), **facts)
+    layer: Any = nn.Module()
+    vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
+    stems = {"": FORMATS[name].values, "scale": facts.get("weight_scale_name", FORMATS[name].scale)}
+    stems |= {"global_scale": FORMATS[name].above, "zeros": FORMATS[name].zeros}
+    wanted: list[list[Tensor]] = []
+    stacks: dict[str, list[Tensor]] = {}
+    for _ in range(EXPERTS):
+        shapes = {"w13": [(INNER, HIDDEN)] * 2, "w2": [(HIDDEN, INNER)]}
+        drawn = {side: [torch.randn(shape, generator=draw) for shape in each] for side, each in shapes.items()}
+        wanted.append([])
+        for side, matrices in drawn.items():
+            tensors, decoded = loaded(name, kind, matrices, order if side == "w13" else "gate_up")
+            wanted[-1] += decoded
+            for part, tensor in tensors.items():
+                if part == "global_scale" and side == "w2":
+                    tensor = tensor.reshape(())
+                if kind == "fp8_tensor" and part == "scale" and side == "w2":
+                    tensor = tensor.reshape(())
+                stacks.setdefault(f"{side}_{stems[part]}", []).append(tensor)
+    for path, each in stacks.items():
+        layer.register_parameter(path, nn.Parameter(torch.stack(each), requires_grad=False))
+    bias = torch.randn((EXPERTS, 2 * INNER), generator=draw)
+    if method.moe.has_bias:
+        layer.w13_bias, layer.w2_bias = nn.Parameter(bias, False), nn.Parameter(bias[:, :1].expand(-1, HIDDEN), False)
+    given = weights_of(layer, method, FORMATS[name])
+    experts = given.experts()
+    assert isinstance(experts, ExpertWeights | MappedExpertWeights)
+    for index, (gate, up, down) in enumerate(wanted):
+        slot = experts.slot(index)
+        assert slot.gate_IH is not None
+        for q, exact in ((slot.gate_IH, gate), (slot.up_IH, up), (slot.down_HI, down)):
+            torch.testing.assert_close(q.dequantize(torch.float32), exact, rtol=1e-6, atol=0.0)
+        if slot.biases is not None and slot.biases.gate_I is not None:
+            assert torch.equal(slot.biases.gate_I, bias[index, 0::2]) and torch.equal(
+                slot.biases.up_I, bias[index, 1::2]
+            )
+    assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
+    held = {id(parameter) for parameter in layer.parameters()}
+    assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
