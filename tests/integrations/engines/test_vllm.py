@@ -220,10 +220,16 @@ def test_the_entry_point_leads_here() -> None:
 
 # vLLM itself, in a process of its own.
 
-COMPILED = [["bf16"], ["fp8 blocks"]]
-EAGER = [["fp8 tensors", "fp8 channels"]]
-OWN_LINEAR = frozenset({"fp8 blocks", "fp8 tensors", "fp8 channels"})
-"""Formats of linear layers that vLLM does not compute on a CPU without AMX."""
+COMPILED = [["bf16"], ["fp8 blocks"], ["int4 groups"]]
+EAGER = [
+    ["fp8 tensors", "fp8 channels", "int4 groups with zeros", "int8 groups"],
+    ["gptq", "awq", "gpt-oss"],
+    ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
+]
+OWN_LINEAR = frozenset(
+    {"fp8 blocks", "fp8 tensors", "fp8 channels", "int8 groups", "nvfp4", "nvfp4 of modelopt", "mxfp4"}
+)
+"""Formats of linear layers that vLLM does not compute on a CPU without AMX. It rounds tokens to INT8 for "int8"."""
 WITHIN = 4.0
 """Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
 
@@ -246,7 +252,7 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[str], options: list[str]) -> None:
     for name, found in hosted(tmp_path, *options, *names).items():
         assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
-        assert found["equal"] >= 30, "of 36; the others are about as good"
+        assert found["equal"] >= 27, "of 36; the others are about as good"
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
