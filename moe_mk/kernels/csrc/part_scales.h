@@ -233,7 +233,7 @@ struct ScalesAhead {
   explicit ScalesAhead(const Columns& w)
       : step_bytes(w.pair_scales * kSuperSteps / w.num_steps),
         zero_bytes(w.zeros == nullptr ? 0 : w.pair_zeros * kSuperSteps / w.num_steps),
-        ahead(w.prefetch / (w.step_bytes * kSuperSteps)) {}
+        ahead(w.prefetch < int(w.step_bytes * kSuperSteps) ? 1 : w.prefetch / (w.step_bytes * kSuperSteps)) {}
 
   inline __attribute__((always_inline)) void operator()(const Columns& w, int pair, int step) const {
     const size_t at = size_t(step) / kSuperSteps + ahead;
