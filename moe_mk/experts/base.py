@@ -163,17 +163,14 @@ class FusedExperts(ABC):
         """
         return None
 
-    def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
-        """One call for routing, expert load and experts, bit-identical to the separate steps; None: not supported.
+    def fuse_layer(
+        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
+    ) -> LayerCall | None:
+        """One call for expert load and experts, and for routing if it `routes`; None: not supported.
 
-        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own bf16 tokens.
-        """
-        return None
-
-    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
-        """One call on routed tokens for experts and load, with the bits of the steps apart; None: not supported.
-
-        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own tokens.
+        Bit-identical to the separate steps. weights: of `relayout` or `fuse_shared_experts`. gating: the router, or
+        None where the call is given every routing. Called only where the rows are this rank's own tokens; they are bf16
+        where there is a gating.
         """
         return None
 
@@ -202,26 +199,28 @@ class FusedExperts(ABC):
 Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
 
 
-class RoutedCall(Protocol):
-    """What `FusedExperts.fuse_experts` returns."""
+class LayerCall(Protocol):
+    """What `FusedExperts.fuse_layer` returns."""
+
+    @property
+    def routes(self) -> bool:
+        """Whether it contains the router."""
 
     def __call__(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+        self,
+        x_TH: Tensor,
+        load_E: Tensor | None,
+        routing: tuple[Tensor, Tensor] | None = None,
+        *,
+        is_routed: bool = False,
+        skip: bool = False,
     ) -> Tensor:
-        """(T, H), int32 or int64 ids of logical experts (T, K) and f32 weights (T, K), contiguous, to (T, H).
+        """(T, H) to (T, H), contiguous.
 
-        load_E: int64 [E], to which the choices are added; None: nothing is counted. skip: ids that are neither -1 nor
-        of an expert are skipped; otherwise raises ShapeError for them, with nothing counted.
-        """
-
-
-class FusedCall(Protocol):
-    """What `FusedExperts.fuse_router` returns."""
-
-    def __call__(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H).
-
-        routing: int32 ids and f32 weights (T, K), contiguous, to which the logical routing is written.
+        load_E: int64 [E], to which the choices are added; None: nothing is counted. routing: ids of logical experts and
+        f32 weights (T, K), contiguous: int32 or int64 of the caller if `is_routed`, which they must be unless this
+        `routes`; else int32, to be written, or None. skip: ids that are neither -1 nor of an expert are skipped;
+        otherwise raises ShapeError for them, with nothing counted.
         """
 
 

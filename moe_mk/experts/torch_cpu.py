@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError
-from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts, RoutedCall
+from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts, LayerCall
 from moe_mk.external.device import without_autocast
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.placement.expert_map import PlacementTables
@@ -37,6 +37,9 @@ from moe_mk.weights.expert_weights import (
     Weights,
     on_device,
 )
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native import Gating
 
 Apply = Callable[[Tensor, int], Tensor]
 """Rows (n, H) and the slot of an expert, to its outputs (n, H)."""
@@ -98,7 +101,9 @@ class TorchCpuExperts(FusedExperts):
             start += count
         return ExpertOutput(y_NH, OutputStage.RAW)
 
-    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
+    def fuse_layer(
+        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
+    ) -> LayerCall | None:
         """The load and the rows, without the stages between them."""
         if type(self).run is not TorchCpuExperts.run or weights.layout != MAPPED:
             return None
@@ -171,17 +176,26 @@ def by_slot(ids_RK: Tensor) -> tuple[Tensor, list[int], list[int]]:
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The experts on tokens that are routed: see `FusedExperts.fuse_experts`."""
+    """The experts on tokens that are routed: a `LayerCall`."""
 
     experts: TorchCpuExperts
     ffn: Apply
     tables: PlacementTables
     rank: int
+    routes: bool = False
 
     def __call__(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+        self,
+        x_TH: Tensor,
+        load_E: Tensor | None,
+        routing: tuple[Tensor, Tensor] | None = None,
+        *,
+        is_routed: bool = False,
+        skip: bool = False,
     ) -> Tensor:
-        """Apply the experts to contiguous (T, H); adds the choices to load_E."""
+        """See `LayerCall`."""
+        assert is_routed and routing is not None, "there is no router"
+        ids_TK, weights_TK = routing
         e, ids_N = self.tables.num_experts, ids_TK.numpy().ravel()
         if ids_N.size and not -1 <= ids_N.min() <= ids_N.max() < e:
             if not skip:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
-from moe_mk.experts.base import RoutedCall
+from moe_mk.experts.base import LayerCall
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
@@ -256,7 +256,7 @@ class EngineExperts:
             if not fits:
                 ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
             if fits or can_be_called(x_TH, ids_TK, weights_TK):
-                y_TH = self._routed(x_TH, ids_TK, weights_TK, None, skip=True)
+                y_TH = self._routed(x_TH, None, (ids_TK, weights_TK), is_routed=True, skip=True)
                 record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
                 return y_TH
         with torch.no_grad():
@@ -277,11 +277,11 @@ EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
 engine_experts = EXPERTS_OF_ENGINES.call
 
 
-def direct_call(kernel: FusedMoEKernel, weights: Weights) -> RoutedCall | None:
+def direct_call(kernel: FusedMoEKernel, weights: Weights) -> LayerCall | None:
     """The experts as one call on routed tokens; None where tokens move, are quantised, or the backend has none."""
     context = kernel.prepare_finalize.context
     direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
-    return kernel.experts.fuse_experts(weights, context.tables, 0) if direct else None
+    return kernel.experts.fuse_layer(weights, None, context.tables, 0) if direct else None
 
 
 class HeldExperts:

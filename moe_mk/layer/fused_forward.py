@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.experts.base import FusedCall, RoutedCall
+from moe_mk.experts.base import LayerCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
@@ -28,12 +28,10 @@ class FusedForward:
     """The prepared calls, and the parts that they were prepared from. A call is None where the backend has none."""
 
     made_from: tuple[object, ...]
-    call: FusedCall | None
-    """Router and experts; None: this layer runs stage by stage."""
-    routed: RoutedCall | None
-    """The experts, shared ones included, on tokens that are routed."""
-    routed_alone: RoutedCall | None
-    """Without shared experts."""
+    call: LayerCall | None
+    """The experts, shared ones included, and the router if it is native; None: this layer runs stage by stage."""
+    alone: LayerCall | None
+    """Without shared experts, for tokens that are routed."""
     exchanged: ExchangedCall | None
     """Dispatch, experts and combine, without shared experts; None: tokens are not dispatched, or stage by stage."""
     kernel: FusedMoEKernel | None
@@ -50,12 +48,6 @@ class FusedForward:
         counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
         return dense and counter and load_E.shape == self.load_shape
 
-    def ran(self, y_TH: Tensor) -> Tensor:
-        """Record one forward with this output in the ledger as its stages would be."""
-        assert self.kernel is not None
-        record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
-        return y_TH
-
 
 def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | None) -> None:
     """Record the stages of one fused call in the ledger of its kernel.
@@ -70,7 +62,7 @@ def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | 
 
 
 def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
-    """Whether a `RoutedCall` reads this routing of x as it is: plain dense tensors on the CPU, integers and f32."""
+    """Whether a `LayerCall` reads this routing of x as it is: plain dense tensors on the CPU, integers and f32."""
     if type(ids_TK) is not Tensor or type(weights_TK) is not Tensor or weights_TK.requires_grad:
         return False
     plain = ids_TK.is_cpu and weights_TK.is_cpu and ids_TK.layout is weights_TK.layout is torch.strided
@@ -86,21 +78,20 @@ def build_fused_forward(
 ) -> FusedForward:
     """Prepare a forward. weights: of the routed experts, fused with the shared ones if any; None if those run apart."""
     kernel, tables, rank = state.kernel, state.tables, state.grid.ep.rank
-    call, routed, alone, exchanged = None, None, None, None
+    call, alone, exchanged = None, None, None
     if state.is_exchanged and state.weights is not None:
         exchanged = _build_exchanged(state, gate, router)
     if isinstance(kernel, FusedMoEKernel) and state.is_direct and state.weights is not None:
-        alone = kernel.experts.fuse_experts(state.laid_out, tables, rank)
         if weights is not None:
-            routed = alone if weights is state.laid_out else kernel.experts.fuse_experts(weights, tables, rank)
-            gating = gate.gating(router)
-            call = None if gating is None else kernel.experts.fuse_router(weights, gating, tables, rank)
+            call = kernel.experts.fuse_layer(weights, gate.gating(router), tables, rank)
+        same = weights is state.laid_out
+        alone = call if same else kernel.experts.fuse_layer(state.laid_out, None, tables, rank)
     load_shape, fused = (
         torch.Size((state.expert_map.num_experts,)),
         kernel if isinstance(kernel, FusedMoEKernel) else None,
     )
     at = places_of(gate.weight_EH, gate.bias_E)
-    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, at)
+    return FusedForward(made_from, call, alone, exchanged, fused, load_shape, at)
 
 
 def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> ExchangedCall | None:

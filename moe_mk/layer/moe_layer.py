@@ -28,7 +28,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
-from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.base import FusedExperts, LayerCall
 from moe_mk.external.device import is_here, usable_device, wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
@@ -460,58 +460,74 @@ class MoELayer(nn.Module):
             raise ShapeError(f"{name} is {tuple(tensor.shape)}, expected {tuple(shape)} as of hidden_states")
         return tensor.flatten()
 
-    def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
-        """The forward on checked tokens without torch's operator.
+    def run(
+        self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None, given: Routing | None = None
+    ) -> Tensor:
+        """The forward on checked tokens without torch's operator: one prepared call where there is one, else `steps`.
 
-        An interrupt at any instruction is reported to peers, which may be in the same call. Errors of this library are
-        reported where they arise, and a refusal of arguments is not.
+        given: a checked routing, with which the shared experts are not added; None: that of the router. An interrupt at
+        any instruction is reported to peers, which may be in the same call. Errors of this library are reported where
+        they arise, and a refusal of arguments is not.
         """
         try:
-            if self._placement.is_exchanged and (found := self._exchanged(x_TH, expert_load_E)) is not None:
-                return self._run_exchanged(*found, x_TH, expert_load_E)
-            plain = self.spans.recorder is None and self.hash_router is None and self._latent is None
-            if plain and self._placement.is_direct:
-                fused = self._fused_forward()
-                if fused.takes(x_TH, expert_load_E):
-                    if fused.call is not None and self.on_routing is None:
-                        y_TH = fused.call(x_TH, expert_load_E)
-                        self._tokens[0] += x_TH.shape[0]
-                        return fused.ran(y_TH)
-                    if fused.call is not None or fused.routed is not None:
-                        return self._run_fused(fused, x_TH, expert_load_E)
+            if (direct := self._direct(x_TH, expert_load_E, given)) is not None:
+                return self._run_direct(*direct, x_TH, expert_load_E, given)
+            if (exchanged := self._exchanged(x_TH, expert_load_E, given)) is not None:
+                return self._run_exchanged(*exchanged, x_TH, expert_load_E, given)
             with torch.no_grad():
-                return wait(self.steps(x_TH, expert_load_E, token_ids_T))
+                return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
             if not isinstance(error, MoEMKError):
                 self._placement.grid.fail(error)
             raise
 
-    def _run_fused(self, fused: FusedForward, x_TH: Tensor, load_E: Tensor) -> Tensor:
-        """The forward where its routing is to be reported, or where the router is not part of the native call."""
-        if fused.call is None:
-            assert fused.routed is not None
+    def _direct(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> tuple[FusedForward, LayerCall] | None:
+        """The call of the experts backend if the next forward may be made by it: no token leaves this rank."""
+        if not (self._placement.is_direct and self._is_plain):
+            return None
+        if given is None:
+            if self.hash_router is not None:
+                return None
+        elif not can_be_called(x_TH, given.ids_TK, given.weights_TK):
+            return None
+        fused = self._fused_forward()
+        call = fused.call if given is None else fused.alone
+        return None if call is None or not fused.takes(x_TH, load_E) else (fused, call)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the stages need no spans and no projections around dispatch, which native calls do not have."""
+        return self.spans.recorder is None and self._latent is None
+
+    def _run_direct(
+        self, fused: FusedForward, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None
+    ) -> Tensor:
+        """The forward in one call of the experts backend, with the router where that is a part of it."""
+        listener, routing, is_routed = self.on_routing, given, given is not None or not call.routes
+        if given is None and is_routed:
             with torch.no_grad():
                 routing = self._gate.route(x_TH, self.router)[0]
-            ids_TK, weights_TK = routing.ids_TK.contiguous(), routing.weights_TK.contiguous()
-            y_TH = fused.routed(x_TH, ids_TK, weights_TK, load_E)
-        else:
-            shape = x_TH.shape[0], self.router.top_k
-            ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
-            weights_TK = torch.empty(shape, dtype=torch.float32, device="cpu")
-            routing = Routing(ids_TK, weights_TK)
-            y_TH = fused.call(x_TH, load_E, (ids_TK, weights_TK))
+        elif given is None and listener is not None:
+            routing = self._unwritten(x_TH.shape[0])
+        tensors = None if routing is None else (routing.ids_TK.contiguous(), routing.weights_TK.contiguous())
+        y_TH = call(x_TH, load_E, tensors, is_routed=is_routed)
         self._tokens[0] += x_TH.shape[0]
-        if self.on_routing is not None:
-            self.on_routing(routing)
-        return fused.ran(y_TH)
+        if listener is not None and routing is not None:
+            listener(routing if given is None else replace(given, ids_TK=given.ids_TK.to(torch.int32)))
+        assert fused.kernel is not None
+        record_as_stages(fused.kernel, y_TH, 2 * y_TH.nbytes)
+        return y_TH
+
+    def _unwritten(self, num_tokens: int) -> Routing:
+        """Memory for a routing that a native call writes."""
+        shape = num_tokens, self.router.top_k
+        ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
+        return Routing(ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu"))
 
     def _run_exchanged(
-        self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor, given: Routing | None = None
+        self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor, given: Routing | None
     ) -> Tensor:
-        """The forward between ranks in one native call, which returns in between for a listener and shared experts.
-
-        given: the routing of a caller that adds its shared experts itself; None: that of the router.
-        """
+        """The forward between ranks in one native call, which returns in between for a listener and shared experts."""
         placed = self._placement
         try:
             shared, listener = self._shared if given is None else None, self.on_routing
@@ -524,10 +540,8 @@ class MoELayer(nn.Module):
                     physical = self._physical(chosen, placed)
                 routing = physical.ids_TK.to(torch.int32).contiguous(), physical.weights_TK.float().contiguous()
             elif listener is not None:
-                shape = x_TH.shape[0], self.router.top_k
-                ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
-                routing = ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu")
-                routed = partial(listener, Routing(*routing))
+                written = self._unwritten(x_TH.shape[0])
+                routing, routed = (written.ids_TK, written.weights_TK), partial(listener, written)
             meanwhile = None if shared is None else lambda: added.append(shared(x_TH))
             y_TH = call(x_TH, load_E, routing, is_routed=is_routed, routed=routed, meanwhile=meanwhile)
             if not is_routed:
@@ -542,11 +556,12 @@ class MoELayer(nn.Module):
             placed.grid.fail(error)
             raise
 
-    def _exchanged(self, x_TH: Tensor, load_E: Tensor) -> tuple[FusedForward, ExchangedCall] | None:
+    def _exchanged(
+        self, x_TH: Tensor, load_E: Tensor, given: Routing | None
+    ) -> tuple[FusedForward, ExchangedCall] | None:
         """The native call between ranks if the next forward may be made by it."""
-        placed, plain = self._placement, self.spans.recorder is None and self.hash_router is None
-        plain = plain and self._latent is None
-        if not (placed.is_exchanged and plain and x_TH.is_cpu):
+        placed, routes = self._placement, given is not None or self.hash_router is None
+        if not (placed.is_exchanged and routes and self._is_plain and x_TH.is_cpu):
             return None
         fused = self._fused_forward()
         call = fused.exchanged
@@ -555,33 +570,43 @@ class MoELayer(nn.Module):
         return fused, call
 
     def steps(
-        self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
+        self,
+        x_TH: Tensor,
+        expert_load_E: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
+        given: Routing | None = None,
     ) -> Flight[Tensor]:
-        """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
+        """The forward as a flight: for several ranks in one process, or several micro-batches at once.
+
+        given: a checked routing of logical experts, with which shared experts are not added.
+        """
         placed, is_accepted = self._placement, False
         epochs: tuple[int | None, int | None] = None, None
         # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
         try:
             grid = placed.grid
-            epochs, gate, shared = grid.epochs, self._gate, self._shared
+            epochs, gate, shared = grid.epochs, self._gate, self._shared if given is None else None
             if placed.weights is None:
                 _ = self.weights  # raises
             load_E = self.expert_load if expert_load_E is None else expert_load_E
-            router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
+            router: Router | HashedTokens = self.router
+            if self.hash_router is not None and given is None:
+                router = self._router_of(x_TH, token_ids_T)
             is_accepted = True
             if grid.agreed != epochs:
                 yield from grid.agree(self._notes)
             if placed.lost is not None:
                 placed.lost.check()
             fused_weights = None if shared is None else self._with_shared(placed)
-            with self.spans.span("route"):
-                if self.device.type == "cuda":
-                    physical, logits_TE = self._route_on_gpu(x_TH, gate, router, load_E, placed)
-                else:
-                    routing, logits_TE = gate.route(x_TH, router)
-                    self._record(routing, load_E)
-                    physical = self._physical(routing, placed)
+            logits_TE: Tensor | None = None
+            if given is not None:
+                self._record(given, load_E)
+                physical = self._physical(given, placed)
+            else:
+                with self.spans.span("route"):
+                    physical, logits_TE = self._route(x_TH, gate, router, load_E, placed)
             if isinstance(placed.kernel, MonolithicKernel):
+                assert logits_TE is not None, "it routes inside"
                 routed = placed.kernel.steps(self._to_latent(x_TH), logits_TE, gate.bias_E, placed.laid_out)
             else:
                 routed = placed.kernel.steps(self._to_latent(x_TH), physical, fused_weights or placed.laid_out)
@@ -594,8 +619,7 @@ class MoELayer(nn.Module):
                 total_TH = y_TH.to(torch.float32, copy=True)
                 total_TH[rows] += shared_XH
                 y_TH = total_TH.to(y_TH.dtype)
-            if placed.is_partial or placed.grid.tp.size > 1:
-                y_TH = yield from self._late_reduce(y_TH, placed)
+            y_TH = yield from placed.grid.late_reduce(y_TH, self.spans, partial_over_ep=placed.is_partial)
             return y_TH.to(self.dtype)
         except BaseException as error:
             if is_accepted or not isinstance(error, MoEMKError):
@@ -626,50 +650,26 @@ class MoELayer(nn.Module):
         refuse those that do not exist. Shared experts are not added.
         """
         _ = self.weights  # raises WeightError before loading
-        x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
+        x_TH, load_E, untraced = self._checked(hidden_states), self._buffers["expert_load"], is_untraced(hidden_states)
         assert load_E is not None
-        top_k = self.config.router.top_k
-        plain = self.spans.recorder is None and self._latent is None
-        if plain and self._placement.is_direct and is_untraced(x_TH):
-            fused = self._fused_forward()
-            fits = can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == top_k
-            if fused.routed_alone is not None and fits and fused.takes(x_TH, load_E):
+        if untraced and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == self.config.router.top_k:
+            given = Routing(topk_ids, topk_weights)
+            if (direct := self._direct(x_TH, load_E, given)) is not None:
                 try:
-                    y_TH = fused.routed_alone(x_TH, topk_ids, topk_weights, load_E)
+                    return self._run_direct(*direct, x_TH, load_E, given)  # it checks the ids
                 except ShapeError:
                     self._check_routing(x_TH, topk_weights, topk_ids)  # names the ids
                     raise
-                self._tokens[0] += x_TH.shape[0]
-                if self.on_routing is not None:
-                    self.on_routing(Routing(topk_ids.to(torch.int32), topk_weights))
-                return fused.ran(y_TH)
         self._check_routing(x_TH, topk_weights, topk_ids, read_ids=not self._is_of_router(topk_ids))
         if isinstance(self.kernel, MonolithicKernel):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
         routing = Routing(topk_ids.to(torch.int32), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
-        if is_untraced(x_TH) and (found := self._exchanged(x_TH, load_E)) is not None:
-            return self._run_exchanged(*found, x_TH, load_E, routing)
-        return wait(self._routed_steps(x_TH, routing))
+        return self.run(x_TH, load_E, given=routing) if untraced else wait(self.steps(x_TH, load_E, given=routing))
 
     def _check_routing(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, *, read_ids: bool = True) -> None:
         sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
         check_routing(weights_TK, ids_TK, self.device, sizes, read_ids=read_ids)
-
-    def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-        placed, epochs = self._placement, self._placement.grid.epochs
-        try:
-            yield from placed.grid.agree(self._notes)
-            if placed.lost is not None:
-                placed.lost.check()
-            assert not isinstance(placed.kernel, MonolithicKernel)
-            self._record(routing, self.expert_load)
-            physical = self._physical(routing, placed)
-            y_TH = yield from self._from_latent(placed.kernel.steps(self._to_latent(x_TH), physical, placed.laid_out))
-            return (yield from self._late_reduce(y_TH, placed)).to(self.dtype)
-        except BaseException as error:
-            placed.grid.fail(error, epochs)
-            raise
 
     def _to_latent(self, x_TH: Tensor) -> Tensor:
         """Tokens in the width of the experts."""
@@ -744,19 +744,22 @@ class MoELayer(nn.Module):
         """What all ranks must agree on before the first collective."""
         return {**self.decision.notes(), **self._placement.notes, **self._gate.notes()}
 
-    def _route_on_gpu(
+    def _route(
         self, x_TH: Tensor, gate: Gate, router: Router | HashedTokens, load_E: Tensor, placed: PlacementState
     ) -> tuple[Routing, Tensor]:
-        """Physical routing and logits; after the gate one launch where the router has a kernel and nothing is lost."""
-        logits_TE, tables = gate(x_TH), placed.tables
-        if isinstance(router, Router) and placed.lost is None and tables.one_to_one:
-            both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
-            if both is not None:
-                self._tokens[0] += x_TH.shape[0]
-                if self.on_routing is not None:
-                    self.on_routing(both[0])
-                return both[1], logits_TE
-        routing = router(logits_TE, gate.bias_E)
+        """Physical routing and logits; on a GPU one launch after the gate where the router has a kernel for both."""
+        if self.device.type == "cuda":
+            logits_TE, tables = gate(x_TH), placed.tables
+            if isinstance(router, Router) and placed.lost is None and tables.one_to_one:
+                both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
+                if both is not None:
+                    self._tokens[0] += x_TH.shape[0]
+                    if self.on_routing is not None:
+                        self.on_routing(both[0])
+                    return both[1], logits_TE
+            routing = router(logits_TE, gate.bias_E)
+        else:
+            routing, logits_TE = gate.route(x_TH, router)
         self._record(routing, load_E)
         return self._physical(routing, placed), logits_TE
 
@@ -788,9 +791,6 @@ class MoELayer(nn.Module):
             return routing
         salt = 0 if placed.is_partial else placed.grid.ep.rank
         return Routing(placed.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
-
-    def _late_reduce(self, y_TH: Tensor, placed: PlacementState) -> Flight[Tensor]:
-        return placed.grid.late_reduce(y_TH, self.spans, partial_over_ep=placed.is_partial)
 
     def _router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
         return router_of_batch(self.router, self.hash_router, token_ids_T, x_TH, self.name)

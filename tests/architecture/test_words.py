@@ -43,7 +43,7 @@ WORDS = {
     "crew": Word(r"\b_?[Cc]rews?\b", "workers"),
     "beside": Word(r"\bbeside\b", "with, next to, in addition to"),
     "Beside": Word(rf"\bBESIDE\b|\bBeside\b{NAME}", "fuse_shared_experts, FusedParts"),
-    "with_gate": Word(r"\bwith_gate\b", "fuse_router"),
+    "with_gate": Word(r"\bwith_gate\b", "fuse_layer"),
     "Whole": Word(rf"\bWhole\w*{NAME}|\bwhole_of\b", "FusedForward, build_fused_forward"),
     "relayout_telling": Word(r"\brelayout_telling\b", "relayout(weights, on_progress=...)"),
     "EvenNumbers": Word(r"\bEvenNumbers\b|\beven_numbers\b", "UniformExpertIds"),

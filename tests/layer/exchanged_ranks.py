@@ -201,7 +201,7 @@ def routed(rank: int, transport: str) -> list[str]:
         routing = Routing((chosen.ids_TK + 1) % EXPERTS, chosen.weights_TK)
         with counted() as calls:
             y_TH, found = traces(made, partial(made.forward_routed, x_TH, routing.weights_TK, routing.ids_TK.long()))
-        wanted_TH, left = traces(made, partial(wait, made._routed_steps(x_TH, routing)))
+        wanted_TH, left = traces(made, partial(wait, made.steps(x_TH, given=routing)))
         wrong += [f"{key} {found[key]}, not {left[key]}" for key in left if found[key] != left[key]]
         if calls != [count] or not torch.equal(y_TH, wanted_TH):
             wrong.append(f"{calls} calls, equal: {torch.equal(y_TH, wanted_TH)}")

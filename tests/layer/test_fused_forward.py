@@ -42,7 +42,7 @@ def tokens(count: int, seed: int = 3) -> Tensor:
 
 def whole(layer: MoELayer) -> bool:
     prepared = layer._fused_forward()
-    return prepared.call is not None and prepared.takes(tokens(2), layer.expert_load)
+    return prepared.call is not None and prepared.call.routes and prepared.takes(tokens(2), layer.expert_load)
 
 
 @pytest.mark.row(6, 65)
@@ -106,12 +106,11 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
     gating, twice = layer._gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
     assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
-    fuse_router, fuse_experts = layer.kernel.experts.fuse_router, layer.kernel.experts.fuse_experts
-    tables = twice.tables(layer.device)
-    assert not tables.one_to_one and fuse_router(layer._placement.laid_out, gating, tables, 0) is None
-    assert fuse_router(layer._placement.laid_out, gating, layer._placement.tables, 0) is not None
-    assert fuse_experts(layer._placement.laid_out, tables, 0) is None
-    assert fuse_experts(layer._placement.laid_out, layer._placement.tables, 0) is not None
+    fuse_layer, tables = layer.kernel.experts.fuse_layer, twice.tables(layer.device)
+    for router in (gating, None):
+        assert not tables.one_to_one and fuse_layer(layer._placement.laid_out, router, tables, 0) is None
+        call = fuse_layer(layer._placement.laid_out, router, layer._placement.tables, 0)
+        assert call is not None and call.routes == (router is not None)
 
 
 def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
@@ -233,7 +232,7 @@ def test_routed_tokens_have_the_bits_and_the_load_of_the_stages(layer: MoELayer,
     routing = layer.route(x_TH)
     ids_TK = routing.ids_TK.clone()
     ids_TK[2:5, 1] = -1
-    assert layer._fused_forward().routed_alone is not None
+    assert layer._fused_forward().alone is not None
     found_TH, found_E = layer.forward_routed(x_TH, routing.weights_TK, ids_TK), layer.expert_load.clone()
     layer.reset_expert_load()
     layer.spans.recorder = Recorder()  # stage by stage

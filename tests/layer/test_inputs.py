@@ -219,7 +219,7 @@ def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stag
     heard = list[Routing]()
     built.on_routing = heard.append
     fused = built._fused_forward()
-    assert fused.call is None and fused.routed is not None and fused.routed is fused.routed_alone
+    assert fused.call is not None and not fused.call.routes and fused.call is fused.alone
     y_TH, load_E, routing = built(x_TH), built.expert_load.clone(), built.route(x_TH)
     assert torch.equal(wait(built.steps(x_TH)), y_TH) and torch.equal(built.expert_load, 2 * load_E)
     assert len(heard) == 2 and torch.equal(heard[0].ids_TK, routing.ids_TK) and int(load_E.sum()) == 3 * count
@@ -228,7 +228,7 @@ def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stag
     assert torch.equal(built.expert_load, 3 * load_E) and heard[-1].ids_TK.dtype is torch.int32
     ids_TK[:1, 1] = -1
     found_TH = built.forward_routed(x_TH, routing.weights_TK, ids_TK)
-    assert torch.equal(wait(built._routed_steps(x_TH, Routing(ids_TK.int(), routing.weights_TK))), found_TH)
+    assert torch.equal(wait(built.steps(x_TH, given=Routing(ids_TK.int(), routing.weights_TK))), found_TH)
     counted_E, ids_TK[:1, 1] = built.expert_load.clone(), 8
     if count:
         with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 8\), for example \[8\]"):

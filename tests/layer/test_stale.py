@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def test_prepared_layers_are_kept_for_a_bounded_number_of_shapes() -> None:
     for rows in range(1, len(x_TH)):
         assert torch.equal(layer(x_TH[:rows]), wanted_TH[:rows])
         layer.forward_routed(x_TH[:rows], routing.weights_TK[:rows], routing.ids_TK[:rows])
-    prepared = [call.__self__ for call in (layer._fused.call, layer._fused.routed_alone)]  # type: ignore[union-attr]
+    assert layer._fused is not None
+    prepared: Any = (layer._fused.call, layer._fused.alone)
     assert all(0 < len(layers) <= MOST_SHAPES for layers in prepared)
 
 

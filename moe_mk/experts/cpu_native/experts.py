@@ -3,7 +3,7 @@
 Recommended on every CPU with a C++ compiler. Weights are packed once into the order the matrix units read, at their
 size in the checkpoint; one call computes w13, activation, w2, routing weights and the sum over experts. The kernels are
 compiled on first use into the user's cache directory (`kernels/native`). For tokens that stay on their rank,
-`fuse_router` adds the router to the same call.
+`fuse_layer` adds the router to the same call.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from moe_mk.experts.base import (
     WEIGHT_ONLY,
     ExpertsContext,
     ExpertsTraits,
-    FusedCall,
     FusedExperts,
-    RoutedCall,
+    LayerCall,
 )
 from moe_mk.experts.cpu_native.tuning import (
     CHOICES,
@@ -53,6 +52,7 @@ from moe_mk.kernels.native import (
     ExpertsMode,
     FusedLayer,
     Gating,
+    Given,
     Native,
     Places,
     Rounding,
@@ -111,7 +111,7 @@ class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
         super().__init__()
         self._mode_of_rows, self._scheme, self._of_mode = mode_of_rows, weights.scheme, dict[ExpertsMode, FusedLayer]()
         self._parts = native, gating, places, stack_of(weights)
-        self._top_k = 0 if gating is None else gating.mode.top_k
+        self._top_k, self.routes = 0 if gating is None else gating.mode.top_k, gating is not None
 
     def __missing__(self, shape: tuple[int, ...]) -> FusedLayer:
         mode = self._mode_of_rows(self._scheme, *shape)
@@ -122,15 +122,26 @@ class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
         self[shape] = self._of_mode[mode]
         return self._of_mode[mode]
 
-    def whole(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Route and apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        return self[x_TH.shape[0], self._top_k](x_TH, load_E, torch.get_num_threads(), routing)
-
-    def routed(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+    def __call__(
+        self,
+        x_TH: Tensor,
+        load_E: Tensor | None,
+        routing: tuple[Tensor, Tensor] | None = None,
+        *,
+        is_routed: bool = False,
+        skip: bool = False,
     ) -> Tensor:
-        """Apply the experts to contiguous bf16 (T, H) that is routed; adds the choices to load_E."""
-        return self[ids_TK.shape].routed(x_TH, ids_TK, weights_TK, load_E, torch.get_num_threads(), skip=skip)
+        """See `LayerCall`."""
+        top_k, given = self._top_k, Given.NOTHING
+        if is_routed and routing is not None:
+            top_k, given = routing[0].shape[1], _GIVEN[routing[0].dtype is torch.int64, skip]
+        return self[x_TH.shape[0], top_k](x_TH, load_E, torch.get_num_threads(), routing, given)
+
+
+_GIVEN = {
+    (wide, skip): Given.IDS | Given.WIDE * wide | Given.SKIP * skip for wide in (False, True) for skip in (False, True)
+}
+"""By whether ids are int64, and whether those that do not exist are skipped: combining flags takes microseconds."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -311,21 +322,15 @@ class CpuNativeExperts(FusedExperts):
         fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
         return replace(weights, shared=shared) if fits else None
 
-    def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
-        """One native call: in Python the steps between its parts would take longer than the router."""
+    def fuse_layer(
+        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
+    ) -> LayerCall | None:
+        """One native call, prepared once per mode: in Python, the steps between its parts take longer than routing."""
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
         if not tables.one_to_one:
             return None
-        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating).whole
-
-    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
-        """One native call, prepared once per mode."""
-        if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
-            return None
-        if not tables.one_to_one:
-            return None
-        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank)).routed
+        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating)
 
     def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
         """The packed weights, and the mode of each number of rows."""

@@ -26,7 +26,7 @@ from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts, RoutedCall
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts, LayerCall
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
@@ -140,7 +140,7 @@ class ModulePlan:
     dtype: torch.dtype
     stamp: Stamp
     settings: tuple[tuple[str, Any], ...]
-    routed: RoutedCall | None
+    routed: LayerCall | None
     """The experts as one native call; None where they run stage by stage."""
 
     @property
@@ -173,7 +173,7 @@ class ModulePlan:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.to(torch.float32)
         if not can_be_called(x_TH, ids_TK, weights_TK):
             return None
-        y_TH = self.routed(x_TH, ids_TK, weights_TK, None, skip=True)
+        y_TH = self.routed(x_TH, None, (ids_TK, weights_TK), is_routed=True, skip=True)
         record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
         return y_TH
 

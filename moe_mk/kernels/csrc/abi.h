@@ -19,6 +19,7 @@ enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumSca
 // Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 becomes kInt4, kBlockQ8_0 kInt8Groups.
 enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3, kInt8PartRows = 4 };
+enum Given : int32_t { kGivenIds = 1, kWideIds = 2, kSkipOthers = 4 };  // bits, see moe_mk_layer
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
@@ -82,7 +83,7 @@ struct MoeMkRoute {
 };
 
 // A layer without token exchange: gate, routing, and the experts of this rank. Calls set the fields that differ between
-// them (x, ids, weights, logits, out, batch sizes, threads). Of route, moe_mk_routed_layer reads num_experts alone.
+// them (x, ids, weights, logits, out, batch sizes, threads). With given ids, only num_experts of route is read.
 struct MoeMkLayer {
   MoeMkRoute route;
   MoeMkExperts experts;
@@ -111,14 +112,11 @@ int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows, void* out, int32_t threads);
 int32_t moe_mk_route(const MoeMkRoute* call);
 // x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
-// ids, weights [T][K]: where the routing is written; null: nowhere.
-int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int64_t* load, int32_t* ids,
-                     float* weights, void* out, int32_t threads);
-// The same for tokens that the caller has routed. ids [T][K] of logical experts, int64 if wide_ids, else int32; -1: none.
-// skip: ids that do not exist are skipped too; otherwise kBadId, with nothing counted. load null: nothing is counted.
-int32_t moe_mk_routed_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, const void* ids,
-                            const float* weights, int32_t top_k, int32_t wide_ids, int32_t skip, int64_t* load, void* out,
-                            int32_t threads);
+// null: nothing is counted. given 0: ids (int32) and weights [T][K] of logical experts are written, if both are not null;
+// top_k is that of route. With kGivenIds they are those of the caller, -1: none; int64 with kWideIds. With kSkipOthers ids
+// that do not exist are skipped too; otherwise kBadId, with nothing counted.
+int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int32_t given, void* ids, float* weights,
+                     int32_t top_k, int64_t* load, void* out, int32_t threads);
 // ue8m0: scales are powers of two, stored as f32.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);

@@ -111,7 +111,7 @@ void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, i
   Visits visits(c.token_of, c.counts, w.num_ranks, c.num_tokens, begin);
   const int64_t tail_bytes = c.scale_bytes + 8 * c.top_k;
   for (int64_t token = begin; token < end; ++token) {
-    const uint8_t* values = c.quantize == kAsTheyAre ? c.x + token * c.x_stride : nullptr;
+    const uint8_t* values = c.quantize == kAsIs ? c.x + token * c.x_stride : nullptr;
     const uint8_t* scales = c.scales == nullptr ? nullptr : c.scales + token * c.scale_bytes;
     for (int rank = 0; rank < w.num_ranks; ++rank) {
       const int64_t row = visits.row(rank, token);
@@ -119,7 +119,7 @@ void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, i
       uint8_t* to = w.values_to[rank] - c.counts[rank] * w.back_to[rank] + row * c.value_bytes;
       uint8_t* tail = w.tails_to[rank] + row * tail_bytes;
       if (values == nullptr) {
-        ops.quantize(c.x + token * c.x_stride, c.columns, c.row_type, c.quantize == kToUe8m0, to, tail);
+        ops.quantize(c.x + token * c.x_stride, c.columns, c.row_type, c.quantize == kUe8m0Rows, to, tail);
         values = to;
         scales = tail;
       } else {

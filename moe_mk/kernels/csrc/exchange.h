@@ -15,7 +15,6 @@
 extern "C" {
 
 enum RowType : int32_t { kRowsBf16 = 0, kRowsF16 = 1, kRowsF32 = 2 };
-enum Quantize : int32_t { kAsTheyAre = 0, kToFp8 = 1, kToUe8m0 = 2 };  // per token and 128 columns
 enum FaultKind : int32_t { kTooManyRows = 1, kSumsBeyond = 2, kNoSuchSlot = 3, kOtherLayer = 4, kPeerFailed = 5 };
 
 // Peers may store to shared memory at any time. Every word of a peer that is used as a size, an offset or an index is

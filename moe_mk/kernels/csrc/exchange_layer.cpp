@@ -5,24 +5,12 @@
 #include <numeric>
 
 #include "exchange.h"
+#include "places.h"
 #include "thread_pool.h"
 
 namespace {
 
 constexpr int64_t kBytesForThreads = 1 << 20;  // calls that move fewer bytes use one thread: waking a second one takes longer
-
-// Replaces every logical expert by its physical one, then counts the choices. false: an id or a placement out of range.
-bool place_and_count(const MoeMkExchangeLayer& call, const int32_t* ids, int64_t choices) {
-  const MoeMkLayer& layer = *call.layer;
-  for (int64_t i = 0; i < choices; ++i) {
-    if (ids[i] < -1 || ids[i] >= layer.route.num_experts) return false;
-    call.physical[i] = ids[i] < 0 ? -1 : layer.physical_of[ids[i]];
-    if (call.physical[i] >= layer.num_physical) return false;
-  }
-  for (int64_t i = 0; call.load != nullptr && i < choices; ++i)  // concurrent calls may count into the same tensor
-    if (ids[i] >= 0) __atomic_fetch_add(call.load + ids[i], 1, __ATOMIC_RELAXED);
-  return true;
-}
 
 int32_t route_tokens(MoeMkExchangeLayer& call) {
   MoeMkRoute route = call.layer->route;
@@ -34,7 +22,8 @@ int32_t route_tokens(MoeMkExchangeLayer& call) {
   route.logits = call.logits;
   route.threads = call.threads;
   if (const int32_t routed = moe_mk_route(&route); routed != kOk) return routed;
-  if (!place_and_count(call, call.ids, route.num_tokens * route.top_k)) return kBadId;
+  const int64_t choices = route.num_tokens * route.top_k;
+  if (!moe_mk::place_and_count(*call.layer, call.ids, choices, false, false, call.load, call.physical)) return kBadId;
   call.send->ids = call.physical;
   call.send->weights = call.weights;
   return kOk;

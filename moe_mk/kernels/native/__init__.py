@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
     from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
     from moe_mk.kernels.native.prepared import Gating as Gating
+    from moe_mk.kernels.native.prepared import Given as Given
     from moe_mk.kernels.native.prepared import Places as Places
     from moe_mk.kernels.native.prepared import ProductCall as ProductCall
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
@@ -102,7 +103,7 @@ else:
         "library": "Isa Native compile_and_open release scratch_bytes",
         "packed": "PackedMatrix Shard allocate pack_slot scale_block "
         "touch_slot unpack_output_scales unpack_scales unpack_slot unpack_zeros",
-        "prepared": "ExpertsCall FusedLayer Gating Places ProductCall RouteCall Stack route",
+        "prepared": "ExpertsCall FusedLayer Gating Given Places ProductCall RouteCall Stack route",
         "quantize": "count_nans quantize_1x128",
         "route_mode": "RouteMode Scoring is_dense",
         "selfcheck": "is_compiled load loaded reasons_against",

@@ -27,6 +27,7 @@ import torch
 
 from moe_mk.errors import CommError, ShapeError
 from moe_mk.kernels.native.exchange_abi import CAddUp, CFault, CReceive, CSend, CWindows
+from moe_mk.kernels.native.experts_mode import Rounding
 from moe_mk.kernels.native.layout import SCALE_BLOCK
 from moe_mk.kernels.native.library import Isa, Native, Status
 from moe_mk.kernels.native.selfcheck import is_compiled, loaded
@@ -42,16 +43,6 @@ FormOfRows = tuple[torch.dtype, int, int, bool, bool]
 """dtype, columns, column stride in elements, whether rows are quantised by the kernel, whether without scales."""
 Apart = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 """Scales (R, X) or None, ids (R, K) int32, weights (R, K) f32."""
-
-
-class Rounding(IntEnum):
-    """`Quantize` of csrc/exchange.h: the quantisation of rows during dispatch."""
-
-    NONE = 0
-    FP8 = 1
-    """e4m3 with one f32 scale per 128 columns."""
-    FP8_UE8M0 = 2
-    """e4m3 with power-of-two scales, one byte each."""
 
 
 class FaultKind(IntEnum):
@@ -114,7 +105,7 @@ class RowFormat:
     scale_bytes: int
     top_k: int
     rounding: Rounding = Rounding.NONE
-    """The quantisation available for rows of ROW_TYPES."""
+    """The quantisation available for rows of ROW_TYPES: to FP8, or none."""
     scale_dtype: torch.dtype = torch.uint8
 
 

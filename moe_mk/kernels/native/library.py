@@ -114,10 +114,9 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "experts": (c_int32, (POINTER(CExperts),)),
     "product": (c_int32, (POINTER(CExperts), c_void_p, c_int64, c_void_p, c_int32)),
     "route": (c_int32, (POINTER(CRoute),)),
-    "layer": (c_int32, (POINTER(CLayer), c_void_p, c_int64, *(c_void_p,) * 4, c_int32)),
-    "routed_layer": (
+    "layer": (
         c_int32,
-        (POINTER(CLayer), c_void_p, c_int64, c_void_p, c_void_p, *(c_int32,) * 3, c_void_p, c_void_p, c_int32),
+        (POINTER(CLayer), c_void_p, c_int64, c_int32, *(c_void_p,) * 2, c_int32, *(c_void_p,) * 2, c_int32),
     ),
     "quantize": (
         c_int32,

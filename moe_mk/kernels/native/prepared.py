@@ -4,7 +4,7 @@
     ExpertsCall  rows to the weighted sum of their experts
     ProductCall  rows times one matrix
     FusedLayer   both, with the expert load and the map of logical experts to slots in between; for a layer without
-                 token exchange, bit-identical to its parts; `routed` takes the routing of the caller
+                 token exchange, bit-identical to its parts; or with a routing that is given
 
 A call passes addresses of its tensors and a number of threads. Calls may run concurrently.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from dataclasses import dataclass
+from enum import IntFlag
 
 import torch
 
@@ -256,8 +257,16 @@ class Gating:
     mode: RouteMode
 
 
-Chosen = tuple[torch.Tensor, torch.Tensor] | None
-"""Ids and weights [T, K], or None."""
+class Given(IntFlag):
+    """`Given` of csrc/abi.h: the routing that the caller of a `FusedLayer` brings."""
+
+    NOTHING = 0
+    IDS = 1
+    """Ids and weights, instead of the router; ids that do not exist are an error."""
+    WIDE = 2
+    """Ids in int64."""
+    SKIP = 4
+    """Ids that do not exist are skipped, as -1 is."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +293,7 @@ class FusedLayer:
     """A prepared call for a layer without token exchange. Concurrent calls are allowed: none changes the block."""
 
     def __init__(self, native: Native, gating: Gating | None, places: Places, stack: Stack, mode: ExpertsMode) -> None:
-        """gating: None for a layer that only `routed` serves.
+        """gating: None for a layer that is given every routing.
 
         Raises ShapeError for tensors that do not fit, ConfigError for groups that do not.
         """
@@ -312,47 +321,33 @@ class FusedLayer:
             rank=places.rank,
         )
         self._at, self._function = ctypes.byref(self._block), native.functions["layer"]
-        self._routed, self._num_experts = native.functions["routed_layer"], num_experts
+        self._num_experts = num_experts
 
-    def __call__(self, x_TH: torch.Tensor, load_E: torch.Tensor, threads: int, routing: Chosen = None) -> torch.Tensor:
-        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E].
-
-        routing: int32 ids and f32 weights [T, K], contiguous, to which the routing is written.
-        """
-        out_TH = torch.empty_like(x_TH)
-        ids, weights = (None, None) if routing is None else (routing[0].data_ptr(), routing[1].data_ptr())
-        x, load, out = x_TH.data_ptr(), load_E.data_ptr(), out_TH.data_ptr()
-        threads = self._held[0].threads(threads)
-        status = self._function(self._at, x, x_TH.shape[0], load, ids, weights, out, threads)
-        if status != Status.OK:
-            self._held[0].check("layer", status)
-        return out_TH
-
-    def routed(
+    def __call__(
         self,
         x_TH: torch.Tensor,
-        ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
         load_E: torch.Tensor | None,
         threads: int,
-        *,
-        skip: bool = False,
+        routing: tuple[torch.Tensor, torch.Tensor] | None = None,
+        given: Given = Given.NOTHING,
     ) -> torch.Tensor:
-        """Run bf16 [T, H] that the caller has routed: logical ids [T, K] int32 or int64, -1 for none, weights f32.
+        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E].
 
-        All tensors are contiguous and of these sizes, which is not checked. load_E: None counts nothing. skip: ids out
-        of range are skipped as well; otherwise raises ShapeError for them, with nothing counted.
+        load_E: None counts nothing. routing: ids and weights [T, K] of logical experts, contiguous, which is not
+        checked: int32 and f32 to be written, or with `Given.IDS` those of the caller; None: written nowhere. Raises
+        ShapeError for ids out of range, with nothing counted.
         """
-        out_TH = torch.empty_like(x_TH)
-        x, ids, weights, out = x_TH.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), out_TH.data_ptr()
-        load, (tokens, top_k) = None if load_E is None else load_E.data_ptr(), ids_TK.shape
-        wide = ids_TK.dtype is torch.int64
-        threads = self._held[0].threads(threads)
-        status = self._routed(self._at, x, tokens, ids, weights, top_k, wide, skip, load, out, threads)
-        if status == Status.BAD_ID:
+        out_TH, (ids, weights, top_k) = torch.empty_like(x_TH), (None, None, 0)
+        if routing is not None:
+            ids, weights, top_k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
+        load, threads = None if load_E is None else load_E.data_ptr(), self._held[0].threads(threads)
+        status = self._function(
+            self._at, x_TH.data_ptr(), x_TH.shape[0], given, ids, weights, top_k, load, out_TH.data_ptr(), threads
+        )
+        if status == Status.BAD_ID and given:
             raise ShapeError(
                 f"ids of experts out of range (0 <= id < {self._num_experts}, or -1 for none), or placed out of range"
             )
         if status != Status.OK:
-            self._held[0].check("routed layer", status)
+            self._held[0].check("layer", status)
         return out_TH

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import RowsOfExperts
-from moe_mk.kernels.native.exchange import ROW_TYPES, Rounding, RowFormat
+from moe_mk.kernels.native import Rounding, RowsOfExperts
+from moe_mk.kernels.native.exchange import ROW_TYPES, RowFormat
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
 from moe_mk.quant.blocked import BlockedScheme

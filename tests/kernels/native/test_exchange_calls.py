@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import Native
-from moe_mk.kernels.native.exchange import ExchangeCalls, Rounding, RowFormat
+from moe_mk.kernels.native import Native, Rounding
+from moe_mk.kernels.native.exchange import ExchangeCalls, RowFormat
 from tests.kernels.native.exchange_windows import RANK_OF_P, SLOT_OF_P, int32, nobody_waits, windows
 
 

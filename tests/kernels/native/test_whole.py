@@ -12,6 +12,7 @@ from moe_mk.kernels.native import (
     ExpertsMode,
     FusedLayer,
     Gating,
+    Given,
     Native,
     Places,
     RouteMode,
@@ -176,17 +177,18 @@ def test_a_routing_that_was_written_runs_again_with_the_same_bits_and_load(nativ
     y_TH = whole(x_TH, counted_E, 2, (ids_TK, weights_TK))
     wanted_ids, wanted_weights, _ = route(native, x_TH, gating().gate_EH, gating().bias_E, MODE)
     assert torch.equal(ids_TK, wanted_ids) and torch.equal(weights_TK, wanted_weights)
-    ids_TK, routed = ids_TK.long() if wide else ids_TK, FusedLayer(native, None, where, stack, ExpertsMode())
+    ids_TK, given = (ids_TK.long(), Given.IDS | Given.WIDE) if wide else (ids_TK, Given.IDS)
+    routed = FusedLayer(native, None, where, stack, ExpertsMode())
     again_E = no_load()
-    assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, again_E, 2), y_TH) and torch.equal(again_E, counted_E)
-    assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, None, 2), y_TH)
+    assert torch.equal(routed(x_TH, again_E, 2, (ids_TK, weights_TK), given), y_TH) and torch.equal(again_E, counted_E)
+    assert torch.equal(whole(x_TH, None, 2, (ids_TK, weights_TK), given), y_TH)
     ids_TK[4] = -1
-    left_out_TH = routed.routed(x_TH, ids_TK, weights_TK, None, 1)
+    left_out_TH = routed(x_TH, None, 1, (ids_TK, weights_TK), given)
     for beyond in (EXPERTS, -2, 2**32 + 1 if wide else 2**31 - 1):
         ids_TK[4] = beyond
         with pytest.raises(ShapeError, match=r"ids of experts out of range \(0 <= id < 12, or -1 for none\)"):
-            routed.routed(x_TH, ids_TK, weights_TK, again_E, 1)
+            routed(x_TH, again_E, 1, (ids_TK, weights_TK), given)
         assert torch.equal(again_E, counted_E), "nothing is counted"
         skipped_E = no_load()
-        assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, skipped_E, 1, skip=True), left_out_TH)
+        assert torch.equal(routed(x_TH, skipped_E, 1, (ids_TK, weights_TK), given | Given.SKIP), left_out_TH)
         assert int(skipped_E.sum()) == 24

@@ -296,18 +296,19 @@ void whole(int seed) {
     std::vector<int32_t> ids(size_t(s.rows) * top_k);
     std::vector<float> weights(ids.size());
     const bool listens = pick(0, 1) != 0;
-    if (moe_mk_layer(&layer, x.data(), s.rows, load.data(), listens ? ids.data() : nullptr,
-                     listens ? weights.data() : nullptr, out.data(), threads) != kOk)
+    if (moe_mk_layer(&layer, x.data(), s.rows, 0, listens ? ids.data() : nullptr, listens ? weights.data() : nullptr, 0,
+                     load.data(), out.data(), threads) != kOk)
       fail("layer", seed);
     if (std::accumulate(load.begin(), load.end(), int64_t(0)) != int64_t(s.rows) * top_k) fail("choices are counted", seed);
     if (threads == 1) first = out;
     if (out != first) fail("a layer has the same bits for any number of threads", seed);
     if (!listens) continue;
-    const std::vector<int64_t> wide(ids.begin(), ids.end());
+    std::vector<int64_t> wide(ids.begin(), ids.end());
     const bool is_wide = pick(0, 1) != 0;
+    const int32_t given = kGivenIds | (is_wide ? kWideIds : 0) | (pick(0, 1) != 0 ? kSkipOthers : 0);
     std::vector<int64_t> again(experts);
-    if (moe_mk_routed_layer(&layer, x.data(), s.rows, is_wide ? static_cast<const void*>(wide.data()) : ids.data(),
-                            weights.data(), top_k, is_wide, pick(0, 1), again.data(), out.data(), threads) != kOk)
+    if (moe_mk_layer(&layer, x.data(), s.rows, given, is_wide ? static_cast<void*>(wide.data()) : ids.data(), weights.data(),
+                     top_k, again.data(), out.data(), threads) != kOk)
       fail("routed layer", seed);
     if (out != first || again != load) fail("a routed layer has the bits and the load of the whole one", seed);
   }

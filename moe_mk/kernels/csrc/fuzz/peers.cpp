@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <climits>
 #include <cstdio>
@@ -102,11 +103,11 @@ Shape draw_shape(Random& random) {
   s.tokens = random.pick(0, s.rows);
   s.hidden = random.pick(1, 40);
   s.row_type = random.pick(0, 2);
-  s.quantize = random.pick(0, 2);
+  s.quantize = std::array{kAsIs, kFp8Rows, kUe8m0Rows}[size_t(random.pick(0, 2))];
   s.columns = random.pick(1, 300);
   const int groups = (s.columns + 127) / 128;
-  s.value_bytes = s.quantize == kAsTheyAre ? random.pick(1, 200) : s.columns;
-  s.scale_bytes = s.quantize == kAsTheyAre ? random.pick(0, 9) : groups * (s.quantize == kToFp8 ? 4 : 1);
+  s.value_bytes = s.quantize == kAsIs ? random.pick(1, 200) : s.columns;
+  s.scale_bytes = s.quantize == kAsIs ? random.pick(0, 9) : groups * (s.quantize == kFp8Rows ? 4 : 1);
   s.threads = random.pick(1, 3);
   s.layer = uint32_t(random.pick(0, 254));
   do s.isa = random.pick(0, kNumIsas - 1);
@@ -209,9 +210,9 @@ struct Call {
 
   Call(World& world, Random& draw, int number, uint32_t now) : w(world), random(draw), seed(number), epoch(now) {
     const Shape& s = w.s;
-    const int64_t row = s.quantize == kAsTheyAre ? s.value_bytes : s.columns * (s.row_type == kRowsF32 ? 4 : 2);
+    const int64_t row = s.quantize == kAsIs ? s.value_bytes : s.columns * (s.row_type == kRowsF32 ? 4 : 2);
     x.resize(size_t(s.tokens * row));
-    scales.resize(s.quantize == kAsTheyAre ? size_t(s.tokens * s.scale_bytes) : 0);
+    scales.resize(s.quantize == kAsIs ? size_t(s.tokens * s.scale_bytes) : 0);
     for (uint8_t& byte : x) byte = uint8_t(random.bits());
     for (uint8_t& byte : scales) byte = uint8_t(random.bits());
     for (int expert = 0; expert < s.ranks * s.slots; ++expert) {
