@@ -40,8 +40,8 @@ LIMITS = {
     "short ones, no plugins": 38,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_000,
-    "library lines": 52_000,
+    "core lines": 26_050,
+    "library lines": 52_550,
     "test lines": 68_500,
     "tool and benchmark lines": 10_700,
     "long files": 0,
@@ -56,8 +56,8 @@ LONGEST = 500
 LONGER = {
     "moe_mk/comm/messages.py": 760,
     "moe_mk/kernels/native/build.py": 510,
-    "moe_mk/layer/moe_layer.py": 1_040,
-    "tests/kernels/native/test_build.py": 580,
+    "moe_mk/layer/moe_layer.py": 1_060,
+    "tests/kernels/native/test_build.py": 600,
     "tests/testing/broken/experts.py": 630,
     "tools/behaviour.py": 780,
 }
