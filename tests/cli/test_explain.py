@@ -17,7 +17,7 @@ H200 = ("explain", "deepseek_v3", "--device", "h200", "--ranks", "8")
 def a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, with a compiler as its only library."""
     monkeypatch.setattr(explain, "is_profile_here", lambda profile: profile.kind == "cpu")
-    monkeypatch.setattr(explain, "installed", lambda: frozenset({"c++"}))
+    monkeypatch.setattr(explain, "installed", lambda _cache_dir: frozenset({"c++"}))
 
 
 def test_another_machine_is_assumed_to_have_the_libraries_of_its_device(invoke: Invoke) -> None:

@@ -404,7 +404,7 @@ def test_an_interrupt_at_the_keyboard_ends_the_compilers(tmp_path: Path, slow_co
     with pytest.raises(KeyboardInterrupt):
         build(recipe, tmp_path / "cache")
     thread.join()
-    assert slow_compiler.ends_within(0.0)
+    assert slow_compiler.ends_within(5.0)
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
