@@ -90,11 +90,18 @@ def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
         patch_blocks(family("qwen2_moe"))  # its shared expert has a gate
 
 
+OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+
+
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_moe", "glm4_moe", "minimax", "minimax_m2", "granitemoe", "ernie4_5_moe", "olmoe"]
 )
 def test_blocks_of_other_families_are_patched_whole(name: str) -> None:
     model, ids = family(name), prompt()
+    if name in ("granitemoe", "ernie4_5_moe") and OLDER:
+        with pytest.raises(UnsupportedError, match="its gate"):
+            patch_blocks(model)  # gates of older releases return something else
+        return
     for buffer in (b for path, b in model.named_buffers() if path.endswith("e_score_correction_bias")):
         buffer.normal_(0.0, 0.3)
     wanted, expected = logits(model, ids), generate(model, ids)
