@@ -190,18 +190,27 @@ def _probe(hidden: int, device: torch.device) -> Tensor:
     return torch.randn((PROBES, hidden), generator=draw, dtype=torch.float32, device="cpu").to(device)
 
 
-def _route_in_f32(parts: Parts, x_TH: Tensor) -> Routing:
-    """Routing of a copy of the gate in f32. Its hooks do not run: they must only see the tokens of the model."""
+def _route_in_f32(parts: Parts, x_TH: Tensor) -> Routing | None:
+    """Routing of a copy of the gate in f32; None if it returns something else than logits, weights and ids.
+
+    Its hooks do not run: they must only see the tokens of the model.
+    """
     gate = copy.copy(parts.gate)
     for kind in ("_parameters", "_buffers"):
         held = vars(parts.gate)[kind]
         vars(gate)[kind] = {name: None if each is None else each.detach().float() for name, each in held.items()}
-    _, weights_TK, ids_TK = gate.forward(x_TH.float(), *parts.gate_arguments())
-    return Routing(ids_TK, weights_TK)
+    found = gate.forward(x_TH.float(), *parts.gate_arguments())
+    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+        return None
+    _, weights_TK, ids_TK = found
+    is_routing = ids_TK.shape == weights_TK.shape == (x_TH.shape[0], gate.top_k) and not ids_TK.is_floating_point()
+    return Routing(ids_TK, weights_TK) if is_routing else None
 
 
-def _routing_reasons(ours: Routing, theirs: Routing) -> list[str]:
+def _routing_reasons(ours: Routing, theirs: Routing | None) -> list[str]:
     """What is different in the routing of the probes."""
+    if theirs is None:
+        return ["its gate does not return logits, and weights and ids of the chosen experts"]
     (our_ids, our_order), (ids, order) = ours.ids_TK.long().sort(dim=1), theirs.ids_TK.long().sort(dim=1)
     same_T = (our_ids == ids).all(dim=1)
     if not bool(same_T.all()):
