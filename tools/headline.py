@@ -27,9 +27,9 @@ PEERS = {
 }
 BLOCKS = {"q4 0": "Q4_0", "q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
 ENGINES = {
-    "vllm": ("vLLM", "vLLM"),
-    "vllm+zentorch": ("vLLM, zentorch", "vLLM with zentorch"),
-    "transformers": ("transformers", "transformers, grouped_mm"),
+    "vllm": ("vLLM", "vLLM, bf16"),
+    "vllm+zentorch": ("vLLM, zentorch", "vLLM with zentorch, bf16"),
+    "transformers": ("transformers", "transformers, grouped_mm, bf16"),
 }
 """With moe_mk, and alone, by the names of benchmarks/engines.py."""
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
@@ -39,9 +39,9 @@ PLANNERS = {
     "SGLang vectorised": "SGLang's vectorised implementation",
 }
 FIRST = (
-    ("vLLM and `moe_mk`", "vLLM"),
-    ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch"),
-    ("transformers and `moe_mk`", "transformers, grouped_mm"),
+    ("vLLM and `moe_mk`", "vLLM, bf16"),
+    ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch, bf16"),
+    ("transformers and `moe_mk`", "transformers, grouped_mm, bf16"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
     ("with AVX2, FP8", "vLLM's bf16 path"),
     ("with AMX, FP8", "vLLM's FP8 path"),
