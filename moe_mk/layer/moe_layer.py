@@ -29,7 +29,7 @@ from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts, LayerCall
-from moe_mk.external.device import is_here, usable_device, wanted_device
+from moe_mk.external.device import is_here, usable_device, wanted_device, without_autocast
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import check_hidden_states, check_routing
@@ -483,7 +483,7 @@ class MoELayer(nn.Module):
 
     def _direct(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> tuple[FusedForward, LayerCall] | None:
         """The call of the experts backend if the next forward may be made by it: no token leaves this rank."""
-        if not (self._placement.is_direct and self._is_plain):
+        if not self._placement.is_direct or self.spans.recorder is not None or self._latent is not None:
             return None
         if given is None:
             if self.hash_router is not None:
@@ -493,11 +493,6 @@ class MoELayer(nn.Module):
         fused = self._fused_forward()
         call = fused.call if given is None else fused.alone
         return None if call is None or not fused.takes(x_TH, load_E) else (fused, call)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the stages need no spans and no projections around dispatch, which native calls do not have."""
-        return self.spans.recorder is None and self._latent is None
 
     def _run_direct(
         self, fused: FusedForward, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None
@@ -561,7 +556,8 @@ class MoELayer(nn.Module):
     ) -> tuple[FusedForward, ExchangedCall] | None:
         """The native call between ranks if the next forward may be made by it."""
         placed, routes = self._placement, given is not None or self.hash_router is None
-        if not (placed.is_exchanged and routes and self._is_plain and x_TH.is_cpu):
+        plain = routes and self.spans.recorder is None and self._latent is None
+        if not (placed.is_exchanged and plain and x_TH.is_cpu):
             return None
         fused = self._fused_forward()
         call = fused.exchanged
@@ -673,12 +669,12 @@ class MoELayer(nn.Module):
 
     def _to_latent(self, x_TH: Tensor) -> Tensor:
         """Tokens in the width of the experts."""
-        return x_TH if self._latent is None else nn.functional.linear(x_TH, self._latent[0])
+        return x_TH if self._latent is None else _project(x_TH, self._latent[0])
 
     def _from_latent(self, routed: Flight[Tensor]) -> Flight[Tensor]:
         """What the experts return, in the width of the tokens. Linear: partial sums stay partial sums."""
         y_TH = yield from routed
-        return y_TH if self._latent is None else nn.functional.linear(y_TH.to(self.dtype), self._latent[1])
+        return y_TH if self._latent is None else _project(y_TH.to(self.dtype), self._latent[1])
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
@@ -1049,6 +1045,9 @@ def _rebuild(
         layer.take(weights)
     layer.expert_load.copy_(load_E)
     return layer
+
+
+_project = without_autocast(nn.functional.linear)
 
 
 def is_untraced(x_TH: Tensor) -> bool:

@@ -69,5 +69,6 @@ def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
         stored = {"weights": quant.shared, "block": quant.block, "scale": quant.scale}
         alone = config.with_(quant=stored, activations="checkpoint" if own else "plain", wire="auto")
         backends = (backend, "torch_cpu", "reference")
-        backend = next(b for b in backends if not EXPERTS[b].reasons_against(replace(problem, config=alone)))
+        able = (b for b in backends if not EXPERTS[b].reasons_against(replace(problem, config=alone)))
+        backend = next(able, "reference")
     return SharedExperts(build_experts(decision, backend, context), decision.problem.dtype, parts.spans)

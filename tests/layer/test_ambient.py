@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import MoELayer
+from moe_mk import MoEConfig, MoELayer
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.layer.settings import layer_spec_of
+from tests.layer.any_tensors import tensors_of
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.ambient import AMBIENT
 from tests.support.layers import HIDDEN, INNER, config, tensors
@@ -86,3 +88,23 @@ def test_settings_of_torch_change_no_bit(experts: str, dtype: torch.dtype, name:
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype is want.dtype and torch.equal(got, want)
     assert torch.equal(loaded(tokens(dtype)), wanted[2]), "loaded under the setting, called without it"
+
+
+# The projections are torch's products, whose f32 sums are split by the number of threads (docs/embedding.md).
+@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, [n for n in AMBIENT if n != "threads"]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_around_experts_and_the_gate_of_shared_experts(dtype: torch.dtype, name: str) -> None:
+    model = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_shared_experts": 1}
+    parts = {"latent_size": 48, "shared_gate": True, "quant": {"weights": "fp32"}}
+    stated = {"model": {**model, **parts}, "router": {"top_k": 2}, "kernel": {"experts": "torch_cpu"}}
+
+    def made() -> MoELayer:
+        layer = MoELayer(MoEConfig.parse(stated, "a test"), dtype=dtype, device="cpu")
+        return layer.load_weights(given_tensors)
+
+    given_tensors = tensors_of(layer_spec_of(MoEConfig.parse(stated, "a test")), 1)
+    x_TH = torch.randn((12, 64), generator=torch.Generator().manual_seed(3)).to(dtype)
+    layer = made()
+    wanted = layer(x_TH)
+    with torch.no_grad(), AMBIENT[name]():
+        assert torch.equal(layer(x_TH), wanted) and torch.equal(made()(x_TH), wanted)
