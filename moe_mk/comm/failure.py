@@ -34,11 +34,16 @@ class Failure:
     """The first failure of a group, as recorded on one rank."""
 
     text: str
-    """The cause, on one line, with the type of the exception."""
+    """The cause, on one line, with the type of the exception; as a peer has reported it, where one did."""
     culprit: int | None
     """The rank that caused it, where one is known."""
     here: bool = False
     """Whether it arose on this rank and no peer is to blame."""
+
+    @property
+    def report(self) -> str:
+        """The text that peers receive with the culprit; for another rank, what this one observed of it."""
+        return f"{REPORTED}{self.text}" if self.here else self.text
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
@@ -46,7 +51,7 @@ class Failure:
         if isinstance(error, GeneratorExit):
             return cls(ABANDONED, rank, here=True)
         if isinstance(error, CommError) and error.peer is not None:
-            return cls(_one_line(error.detail).removeprefix(REPORTED), error.peer)
+            return cls(_one_line(error.detail), error.peer)
         return cls(describe(error), rank, here=True)
 
 
@@ -86,9 +91,10 @@ class GroupStatus:
         if (failure := self.failure) is None:
             return
         who = "" if failure.culprit is None else f" on rank {failure.culprit}"
+        cause = failure.text.removeprefix(REPORTED)
         text = (
-            f"an earlier call over this group failed{who}: {failure.text}; call recover() of the layer on every rank, "
-            "or build the layer over a new group"
+            f"an earlier call over this group failed{who}: {cause}; call recover() of the layer on every rank, or "
+            "build the layer over a new group"
         )
         raise CommError(text, rank=rank, phase=phase, layer=layer, peer=failure.culprit)
 

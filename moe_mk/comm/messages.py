@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import RECOVERED, REPORTED, Exclusive, Failure, GroupStatus
+from moe_mk.comm.failure import RECOVERED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
     ANY,
@@ -284,7 +284,7 @@ class GroupMessages:
     def report(self, failure: Failure) -> None:
         """Send a failure to all peers, as far as connections stand. Never raises, never waits."""
         culprit = UNKNOWN if failure.culprit is None else failure.culprit
-        self._notify(Header(Kind.FAILED, self._epoch, 0, failure.text, peer=culprit, process=self._process))
+        self._notify(Header(Kind.FAILED, self._epoch, 0, failure.report, peer=culprit, process=self._process))
 
     def leave_out(self, ranks: Collection[int]) -> None:
         """Speak to these ranks no more. The others do the same and recover together."""
@@ -579,7 +579,7 @@ class GroupMessages:
 
     def _failed(self, caller: Caller, phase: str, header: Header) -> CommError:
         culprit = None if header.peer == UNKNOWN else header.peer
-        return self._error(caller, phase, culprit, f"{REPORTED}{header.text}")
+        return self._error(caller, phase, culprit, header.text)
 
     def _error(self, caller: Caller, phase: str, peer: int | None, text: str) -> CommError:
         number = None if peer is None else caller.rank_of.get(peer)

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, communicator
 from moe_mk.comm.agreement import agree
 from moe_mk.comm.distributed import staging_device
-from moe_mk.comm.failure import REPORTED
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
@@ -323,9 +322,7 @@ def one_is_killed(rank: int) -> str:
     try:
         wait(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "dispatch"))
     except CommError as problem:
-        # A rank may hear of it first from another one, whose call has failed for the same cause.
-        detail = problem.detail.removeprefix(REPORTED)
-        return f"{problem.rank} {problem.phase} {problem.layer} {problem.peer} {detail[:11]}"
+        return f"{problem.rank} {problem.phase} {problem.layer} {problem.peer} {problem.detail[:11]}"
     return "landed"
 
 

@@ -31,7 +31,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import REPORTED, Failure
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric.flags import COUNT_MASK, FAILED, WORD_BYTES, Waiting, Words, is_behind, is_failure, word_of
 from moe_mk.comm.symmetric.memory import Memory, free_bytes
@@ -44,6 +44,7 @@ PAGE_BYTES = 4096
 
 NOTE_BYTES = 256
 """The rank that failed and the cause, in a window."""
+NOT_KNOWN = "its call failed: the cause is not known"
 
 StartWaiting = Callable[[str, int, str], Waiting]
 """Begin to wait, given phase, epoch and layer."""
@@ -235,10 +236,10 @@ class SymmetricHeap:
 
     def failure_of(self, peer: int, phase: str) -> CommError:
         """What a peer has reported."""
-        culprit, cause = peer, "the cause is not known"
+        culprit, cause = peer, NOT_KNOWN
         if self.notes_at is not None:
             culprit, cause = _unpacked(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES), peer)
-        return CommError(f"{REPORTED}{cause}", rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
+        return CommError(cause, rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
 
     def quiet(self) -> None:
         """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""
@@ -275,7 +276,7 @@ class SymmetricHeap:
 
 def _packed(failure: Failure) -> Tensor:
     """(NOTE_BYTES,) uint8: the culprit, the length of the text, the text."""
-    text = failure.text.encode()[: NOTE_BYTES - 8]
+    text = failure.report.encode()[: NOTE_BYTES - 8]
     culprit = -1 if failure.culprit is None else failure.culprit
     memory = bytearray(struct.pack("<iI", culprit, len(text)) + text.ljust(NOTE_BYTES - 8))
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -286,4 +287,4 @@ def _unpacked(note: Tensor, peer: int) -> tuple[int, str]:
     memory = bytes(note.numpy())
     culprit, length = struct.unpack_from("<iI", memory)
     text = memory[8 : 8 + min(length, NOTE_BYTES - 8)].decode(errors="replace")
-    return (culprit if culprit >= 0 and text else peer), text or "the cause is not known"
+    return (culprit if culprit >= 0 and text else peer), text or NOT_KNOWN

@@ -55,7 +55,7 @@ class LibraryBufferPool(BufferPool[LibraryBufferSlot[B]], Generic[B]):
 
     def abort(self, failure: Failure) -> None:
         """Refuse further calls; peers hear of it from the group, or from the library's own timeout inside of a call."""
-        self.failure = self.failure or failure.text
+        self.failure = self.failure or failure.report
 
     def reopen(self) -> None:
         """Raise UnsupportedError: what a library's buffers hold after a failed call is not known."""

@@ -240,5 +240,5 @@ def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld, world
         last = "10 True {0}, phase '(dispatch|combine)', {1}: epoch 11|9 True {0}, phase 'combine', {1}: epoch 10"
         where = last.format(f"rank {rank}", "layer 'layers.3', peer 2")
         # Who meets a peer's report before the end of the process has it from there.
-        reported = rf"\d+ True rank {rank}, phase '(dispatch|combine)', layer 'layers.3', peer 2: its call failed"
+        reported = rf"\d+ True rank {rank}, phase '(dispatch|combine)', layer 'layers.3', peer 2: epoch 1[01]"
         assert re.match(rf"({where}|{reported}): .*has ended", text), text
