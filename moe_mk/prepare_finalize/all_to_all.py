@@ -15,7 +15,7 @@ at a time. `all_to_all_v` gathers a table of all routings first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -44,10 +44,9 @@ from moe_mk.prepare_finalize.base import (
     Volume,
 )
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
-from moe_mk.prepare_finalize.rows.eager import EagerCall, joined, rows_of, sealed
 from moe_mk.prepare_finalize.rows.exchange import RowExchange, kept_bytes
 from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, is_read_as_it_arrives
-from moe_mk.prepare_finalize.rows.fused_messages import FusedMessages, Outgoing, Steps
+from moe_mk.prepare_finalize.rows.messages import FusedMessages, MessageRows, joined, rows_of, sealed
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -128,7 +127,7 @@ class DispatchHandle:
     sent: Sequence[int]
     received: Sequence[int]
     num_tokens: int
-    call: EagerCall | None = None
+    call: MessageRows | None = None
     """Of rows that kernels have sent with their counts."""
 
 
@@ -156,7 +155,7 @@ class AllToAll(PrepareFinalize):
         self._size = RowBytes.of(context)
         native = self._exchange.native
         self._format = None if native is None else KernelRowFormat(context, self._size)
-        self._idle: list[EagerCall] = []
+        self._idle: list[MessageRows] = []
         """Calls that are not in use."""
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -167,7 +166,7 @@ class AllToAll(PrepareFinalize):
         if few and self._format is not None and c.dtype.dtype in ROW_TYPES:
             native = self._exchange.native
             assert native is not None
-            call = self._idle.pop() if self._idle else EagerCall(c, self._format, native)
+            call = self._idle.pop() if self._idle else MessageRows(c, self._format, native)
             with c.spans.span("quantise"):  # kernels round rows while they pack them
                 going = call.send(x_TH, routing, self.encode)
             with c.spans.span("dispatch"):
@@ -226,11 +225,24 @@ class AllToAll(PrepareFinalize):
         if not is_read_as_it_arrives(context, form, experts):
             return None
         places = Places(tables.choice_X, *form.tables, context.comm.rank)
-        return FusedMessages(context, form, experts, gating, places, _Steps(self), multiply)
+        return FusedMessages(context, form, experts, gating, places, self, multiply)
+
+    def run_apart(
+        self, call: MessageRows, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply
+    ) -> Flight[Tensor]:
+        """The rest of a native call in which rows of some peer follow their count."""
+        handle = DispatchHandle(call.token_X(), call.sent, received, call.num_tokens)
+        tokens = self._opened((yield from self._with_others(call.own_rows(), arrived, received)), handle)
+        return (yield from self.finalize(multiply(tokens), tokens))
+
+    def combine_apart(self, y_RH: Tensor, call: MessageRows, received: list[int]) -> Flight[Tensor]:
+        """The rest of a native call with sums that do not fit into messages."""
+        token_X = call.token_X()
+        return self._combine(y_RH, token_X, DispatchHandle(token_X, call.sent, received, call.num_tokens))
 
     # Rows that are sent with their counts, and rows of peers that are.
 
-    def _dispatch_packed(self, call: EagerCall, going: Mapping[int, Envelope], num_tokens: int) -> Flight[Tokens]:
+    def _dispatch_packed(self, call: MessageRows, going: Mapping[int, Envelope], num_tokens: int) -> Flight[Tokens]:
         """Rows that kernels have packed and will open."""
         comm = self.context.comm
         self._count_sent(call.sent)
@@ -287,9 +299,9 @@ class AllToAll(PrepareFinalize):
     ) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
         """Exchange counts, and rows where they come with them; what peers have announced is checked."""
         arrived = yield from self.context.comm.swap_eager(going, dict.fromkeys(going, ANY), "dispatch counts")
-        return arrived, self._counts_of(arrived, sent)
+        return arrived, self.counts_of(arrived, sent)
 
-    def _counts_of(self, arrived: Mapping[int, Arrival], sent: Sequence[int]) -> list[int]:
+    def counts_of(self, arrived: Mapping[int, Arrival], sent: Sequence[int]) -> list[int]:
         """Rows received from each rank. Raises CommError for more than there can be, and for rows of another size."""
         comm, phase, row_bytes = self.context.comm, "dispatch counts", self._size.values + self._size.tail
         received = [arrived[peer].num_rows if peer in arrived else count for peer, count in enumerate(sent)]
@@ -376,36 +388,6 @@ class AllToAll(PrepareFinalize):
     def buffer_bytes(cls, problem: Problem) -> int:
         """Host memory in which rows are packed, kept for the next call."""
         return kept_bytes(problem)
-
-
-@dataclass(frozen=True)
-class _Steps(Steps):
-    """Those of a transport."""
-
-    of: AllToAll
-
-    def swap(
-        self, going: Mapping[int, Envelope], sent: list[int], meanwhile: Callable[[], None] | None
-    ) -> tuple[Mapping[int, Arrival], list[int]]:
-        """See `Steps`."""
-        comm = self.of.context.comm
-        arrived = comm.swap_now(going, dict.fromkeys(going, ANY), "dispatch counts", meanwhile)
-        return arrived, self.of._counts_of(arrived, sent)
-
-    def run_apart(
-        self, going: Outgoing, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply
-    ) -> Flight[Tensor]:
-        """See `Steps`."""
-        transport, size = self.of, self.of._size
-        handle = DispatchHandle(going.token_X, going.sent, received, going.num_tokens)
-        own = going.own_rows(going.sent[transport.context.comm.rank], size.values, size.tail)
-        tokens = transport._opened((yield from transport._with_others(own, arrived, received)), handle)
-        return (yield from transport.finalize(multiply(tokens), tokens))
-
-    def combine_apart(self, y_RH: Tensor, going: Outgoing, received: list[int]) -> Flight[Tensor]:
-        """See `Steps`."""
-        handle = DispatchHandle(going.token_X, going.sent, received, going.num_tokens)
-        return self.of._combine(y_RH, going.token_X, handle)
 
 
 @dataclass(frozen=True)
