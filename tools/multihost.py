@@ -51,7 +51,7 @@ class Job:
         """What a person types on one of the hosts."""
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(self.ranks_per_host)]
         launcher += ["--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
-        return [sys.executable, *launcher, "-m", "moe_mk.lab.cli", "run", str(self.checkpoint), *self.options]
+        return [sys.executable, *launcher, "-m", "moe_mk", "run", str(self.checkpoint), *self.options]
 
 
 class Hosts:

@@ -86,7 +86,7 @@ def test_idle_ranks_take_part(tiny: Path, invoke: Invoke, capfd: pytest.CaptureF
 def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((3, 256)))
     words = ("run", tiny, "--hidden-states", tmp_path / "rows.npy", "--repeats", 1)
-    done = command(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "moe_mk.lab.cli", *words)
+    done = command(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "moe_mk", *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("decision ") == 1 and done.stdout.count("PASS") == 1
     assert "ep=2" in done.stdout and "2+1 tokens" in done.stdout

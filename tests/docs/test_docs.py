@@ -92,7 +92,7 @@ def verb_and_options(words: list[str]) -> list[str] | None:
     """What follows `moe-mk`, however it is started; None for another command."""
     if words[0] == "moe-mk":
         return words[1:]
-    return words[words.index("moe_mk.lab.cli") + 1 :] if "moe_mk.lab.cli" in words else None
+    return words[words.index("moe_mk") + 1 :] if "moe_mk" in words else None
 
 
 def complaint_about(words: list[str], *, whole: bool) -> str:

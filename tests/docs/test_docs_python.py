@@ -17,10 +17,9 @@ from tests.docs.pages import PAGES, ROOT, blocks
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: `ds3`, a tiny checkpoint in the official layout, and `configs`."""
+    """A folder with what the pages name: `ds3`, a tiny checkpoint in the official layout."""
     folder = tmp_path_factory.mktemp("docs")
     write_checkpoint(folder / "ds3", CheckpointShape(num_experts=16, hidden_size=256, intermediate_size=128))
-    (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
 

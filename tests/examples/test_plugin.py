@@ -100,7 +100,7 @@ def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
 @pytest.mark.slow
 def test_both_are_certified_as_they_come_out_of_the_wheel(with_plugin: Run) -> None:
     for name, origin in (("one_by_one", "transport:OneByOne"), ("matmul_loop", "experts:MatmulLoop")):
-        done = with_plugin("-m", "moe_mk.lab.cli", "certify", name, "--quick", "--json")
+        done = with_plugin("-m", "moe_mk", "certify", name, "--quick", "--json")
         assert done.returncode == 0, done.stdout + done.stderr
         certificate = json.loads(done.stdout)
         assert certificate["passed"] and certificate["not_covered"] == []

@@ -66,7 +66,7 @@ def test_another_process_elsewhere_compiles_under_the_same_keys(tmp_path: Path) 
     config, out = tmp_path / "model.yaml", tmp_path / "kernels"
     config.write_text(json.dumps({"model": MODEL, "router": ROUTER}))
     options = ["--tokens", "5", "--out", str(out), "--json"]
-    command = [sys.executable, "-m", "moe_mk.lab.cli", "compile", str(config), *options]
+    command = [sys.executable, "-m", "moe_mk", "compile", str(config), *options]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True, timeout=100,
         check=True,

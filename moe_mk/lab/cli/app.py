@@ -289,5 +289,5 @@ def schema() -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m moe_mk.lab.cli`."""
+    """Entry point of `python -m moe_mk`."""
     app()
