@@ -71,10 +71,9 @@ struct Avx512Ops {
 
   // Eight k pairs at a time, the shortest part. Sums of a part and totals: 24 registers.
   template <int N, bool Minima, bool Scaled>
-  static void rows_by_parts(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, const Ahead& ahead,
-                            float* totals) {
-    const int eights = steps * 2, each = parts.pairs / 8;
-    const float *scales = parts.scales, *minima = parts.minima;
+  static void rows_by_parts(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, Ahead ahead, float* totals) {
+    const int each = parts.pairs / 8;
+    const float *scales = parts.scales, *minima = parts.minima, *x_sums = parts.sums;
     __m512 all[N][2], sums[N][2];
 #pragma GCC unroll 6
     for (int m = 0; m < N; ++m)
@@ -82,15 +81,14 @@ struct Avx512Ops {
         all[m][t] = _mm512_loadu_ps(totals + m * kPairColumns + 16 * t);
         sums[m][t] = _mm512_setzero_ps();
       }
-    for (int eight = 0, left = each, part = 0; eight < eights; ++eight) {
-      const uint8_t* x = group.x + eight / 2 * group.step_bytes + eight % 2 * 32;
-      const uint8_t* b = panel + size_t(eight) * 8 * kPanelRow;
-      for (int line = 0; line < 2 * ahead.lines; ++line)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead.data + (eight * 2 * ahead.lines + line) * 64), _MM_HINT_T0);
+    const uint8_t* x = group.x;
+    size_t apart = kRowBytes / 2;  // from these eight to the next: half a row, and what is left of a step
+    for (int left = each, eights = 2 * steps; eights > 0; x += apart, apart = group.step_bytes - apart, panel += 8 * kPanelRow) {
+      ahead.some(2);
 #pragma GCC unroll 8
       for (int r = 0; r < 8; ++r) {
-        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + r * kPanelRow));
-        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + r * kPanelRow + 64));
+        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow));
+        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow + 64));
 #pragma GCC unroll 6
         for (int m = 0; m < N; ++m) {
           const __m512bh two = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x + m * kRowBytes + r * 4)));
@@ -98,7 +96,8 @@ struct Avx512Ops {
           sums[m][1] = _mm512_dpbf16_ps(sums[m][1], b1, two);
         }
       }
-      if (--left != 0 && eight + 1 != eights) continue;
+      --eights;
+      if (--left != 0 && eights != 0) continue;
       left = each;
 #pragma GCC unroll 6
       for (int m = 0; m < N; ++m) {
@@ -108,11 +107,11 @@ struct Avx512Ops {
           all[m][t] = _mm512_fmadd_ps(sums[m][t], Scaled ? _mm512_mul_ps(scale, row) : scale, all[m][t]);
           sums[m][t] = _mm512_setzero_ps();
           if (!Minima) continue;
-          const __m512 x_sum = _mm512_set1_ps(parts.sums[m * parts.sums_stride + part]);
+          const __m512 x_sum = _mm512_set1_ps(x_sums[m * parts.sums_stride]);
           all[m][t] = _mm512_fnmadd_ps(_mm512_load_ps(minima + 16 * t), Scaled ? _mm512_mul_ps(x_sum, row) : x_sum, all[m][t]);
         }
       }
-      ++part;
+      ++x_sums;
       scales += kPairColumns;
       minima += Minima ? kPairColumns : 0;
     }
