@@ -25,7 +25,7 @@ from tests.cli.conftest import Invoke
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint inspect".split(),
-    *"certify chaos bench tune compile bisect demo waits".split(),
+    *"certify chaos bench tune compile bisect demo waits fit".split(),
     *(f"plan {verb}" for verb in "exchange tables held-out relay volumes paths timeline".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")

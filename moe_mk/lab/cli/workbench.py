@@ -11,6 +11,7 @@ from moe_mk.lab.cli.exits import with_exit_code
 from moe_mk.lab.cli.options import (
     BACKEND_NAMES,
     EXPERTS_NAMES,
+    MODEL_NAMES,
     AllowEmulated,
     AsJson,
     Device,
@@ -210,6 +211,35 @@ def bisect_command(
         one, other, ranks, tokens, experts, top_k, hidden, intermediate, weights, activations, dtype, seed, exact
     )
     return bisect_backends(Screen(), order, as_json=as_json)
+
+
+@workbench.command(
+    "fit", epilog="Example: moe-mk fit deepseek_v3 --trace routing.safetensors --memory 3GB --disk 1.1GB/s"
+)
+@with_exit_code
+def fit_command(
+    config: Annotated[
+        str, typer.Argument(help="a shipped model, a file, or a config.json", autocompletion=MODEL_NAMES)
+    ],
+    trace: Annotated[Path, typer.Option(help="a routing trace, of moe-mk run --record-trace or of another program")],
+    memory: Annotated[str, typer.Option(help="memory for the experts of the traced layers, such as 3GB")],
+    disk: Annotated[str, typer.Option(help="rate of direct reads")] = "1.1GB/s",
+    ram: Annotated[str, typer.Option(help="rate at which resident experts are multiplied")] = "20GB/s",
+    faults: Annotated[str | None, typer.Option(help="rate of reads by page faults; default: as --disk")] = None,
+    other: Annotated[float, typer.Option(min=0, help="microseconds of each layer outside its experts")] = 0.0,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="consecutive tokens of a step")] = 1,
+    gate_trace: Annotated[
+        Path | None, typer.Option(help="what each gate chooses from the input of the layer before, as a trace")
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Predict hit rates and time of experts larger than memory: policies, their optimum, prefetch, page cache."""
+    from moe_mk.lab.cli.fit import FitOrder, fit
+    from moe_mk.lab.cli.screen import Screen
+
+    order = FitOrder(config, trace, memory, disk, ram, faults, other, tokens, gate_trace, settings_of(settings))
+    return fit(Screen(), order, as_json=as_json)
 
 
 @workbench.command("waits", epilog="Example: moe-mk waits prefill.json")

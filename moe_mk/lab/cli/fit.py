@@ -1,0 +1,158 @@
+"""`moe-mk fit`: hit rates and predicted time of experts larger than memory, over a recorded routing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.errors import ConfigError
+from moe_mk.experts.residency import POLICIES
+from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, compare, simulate, simulate_page_cache, steps_of
+from moe_mk.lab.trace.importers import import_trace
+from moe_mk.oracle.cost import expert_bytes
+from moe_mk.quant.plain import BF16
+from moe_mk.text import amount
+from moe_mk.trace.routing import RoutingTrace, TraceError
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PARTS = (0.125, 0.25, 0.375, 0.5, 0.75)
+"""Slots of the first table, as parts of the experts of a layer."""
+
+
+@dataclass(frozen=True)
+class FitOrder:
+    """The options of `moe-mk fit`."""
+
+    config: str
+    trace: Path
+    memory: str
+    disk: str
+    ram: str
+    faults: str | None
+    other_us: float
+    tokens: int
+    gate_trace: Path | None
+    overrides: Mapping[str, Any]
+
+
+def bytes_of(option: str, text: str, *, per_second: bool = False) -> int:
+    """The number of bytes that a text such as 3GB, 512MiB or, per second, 1.1GB/s names; raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)", text.strip().removesuffix("/s" if per_second else ""))
+    if found is None or found[2] not in UNITS or not (value := round(float(found[1]) * UNITS[found[2]])):
+        example = "1.1GB/s" if per_second else "3GB or 512MiB"
+        raise ConfigError(f"{option} {text!r} is no amount above 0; write for example {example}")
+    return value
+
+
+def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
+    """Simulate and print. Raises ConfigError, or TraceError for a trace that does not fit the configuration."""
+    memory = bytes_of("--memory", order.memory)
+    config = load_config(order.config).with_(**order.overrides)
+    trace = _read(order.trace, config.model.num_experts)
+    early = None if order.gate_trace is None else _read(order.gate_trace, config.model.num_experts)
+    steps = steps_of(trace, order.tokens)
+    early_steps = None if early is None else steps_of(early, order.tokens)
+    if early_steps is not None and [len(step) for step in early_steps] != [len(step) for step in steps]:
+        raise TraceError(f"{order.gate_trace} has other steps or layers than {order.trace}; record both together")
+    each = expert_bytes(Problem(config, device_profile("cpu"), BF16, order.tokens))
+    faults = None if order.faults is None else bytes_of("--faults", order.faults, per_second=True)
+    disk, ram = (bytes_of(f"--{name}", getattr(order, name), per_second=True) for name in ("disk", "ram"))
+    machine = Machine(each, disk, ram, order.other_us * 1e-6, faults)
+    layers, experts = len(steps[0]), config.model.num_experts
+    slots = min(memory // (layers * each), experts)
+    if slots < 1:
+        raise ConfigError(
+            f"--memory {order.memory} is less than one expert of {amount(each)} in each of {layers} layers; "
+            f"give at least {amount(layers * each)}"
+        )
+    recorded = Recorded(steps, experts, trace.facts.top_k, early_steps)
+    outcomes = compare(recorded, machine, slots, list(POLICIES))
+    by_slots = {
+        count: _rates(recorded, machine, count) for count in sorted({max(1, round(p * experts)) for p in PARTS})
+    }
+    if as_json:
+        stated = {
+            "expert_bytes": each, "layers": layers, "experts": experts, "slots": slots,
+            "steps": len(steps) - recorded.half, "hit_rates_by_slots": by_slots,
+            "outcomes": [_stated(one, order.tokens) for one in outcomes],
+        }  # fmt: skip
+        typer.echo(json.dumps(stated, indent=2))
+        return OK
+    whole = amount(layers * experts * each)
+    screen.fact(
+        "model", f"{config.model.name}: {experts} experts of {amount(each)}, {layers} layers in the trace, {whole}"
+    )
+    screen.fact(
+        "memory", f"{amount(memory)}: {slots} of {experts} experts a layer; disk {amount(disk)}/s, ram {amount(ram)}/s"
+    )
+    screen.fact(
+        "trace", f"{len(steps)} steps of {order.tokens} tokens; the first half fills the slots, the second is counted"
+    )
+    screen.fact("hit rates", "by slots of a layer")
+    screen.console.print(_table_of_rates(by_slots, experts))
+    screen.fact("predicted", f"with {slots} slots a layer; x: the time of the page cache divided by this time")
+    screen.console.print(_table_of_outcomes(outcomes, order.tokens))
+    return OK
+
+
+def _read(file: Path, num_experts: int) -> RoutingTrace:
+    trace = import_trace(file, num_experts=num_experts)
+    if trace.facts.num_experts != num_experts:
+        raise TraceError(
+            f"trace {file} has {trace.facts.num_experts} experts, the configuration {num_experts}; name its model, or "
+            f"add --set num_experts={trace.facts.num_experts}"
+        )
+    return trace
+
+
+def _rates(recorded: Recorded, machine: Machine, slots: int) -> dict[str, float]:
+    """Hit rates of the page cache, the policies and the optimum."""
+    found = [simulate_page_cache(recorded, machine, slots)]
+    found += [simulate(recorded, machine, slots, name) for name in (*POLICIES, "belady")]
+    return {one.name: one.hit_rate for one in found}
+
+
+def _stated(one: Outcome, tokens: int) -> dict[str, float | str]:
+    return {
+        "name": one.name, "hit_rate": one.hit_rate, "reads_per_step": one.reads / len(one.seconds),
+        "step_s": one.step_s, "tokens_per_s": tokens / one.step_s, "error": one.error,
+        "prefetch_right": one.right / max(one.predicted, 1),
+        "prefetch_wasted": one.wasted,
+    }  # fmt: skip
+
+
+def _table_of_rates(by_slots: Mapping[int, Mapping[str, float]], experts: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("slots", justify="right")
+    for name in next(iter(by_slots.values())):
+        table.add_column(name, justify="right")
+    for slots, rates in by_slots.items():
+        table.add_row(f"{slots} of {experts}", *(f"{100 * rate:.1f} %" for rate in rates.values()))
+    return table
+
+
+def _table_of_outcomes(outcomes: list[Outcome], tokens: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("policy")
+    for column in ("hits", "reads/step", "ms/step", "tokens/s", "x", "predicted right"):
+        table.add_column(column, justify="right")
+    base = outcomes[0].step_s
+    for one in outcomes:
+        right = f"{100 * one.right / one.predicted:.0f} %" if one.predicted else ""
+        error = f" +- {100 * one.error:.0f} %"
+        table.add_row(
+            one.name, f"{100 * one.hit_rate:.1f} %", f"{one.reads / len(one.seconds):.2f}", f"{1e3 * one.step_s:.4g}",
+            f"{tokens / one.step_s:.4g}{error}", f"{base / one.step_s:.2f}", right,
+        )  # fmt: skip
+    return table

@@ -1,0 +1,304 @@
+"""Simulate experts larger than memory over a recorded routing: hit rates and time of policies, prefetch and page cache.
+
+Each layer has `slots` of its own for its experts. A call of a layer computes the experts that are resident while one
+disk reads the missing ones, in the order in which they arrive:
+
+    disk      | read e7        | read e2        | prefetch for the next layer ...
+    compute   | e1 e4 |          e7 |             e2 |
+
+    name         what makes room
+    belady       the expert whose next use is furthest in the future: the fewest misses that any policy can have
+    page cache   pages, the longest unused of all layers; a missing page is read when it is touched, nothing meanwhile
+
+A prefetch reads experts of the next layer while the disk is idle; a read that has begun is finished. The first half of
+the steps fills the slots and trains the tables, the second half is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_mk.errors import ConfigError
+from moe_mk.experts.residency import POLICIES, Policy
+from moe_mk.trace.routing import RoutingTrace, TraceError
+
+Step = list[tuple[int, ...]]
+"""The distinct experts of each layer in one step, ascending."""
+PIECES = 8
+"""Parts of an expert that the page cache keeps and evicts on their own."""
+BLOCKS = 10
+"""Parts of the counted steps of which the spread of the time is estimated."""
+PREFETCHES = ("none", "frequent", "table", "gate", "known")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a read and a multiplication take. Rates in bytes per second."""
+
+    expert_bytes: int
+    disk: float
+    memory: float
+    """Rate at which resident experts are multiplied: few tokens are bound by reading weights from memory."""
+    other_s: float = 0.0
+    """Seconds of each layer outside its experts."""
+    faults: float | None = None
+    """Rate at which page faults read; None: as `disk`."""
+
+    @property
+    def read_s(self) -> float:
+        """Seconds to read one expert."""
+        return self.expert_bytes / self.disk
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds to multiply one expert."""
+        return self.expert_bytes / self.memory
+
+
+@dataclass
+class Outcome:
+    """Counts of the second half of the steps."""
+
+    name: str
+    uses: int = 0
+    hits: int = 0
+    reads: float = 0.0
+    """Experts read, prefetched ones included; of the page cache in parts."""
+    wasted: int = 0
+    """Prefetched experts that were evicted unused."""
+    predicted: int = 0
+    right: int = 0
+    """Of the predicted experts, those that were used."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each step."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the uses that found their expert resident, or on its way."""
+        return self.hits / max(self.uses, 1)
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return float(np.mean(self.seconds))
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of the mean time, from the spread over `BLOCKS` runs of consecutive steps."""
+        means = [float(np.mean(part)) for part in np.array_split(self.seconds, min(BLOCKS, len(self.seconds)))]
+        return float(np.std(means, ddof=1)) / math.sqrt(len(means)) / self.step_s if len(means) > 1 else math.nan
+
+
+def steps_of(trace: RoutingTrace, tokens: int) -> list[Step]:
+    """The steps of a trace of whole forwards, each cut into steps of `tokens` consecutive tokens.
+
+    Raises TraceError where a layer is missing in a step, or has other tokens than the others.
+    """
+    layers = trace.layers
+    calls: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
+    for each in trace.forwards():
+        calls.setdefault((each.step, each.rank), []).append(each.ids_TK.numpy().astype(np.int64))
+    steps: list[Step] = []
+    for (step, rank), of_layers in calls.items():
+        counts = {len(ids) for ids in of_layers}
+        if len(of_layers) != len(layers) or len(counts) != 1:
+            raise TraceError(
+                f"step {step} of rank {rank} has {len(of_layers)} forwards of {sorted(counts)} tokens, expected one of "
+                f"each of the {len(layers)} layers with the same tokens; filter the trace, or record whole steps"
+            )
+        for start in range(0, counts.pop(), tokens):
+            parts = (np.unique(ids[start : start + tokens]) for ids in of_layers)
+            steps.append([tuple(part[part >= 0].tolist()) for part in parts])
+    if len(steps) < 2:
+        raise TraceError(f"the trace has {len(steps)} steps of {tokens} tokens; at least 2 are needed")
+    return steps
+
+
+class Belady(Policy):
+    """The clairvoyant optimum: evicts the expert whose next use is furthest in the future."""
+
+    def __init__(self, num_experts: int, steps: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(num_experts)
+        self._uses: list[list[int]] = [[] for _ in range(num_experts)]
+        for number, experts in enumerate(steps):
+            for expert in experts:
+                self._uses[expert].append(number)
+        self._now = -1
+
+    def used(self, experts: Sequence[int]) -> None:
+        """Advances by one step."""
+        self._now += 1
+
+    def victim(self, resident: Collection[int]) -> int:
+        """The furthest next use."""
+        return max(resident, key=self._next_use)
+
+    def _next_use(self, expert: int) -> float:
+        uses = self._uses[expert]
+        at = bisect_right(uses, self._now)
+        return uses[at] if at < len(uses) else math.inf
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace in steps, and what predicts it."""
+
+    steps: list[Step]
+    num_experts: int
+    top_k: int
+    early: list[Step] | None = None
+    """What the gates choose from the input of the layer before, step by step."""
+
+    @property
+    def half(self) -> int:
+        """The first counted step."""
+        return len(self.steps) // 2
+
+    def predictor(self, name: str) -> Callable[[int, int], Sequence[int]]:
+        """Experts of a layer, likeliest first, from the step and the routing of the layer before."""
+        if name == "known":
+            return lambda step, layer: self.steps[step][layer]
+        if name == "gate":
+            early = self.early
+            if early is None:
+                raise ConfigError("prefetch 'gate' needs what the gates choose one layer early; give --gate-trace")
+            return lambda step, layer: early[step][layer]
+        table_LEE = np.zeros((len(self.steps[0]), self.num_experts, self.num_experts))
+        for step in self.steps[: self.half]:
+            for layer in range(1, len(step)):
+                table_LEE[layer][np.ix_(step[layer - 1], step[layer])] += 1
+        if name == "frequent":
+            table_LEE[:] = table_LEE.sum(1, keepdims=True)
+
+        def likeliest(step: int, layer: int) -> Sequence[int]:
+            score_E = table_LEE[layer][list(self.steps[step][layer - 1])].sum(0)
+            count = len(self.steps[step][layer])
+            found: list[int] = np.argsort(-score_E, kind="stable")[:count].tolist()
+            return found
+
+        return likeliest
+
+
+@dataclass
+class _Slots:
+    """The resident experts of one layer, with the time at which each has arrived."""
+
+    policy: Policy
+    slots: int
+    ready: dict[int, float] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+    """Prefetched experts that no call has used."""
+
+    def make_room(self, kept: Collection[int]) -> int:
+        """Evict one expert if all slots are taken; returns how many unused ones that were."""
+        if len(self.ready) < self.slots:
+            return 0
+        others = [expert for expert in self.ready if expert not in kept]
+        victim = self.policy.victim(others or list(self.ready))
+        del self.ready[victim]
+        wasted = victim in self.unused
+        self.unused.discard(victim)
+        return int(wasted)
+
+
+def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, prefetch: str = "none") -> Outcome:
+    """Run a trace with `slots` resident experts a layer. policy: a registered name, or "belady".
+
+    Raises ConfigError for unknown names and for less than one slot.
+    """
+    if slots < 1:
+        raise ConfigError(f"{slots} slots a layer: at least one expert must be resident; give more memory")
+    if prefetch not in PREFETCHES:
+        raise ConfigError(f"prefetch {prefetch!r} is unknown; use one of {', '.join(PREFETCHES)}")
+    outcome = Outcome(policy if prefetch == "none" else f"{policy}, prefetch {prefetch}")
+    predict = None if prefetch == "none" else recorded.predictor(prefetch)
+    columns = list(zip(*recorded.steps, strict=True))
+    experts = recorded.num_experts
+    layers = [
+        _Slots(Belady(experts, column) if policy == "belady" else POLICIES[policy](experts), slots)
+        for column in columns
+    ]
+    now, disk = 0.0, 0.0
+    for number, step in enumerate(recorded.steps):
+        if number == recorded.half:
+            outcome.uses, outcome.hits, outcome.reads, outcome.wasted, outcome.predicted, outcome.right = (0,) * 6
+        began = now
+        for layer, needed in enumerate(step):
+            held, start = layers[layer], now
+            held.policy.used(needed)
+            there = [expert for expert in needed if expert in held.ready]
+            missing = [expert for expert in needed if expert not in held.ready]
+            outcome.uses, outcome.hits = outcome.uses + len(needed), outcome.hits + len(there)
+            held.unused.difference_update(there)
+            arrivals, kept = [max(start, held.ready[expert]) for expert in there], set(needed)
+            for expert in missing:
+                outcome.wasted += held.make_room(kept)
+                disk = max(disk, start) + machine.read_s
+                held.ready[expert] = disk
+                arrivals.append(disk)
+                outcome.reads += 1
+            for arrival in sorted(arrivals):
+                now = max(now, arrival) + machine.compute_s
+            now += machine.other_s
+            if predict is not None and layer + 1 < len(step):
+                following, asked = layers[layer + 1], predict(number, layer + 1)[:slots]
+                outcome.predicted += len(asked)
+                outcome.right += len(set(asked) & set(step[layer + 1]))
+                for expert in asked:
+                    if max(disk, start) >= now:
+                        break
+                    if expert not in following.ready:
+                        outcome.wasted += following.make_room(asked)
+                        disk = max(disk, start) + machine.read_s
+                        following.ready[expert] = disk
+                        following.unused.add(expert)
+                        outcome.reads += 1
+        if number >= recorded.half:
+            outcome.seconds.append(now - began)
+    return outcome
+
+
+def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Outcome:
+    """The same memory for pages of all layers, evicted longest unused first; reads what is used and no more."""
+    outcome = Outcome("page cache")
+    pages: OrderedDict[tuple[int, int, int], None] = OrderedDict()
+    room, rate = slots * len(recorded.steps[0]) * PIECES, machine.faults or machine.disk
+    for number, step in enumerate(recorded.steps):
+        if number == recorded.half:
+            outcome.uses, outcome.hits, outcome.reads = 0, 0, 0.0
+        missed = 0
+        for layer, needed in enumerate(step):
+            for expert in needed:
+                before = missed
+                for piece in range(PIECES):
+                    page = layer, expert, piece
+                    if page in pages:
+                        pages.move_to_end(page)
+                        continue
+                    missed += 1
+                    pages[page] = None
+                    if len(pages) > room:
+                        pages.popitem(last=False)
+                outcome.uses, outcome.hits = outcome.uses + 1, outcome.hits + (missed == before)
+        outcome.reads += missed / PIECES
+        if number >= recorded.half:
+            computed = sum(len(needed) for needed in step) * machine.compute_s + len(step) * machine.other_s
+            outcome.seconds.append(computed + missed / PIECES * machine.expert_bytes / rate)
+    return outcome
+
+
+def compare(recorded: Recorded, machine: Machine, slots: int, policies: Sequence[str]) -> list[Outcome]:
+    """The page cache, every policy, the optimum, and each prefetch with the first policy."""
+    outcomes = [simulate_page_cache(recorded, machine, slots)]
+    outcomes += [simulate(recorded, machine, slots, name) for name in (*policies, "belady")]
+    for prefetch in PREFETCHES[1:]:
+        if prefetch != "gate" or recorded.early is not None:
+            outcomes.append(simulate(recorded, machine, slots, policies[0], prefetch))
+    return outcomes

@@ -1,0 +1,161 @@
+"""The simulator of experts larger than memory, by hand and against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_mk.errors import ConfigError
+from moe_mk.experts.residency import POLICIES
+from moe_mk.lab.cli.fit import bytes_of
+from moe_mk.lab.plan.residency import Machine, Recorded, Step, compare, simulate, simulate_page_cache, steps_of
+from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
+from tests.cli.conftest import moe_mk
+
+MACHINE = Machine(expert_bytes=100, disk=100.0, memory=1000.0)
+"""A read takes 1 s, a multiplication 0.1 s."""
+
+
+def recorded(uses: list[tuple[int, ...]], experts: int = 4) -> Recorded:
+    """One layer, from cold slots: the half before what is counted has empty steps."""
+    nothing: list[Step] = [[()]] * len(uses)
+    return Recorded([*nothing, *([use] for use in uses)], experts, 1)
+
+
+def drawn(seed: int, layers: int = 1, steps: int = 40, experts: int = 6) -> Recorded:
+    """Skewed random uses of one to three experts."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+    chance = torch.rand(layers, experts, generator=draw) ** 3 + 0.01
+    uses: list[Step] = [
+        [
+            tuple(sorted(torch.multinomial(chance[layer], 1 + (step + seed) % 3, generator=draw).tolist()))
+            for layer in range(layers)
+        ]
+        for step in range(steps)
+    ]
+    return Recorded(uses, experts, 3)
+
+
+@pytest.mark.row(173)
+def test_policies_evict_what_they_promise() -> None:
+    # Two slots, uses 0 0 1 2 0: lru evicts 0 for 2 and misses it; lfu evicts 1 and hits 0; so does the optimum.
+    uses = [(0,), (0,), (1,), (2,), (0,)]
+    hits = {name: simulate(recorded(uses), MACHINE, 2, name).hits for name in ("lru", "lfu", "decayed", "belady")}
+    assert hits == {"lru": 1, "lfu": 2, "decayed": 2, "belady": 2}
+
+
+@pytest.mark.row(173)
+def test_no_policy_and_no_brute_force_beats_the_clairvoyant_optimum() -> None:
+    for seed in range(12):
+        trace = recorded([tuple(step[0]) for step in drawn(seed, steps=9, experts=5).steps], 5)
+        for slots in (3, 4):
+            outcomes = {name: simulate(trace, MACHINE, slots, name) for name in (*POLICIES, "belady")}
+            fewest = _fewest_reads([step[0] for step in trace.steps[trace.half :]], slots)
+            assert outcomes["belady"].reads == fewest, (seed, slots)
+            assert all(one.reads >= fewest for one in outcomes.values())
+
+
+def _fewest_reads(steps: list[tuple[int, ...]], slots: int) -> int:
+    """The fewest reads of any choice of victims."""
+
+    @cache
+    def fewest(at: int, held: frozenset[int]) -> int:
+        if at == len(steps):
+            return 0
+        needed = frozenset(steps[at])
+        full = held | needed
+        over = max(len(full) - slots, 0)
+        ways = itertools.combinations(sorted(held - needed), over)
+        return len(needed - held) + min(fewest(at + 1, full - frozenset(gone)) for gone in ways)
+
+    return fewest(0, frozenset())
+
+
+def test_reads_overlap_with_resident_experts_and_arrive_in_order() -> None:
+    # Step 1 reads 0 and 1 and multiplies each as it arrives: 2 s and the last product. Step 2 multiplies 0 and 1
+    # (0.2 s) while 2 is read: 1 s and one product.
+    outcome = simulate(recorded([(0, 1), (0, 1, 2)]), MACHINE, 4, "lru")
+    assert outcome.seconds == pytest.approx([2.1, 1.1])
+    # The page cache reads nothing ahead of the touch: 2 reads and 2 products, then 1 read and 3 products.
+    assert simulate_page_cache(recorded([(0, 1), (0, 1, 2)]), MACHINE, 4).seconds == pytest.approx([2.2, 1.3])
+
+
+def test_the_page_cache_is_lru_where_a_step_uses_one_expert() -> None:
+    trace = recorded([step[0][:1] for step in drawn(3, steps=60).steps], 6)
+    assert simulate_page_cache(trace, MACHINE, 4).hits == simulate(trace, MACHINE, 4, "lru").hits
+
+
+def test_a_prefetch_reads_only_while_the_disk_is_idle() -> None:
+    # Two layers of one expert each, resident in layer 0: while it computes for 2 s, that of layer 1 is read in 1 s.
+    machine = Machine(expert_bytes=100, disk=100.0, memory=50.0)
+    steps: list[Step] = [[(0,), (number % 3,)] for number in range(12)]
+    trace = Recorded(steps, 3, 1)
+    none, known = (simulate(trace, machine, 1, "lru", prefetch) for prefetch in ("none", "known"))
+    assert none.step_s == pytest.approx(2 + 1 + 2) and known.step_s == pytest.approx(2 + 2)
+    assert known.hits == known.uses and known.right == known.predicted and not known.wasted
+    frequent = simulate(trace, machine, 1, "lru", "frequent")
+    assert frequent.right < frequent.predicted and frequent.wasted
+
+
+def test_a_table_learns_which_experts_follow_which() -> None:
+    steps: list[Step] = [[(number % 3,), ((number + 1) % 3,)] for number in range(30)]
+    assert simulate(Recorded(steps, 3, 1), MACHINE, 1, "lru", "table").right == 15
+    with pytest.raises(ConfigError, match="--gate-trace"):
+        simulate(Recorded(steps, 3, 1), MACHINE, 1, "lru", "gate")
+    early = Recorded(steps, 3, 1, early=steps)
+    assert [one.name for one in compare(early, MACHINE, 1, ["lru"])][-2:] == [
+        "lru, prefetch gate",
+        "lru, prefetch known",
+    ]
+
+
+def test_wrong_orders_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one expert"):
+        simulate(drawn(0), MACHINE, 0, "lru")
+    with pytest.raises(ConfigError, match="'tabel'"):
+        simulate(drawn(0), MACHINE, 1, "lru", "tabel")
+    with pytest.raises(ConfigError, match="did you mean 'lru'"):
+        simulate(drawn(0), MACHINE, 1, "lruu")
+
+
+def test_a_trace_becomes_steps_of_some_tokens() -> None:
+    facts = TraceFacts(num_experts=8, top_k=2)
+    ids = torch.tensor([[0, 1], [1, 2], [5, -1]], dtype=torch.int16)
+    whole = [TracedForward(0, 4, 0, "prefill", ids), TracedForward(0, 5, 0, "prefill", ids.flip(0))]
+    assert steps_of(RoutingTrace.of(facts, whole), 2) == [[(0, 1, 2), (1, 2, 5)], [(5,), (0, 1)]]
+    with pytest.raises(TraceError, match="one of each of the 2 layers"):
+        steps_of(RoutingTrace.of(facts, [*whole, TracedForward(1, 4, 0, "decode", ids)]), 1)
+    with pytest.raises(TraceError, match="at least 2"):
+        steps_of(RoutingTrace.of(facts, whole), 8)
+
+
+def test_amounts_are_read_with_their_units() -> None:
+    assert bytes_of("--memory", "3GB") == 3_000_000_000 and bytes_of("--memory", "1.5 KiB") == 1536
+    assert bytes_of("--disk", "1.1GB/s", per_second=True) == 1_100_000_000
+    for wrong in ("3", "GB", "-1GB", "0GB", "3GB/s", "nanGB", "3 XB"):
+        with pytest.raises(ConfigError, match="--memory"):
+            bytes_of("--memory", wrong)
+
+
+def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) -> None:
+    draw = torch.Generator("cpu").manual_seed(0)
+    ids = [torch.randint(16, (12, 2), generator=draw, dtype=torch.int16) for _ in range(2)]
+    forwards = [TracedForward(0, layer, 0, "decode", ids_TK) for layer, ids_TK in enumerate(ids)]
+    RoutingTrace.of(TraceFacts(num_experts=16, top_k=2), forwards).write(tmp_path / "trace.safetensors")
+    file = str(tmp_path / "trace.safetensors")
+    sizes = ("--set", "num_experts=16", "--set", "top_k=2", "--set", "num_expert_group=1", "--set", "topk_group=1")
+    done = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes)
+    assert "9 of 16 experts a layer" in done.stdout and "belady" in done.stdout
+    stated = json.loads(moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes, "--json").stdout)
+    assert stated["expert_bytes"] == 3 * 7168 * 2048 * (1 + 4 / 128**2) and stated["steps"] == 6
+    rates = {one["name"]: one["hit_rate"] for one in stated["outcomes"]}
+    assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name)
+    less = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "50MB", *sizes)
+    assert less.exit_code == 2 and "give at least 88.1 MB" in less.output
+    other = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "3GB")
+    assert other.exit_code == 2 and "--set num_experts=16" in other.output
