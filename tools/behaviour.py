@@ -417,7 +417,7 @@ def outputs_of_placement(path: Path) -> list[Tensor]:
     sources = [load(path, experts="reference") for _ in built]
     for rank, (layer, source) in enumerate(zip(built, sources, strict=True)):
         wanted = enumerate(case.expert_map.local_to_global(rank))
-        layer.set_placement(case.expert_map, {slot: source.read_expert(expert) for slot, expert in wanted})
+        layer.live.set_placement(case.expert_map, {slot: source.live.read_expert(expert) for slot, expert in wanted})
     return made + run_together(built, given)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
-from moe_mk.layer.placement_state import PlacementState
+from moe_mk.layer.serving_state import ServingState
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 
@@ -46,8 +46,8 @@ class DecodePrefillMoE(nn.Module):
         super().__init__()
         self.layer, self._settings = layer, {"decode": dict(decode), "prefill": dict(prefill)}
         _ = layer.weights  # raises WeightError
-        self._states: dict[str, PlacementState] = {}
-        self._now, self._serving = "decode", layer.placement_state
+        self._states: dict[str, ServingState] = {}
+        self._now, self._serving = "decode", layer.state
         self._build()
         self.crossover = self._modelled() if crossover is None else crossover
         if self.crossover < 1:
@@ -91,28 +91,26 @@ class DecodePrefillMoE(nn.Module):
         self._use(self.kind_of(tokens if most_tokens is None else most_tokens))
 
     def _use(self, kind: str) -> None:
-        if self.layer.placement_state is not self._serving:
+        if self.layer.state is not self._serving:
             self._build()
         if kind != self._now:
-            self._states[self._now] = self.layer.flip(self._states[kind])
-            self._now, self._serving = kind, self.layer.placement_state
+            self._states[self._now] = self.layer.live.flip(self._states[kind])
+            self._now, self._serving = kind, self.layer.state
 
     def _build(self) -> None:
         """Both states for the layer's present placement and weights, and decode's in use."""
         layer = self.layer
-        staged = {kind: layer.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}
+        staged = {kind: layer.live.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}
         first, second = staged["decode"], staged["prefill"]
         if first.weights is not None and _same_layout(first, second):
             staged["prefill"] = replace(second, weights=first.weights, laid_out=first.laid_out)
-        layer.flip(first)
-        self._states, self._now, self._serving = staged, "decode", layer.placement_state
+        layer.live.flip(first)
+        self._states, self._now, self._serving = staged, "decode", layer.state
 
     def _decision(self, kind: str) -> Decision:
         if kind == self._now:
             return self.layer.decision
-        group = self._states[kind].group
-        assert group is not None
-        return group.decision
+        return self._states[kind].backends.decision
 
     def _modelled(self) -> int:
         """The smallest number of tokens from which prefill's pair costs less; more than the limit where it never does.
@@ -135,8 +133,7 @@ class DecodePrefillMoE(nn.Module):
         return cost
 
 
-def _same_layout(one: PlacementState, other: PlacementState) -> bool:
+def _same_layout(one: ServingState, other: ServingState) -> bool:
     """Whether the experts of one state read the weights of the other: the same backend with the same settings."""
-    decisions = [state.group.decision for state in (one, other) if state.group is not None]
-    made = {(d.chosen.experts, d.compute, d.effect) for d in decisions}
-    return len(decisions) == 2 and len(made) == 1
+    decisions = [state.backends.decision for state in (one, other)]
+    return len({(d.chosen.experts, d.compute, d.effect) for d in decisions}) == 1

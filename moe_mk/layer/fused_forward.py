@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from moe_mk.experts.base import LayerCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
-from moe_mk.layer.placement_state import PlacementState
+from moe_mk.layer.serving_state import ServingState
 from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.router import Router
 from moe_mk.weights.stamp import places_of
@@ -73,11 +72,11 @@ def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
     return fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
 
 
-def build_fused_forward(
-    state: PlacementState, weights: Any, gate: Gate, router: Router, made_from: tuple[object, ...]
-) -> FusedForward:
-    """Prepare a forward. weights: of the routed experts, fused with the shared ones if any; None if those run apart."""
-    kernel, tables, rank = state.kernel, state.tables, state.grid.ep.rank
+def build_fused_forward(state: ServingState, router: Router, made_from: tuple[object, ...]) -> FusedForward:
+    """Prepare a forward; shared experts are a part of `call` where the backend fuses them."""
+    kernel, tables, rank, gate = state.kernel, state.tables, state.grid.ep.rank, state.backends.gate
+    apart = state.backends.shared is not None
+    weights = state.backends.fuse_shared(kernel, state.laid_out) if apart else state.laid_out
     call, alone, exchanged = None, None, None
     if state.is_exchanged and state.weights is not None:
         exchanged = _build_exchanged(state, gate, router)
@@ -94,7 +93,7 @@ def build_fused_forward(
     return FusedForward(made_from, call, alone, exchanged, fused, load_shape, at)
 
 
-def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> ExchangedCall | None:
+def _build_exchanged(state: ServingState, gate: Gate, router: Router) -> ExchangedCall | None:
     """The call between ranks, with the router where that is native and each expert has one replica."""
     kernel, tables = state.kernel, state.tables
     assert isinstance(kernel, FusedMoEKernel)

@@ -63,27 +63,27 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
     """`swap_backends` as a flight, for several ranks in one process."""
     name, staged, reason = layer.decision.chosen.name, None, ""
     try:
-        staged = layer.stage(layer.expert_map, settings=settings)
+        staged = layer.live.stage(layer.expert_map, settings=settings)
     except MoEMKError as problem:
         reason = str(problem)
     failed = yield from _vote(layer, reason)
     if failed or staged is None:
         return SwapReport(name, "", layer.epoch, 0, 0.0, failed, reason)
-    yield from layer.try_out(staged)
+    yield from layer.live.try_out(staged)
     listener, layer.on_routing, tokens = layer.on_routing, None, layer._tokens[0]
     try:
         before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load))
-        old = layer.flip(staged)
+        old = layer.live.flip(staged)
         try:
             error, reason, failed = yield from _attest(layer, x_TH, before_TH, limit)
         except BaseException:
-            layer.flip(old)
+            layer.live.flip(old)
             raise
     finally:
         layer.on_routing, layer._tokens[0] = listener, tokens
     new = layer.decision.chosen.name
     if failed:
-        layer.flip(old)
+        layer.live.flip(old)
     return SwapReport(name, new, layer.epoch, len(x_TH), error, failed, reason)
 
 

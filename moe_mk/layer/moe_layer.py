@@ -11,12 +11,10 @@ One forward:
 
 from __future__ import annotations
 
-import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,8 +24,8 @@ from torch.compiler import is_compiling
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
-from moe_mk.config.moe import KernelConfig, MoEConfig
-from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts, LayerCall
 from moe_mk.external.device import is_here, usable_device, wanted_device, without_autocast
 from moe_mk.flight import Flight, wait
@@ -37,20 +35,14 @@ from moe_mk.layer.custom_op import LAYERS, moe_layer
 from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, can_be_called, record_as_stages
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
-from moe_mk.layer.placement_state import (
-    GroupState,
-    PlacementState,
-    build_placement_state,
-    check_sizes,
-    try_out,
-    with_experts,
-)
+from moe_mk.layer.live import LivePlacement
+from moe_mk.layer.module_habits import WithoutParameters, copied, pickled
 from moe_mk.layer.report import MemoryReport, RunReport, memory_report, run_report
+from moe_mk.layer.serving_state import Backends, ServingState, build_state
 from moe_mk.layer.settings import (
     decide,
     expect_calibrated,
     expert_map_of,
-    for_ranks,
     hash_router_of,
     layer_spec_of,
     router_of,
@@ -64,14 +56,13 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router
-from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside
 from moe_mk.shapes import expect, expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
-from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights, storages_of
+from moe_mk.weights.expert_weights import ReleasedSlots, storages_of
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
@@ -86,15 +77,13 @@ FEW_CHOICES = 32
 """So many choices are counted one by one in less time than the operators for any number of them take to begin."""
 STRIDED = torch.strided
 MASKS = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8)
-NO_PARAMETERS = (
-    "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
-    "leave their names out of the state_dict of the model"
-)
 
 
-class MoELayer(nn.Module):
+class MoELayer(WithoutParameters):
     """A MoE layer on one rank of its groups. Backends are chosen at construction; it has no weights until loaded."""
 
+    state: ServingState
+    """Everything that a forward reads, as it serves now; another object after each change."""
     router: Router
     """Chooses experts by scores."""
     hash_router: HashRouter | None
@@ -113,11 +102,9 @@ class MoELayer(nn.Module):
     _fused: FusedForward | None = None
     _routed_ids: tuple[weakref.ref[Tensor], int, int] | None = None
     """The ids that the last `route` returned, their version and address."""
-    _source: tuple[TensorSource, int] | None = None
-    """Where the weights were read, and the number of the layer there."""
-    _swaps: int = 0
-    """How often backends were replaced."""
-    _built_for: torch.device
+    source: tuple[TensorSource, int] | None = None
+    """Where the weights were read, and the number of the layer there; None: they cannot be read again."""
+    built_for: torch.device
     """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
     _dropped: Tensor | None = None
     """int64 scalar on the device: assignments to lost experts that were left out."""
@@ -142,45 +129,53 @@ class MoELayer(nn.Module):
         if groups is not None and not isinstance(groups, ParallelGroups):
             groups = ParallelGroups.from_mesh(groups)
         wanted = wanted_device(device)
-        self.dtype, self.groups, self.name = dtype, groups or ParallelGroups(), name
-        grid = Grid(self.groups, config.kernel.timeout_s, name)
-        self.config = with_sizes(config, grid.sizes)
-        self.spans, self._tokens = Spans(), [0]
-        self._asked = self.config
-        self.router, self.hash_router = router_of(self.config), None
-        expert_map = expert_map_of(self.config)
+        groups = groups or ParallelGroups()
+        self.dtype, self.name, self.spans, self._tokens = dtype, name, Spans(), [0]
+        grid = Grid(groups, config.kernel.timeout_s, name)
+        config = with_sizes(config, grid.sizes)
+        self.router, self.hash_router, parts = router_of(config), None, (config, groups, grid, expert_map_of(config))
         if wanted.type != "meta":
-            self._build_on(usable_device(wanted), grid, expert_map)
+            self._build_on(usable_device(wanted), *parts)
         else:
             try:
-                self._build_on(torch.device("cpu"), grid, expert_map)
+                self._build_on(torch.device("cpu"), *parts)
             except UnsupportedError:
                 if not is_here(torch.device("cuda")):
                     raise
-                self._build_on(usable_device("cuda"), grid, expert_map)
+                self._build_on(usable_device("cuda"), *parts)
             self.device, self.expert_load = wanted, self.expert_load.to("meta")
         self._entry = LAYERS.enter(self)
 
-    def _build_on(self, device: torch.device, grid: Grid, expert_map: ExpertMap) -> None:
+    def _build_on(
+        self, device: torch.device, config: MoEConfig, groups: ParallelGroups, grid: Grid, expert_map: ExpertMap
+    ) -> None:
         """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""
-        decision = decide(self.config, self.dtype, device)
-        placed = build_placement_state(decision, expert_map, grid, device, self.spans)
-        parts = Parts(expert_map, device, placed.grid.ep, self.spans, placed.tables)
-        shared = shared_experts(decision, parts) if self.config.model.shared_size else None
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
-            load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("expert_load", load_E, persistent=False)
-        self.device, self._built_for, self.decision = device, device, decision
-        self._placement, self._shared, self._gate = placed, shared, Gate(decision, self.dtype, device)
+        decision, shared = decide(config, self.dtype, device), None
+        if config.model.shared_size:
+            shared = shared_experts(decision, Parts(expert_map, device, grid.ep, self.spans))
+        backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared)
+        state = build_state(backends, expert_map, grid, device, self.spans)
+        self.register_buffer("expert_load", self._no_load(config, device), persistent=False)
+        self.device, self.built_for = device, device
+        self.use(state)
 
-    def _materialise(self, device: torch.device) -> None:
+    def _leave_meta(self, device: torch.device) -> None:
         """Leave the meta device."""
-        if device != self._built_for:
-            self._build_on(device, self._placement.grid, self.expert_map)
-            return
-        with torch.inference_mode(False):
-            self.expert_load = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=device)
-        self.device = device
+        if device != self.built_for:
+            self._build_on(device, self.config, self.groups, self.state.grid, self.expert_map)
+        self.device, self.expert_load = device, self._no_load(self.config, device)
+
+    @staticmethod
+    def _no_load(config: MoEConfig, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
+            return torch.zeros(config.model.num_experts, dtype=torch.int64, device=device)
+
+    def use(self, state: ServingState) -> None:
+        """Serve with a state from the next forward on."""
+        if state.lost is not None and self._dropped is None:
+            with torch.inference_mode(False):
+                self._dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.state, self._fused = state, None
 
     # What was chosen, and what ran.
 
@@ -223,49 +218,59 @@ class MoELayer(nn.Module):
     @property
     def weights(self) -> LayerWeights:
         """The loaded weights; raises WeightError before loading."""
-        if self._placement.weights is None:
+        if self.state.weights is None:
             raise WeightError(f"layer {self.name!r} has no weights yet; call load_from_safetensors(path, layer=N)")
-        return self._placement.weights
+        return self.state.weights
 
     @property
     def expert_map(self) -> ExpertMap:
         """The current placement: which rank holds which expert."""
-        return self._placement.expert_map
+        return self.state.expert_map
+
+    @cached_property
+    def live(self) -> LivePlacement:
+        """Changes of the placement and of the backends while the layer serves; `rebalance` calls these."""
+        return LivePlacement(self)
 
     @property
-    def placement_state(self) -> PlacementState:
-        """All that depends on the placement, as it serves now; another object after each change."""
-        return self._placement
+    def config(self) -> MoEConfig:
+        """The settings that are in use."""
+        return self.state.backends.config
+
+    @property
+    def decision(self) -> Decision:
+        """The backends that are in use, and why."""
+        return self.state.backends.decision
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The process groups that are in use."""
+        return self.state.backends.groups
 
     @property
     def kernel(self) -> FusedMoEKernel | MonolithicKernel:
         """The current transport and experts backend."""
-        return self._placement.kernel
+        return self.state.kernel
 
     @property
     def epoch(self) -> int:
         """The number of placements before the current one."""
-        return self._placement.epoch
-
-    @property
-    def generation(self) -> tuple[int, int]:
-        """How often weights were loaded, and how often backends were replaced; moves for an older one are stale."""
-        return self._placement.loads, self._swaps
+        return self.state.epoch
 
     @property
     def ep(self) -> Communicator:
         """The ranks over which experts are distributed."""
-        return self._placement.grid.ep
+        return self.state.grid.ep
 
     @property
     def tp(self) -> Communicator:
         """The ranks that hold slices of the same experts."""
-        return self._placement.grid.tp
+        return self.state.grid.tp
 
     @property
     def dp(self) -> Communicator:
         """The ranks whose expert loads are summed."""
-        return self._placement.grid.dp
+        return self.state.grid.dp
 
     @property
     def on_lost_expert(self) -> str:
@@ -323,7 +328,7 @@ class MoELayer(nn.Module):
             on_progress=on_progress,
         )
         self.take(weights, on_progress=on_progress)
-        self._source = source, layer
+        self.source = source, layer
         return self
 
     def loader(self, layer: int = 0, *, prefix: str = "") -> LayerLoader:
@@ -346,7 +351,7 @@ class MoELayer(nn.Module):
         if weights.facts.owned != tuple(self.expert_map.local_to_global(self.ep.rank)):
             raise WeightError(f"layer {self.name!r} was given another placement after loader() was called; load again")
         self.take(weights)
-        self._source = None
+        self.source = None
 
     def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
         """Use weights that are already loaded for this rank; converts experts to the layout of the backend.
@@ -355,23 +360,27 @@ class MoELayer(nn.Module):
         """
         if self.device.type == "meta":
             default = torch.get_default_device()
-            self._materialise(usable_device("cpu" if default.type == "meta" else default))
-        experts = self.kernel.experts
+            self._leave_meta(usable_device("cpu" if default.type == "meta" else default))
+        state, experts, backends = self.state, self.kernel.experts, self.state.backends
         if on_progress is not None and isinstance(experts, FusedExperts):
             laid_out = experts.relayout(weights.experts, on_progress=on_progress)
         else:
             laid_out = experts.relayout(weights.experts)
         if isinstance(experts, FusedExperts):
-            self.decision = replace(self.decision, parameters=experts.parameters())
-        if self._shared is not None and weights.shared is not None:
-            self._shared.load(weights.shared, weights.shared_gate_H)
-        self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+            decision = replace(backends.decision, parameters=experts.parameters())
+            backends = replace(backends, decision=decision)
+        if backends.shared is not None and weights.shared is not None:
+            backends.shared.load(weights.shared, weights.shared_gate_H)
+        backends.gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         if weights.latent is not None:
             down, up = (each.to(self.device, self.dtype).contiguous() for each in weights.latent)
             self._latent = down, up
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
-        placed = self._placement
-        self._fused, self._placement = None, replace(placed, weights=weights, laid_out=laid_out, loads=placed.loads + 1)
+        self.use(replace(state, backends=backends, weights=weights, laid_out=laid_out, loads=state.loads + 1))
+
+    def read_from(self, source: TensorSource, layer: int) -> None:
+        """Set where experts are read again for a layer loaded with take(). layer: its number there."""
+        self.source = source, layer
 
     def release_weights(self) -> int:
         """Free the experts in the format of the checkpoint where the backend has a copy; returns the number of bytes.
@@ -380,7 +389,7 @@ class MoELayer(nn.Module):
         were given to `load_weights` are freed when the caller drops them as well. Raises UnsupportedError where the
         backend reads them, WeightError before loading.
         """
-        experts, placed = self.weights.experts, self._placement
+        experts, placed = self.weights.experts, self.state
         if not isinstance(experts.slots, ReleasedSlots):
             in_use = storages_of(placed.laid_out)
             if any(storages_of(slot) & in_use for slot in experts.slots):
@@ -391,7 +400,7 @@ class MoELayer(nn.Module):
                 )
         freed = experts.num_bytes
         gone = replace(experts, slots=ReleasedSlots(f"layer {self.name!r}", experts.num_slots))
-        self._fused, self._placement = None, replace(placed, weights=replace(self.weights, experts=gone))
+        self.use(replace(placed, weights=replace(self.weights, experts=gone)))
         return freed
 
     # Forward.
@@ -478,12 +487,12 @@ class MoELayer(nn.Module):
                 return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
             if not isinstance(error, MoEMKError):
-                self._placement.grid.fail(error)
+                self.state.grid.fail(error)
             raise
 
     def _direct(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> tuple[FusedForward, LayerCall] | None:
         """The call of the experts backend if the next forward may be made by it: no token leaves this rank."""
-        if not self._placement.is_direct or self.spans.recorder is not None or self._latent is not None:
+        if not self.state.is_direct or self.spans.recorder is not None or self._latent is not None:
             return None
         if given is None:
             if self.hash_router is not None:
@@ -501,7 +510,7 @@ class MoELayer(nn.Module):
         listener, routing, is_routed = self.on_routing, given, given is not None or not call.routes
         if given is None and is_routed:
             with torch.no_grad():
-                routing = self._gate.route(x_TH, self.router)[0]
+                routing = self.state.backends.gate.route(x_TH, self.router)[0]
         elif given is None and listener is not None:
             routing = self._unwritten(x_TH.shape[0])
         tensors = None if routing is None else (routing.ids_TK.contiguous(), routing.weights_TK.contiguous())
@@ -523,14 +532,14 @@ class MoELayer(nn.Module):
         self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor, given: Routing | None
     ) -> Tensor:
         """The forward between ranks in one native call, which returns in between for a listener and shared experts."""
-        placed = self._placement
+        placed = self.state
         try:
-            shared, listener = self._shared if given is None else None, self.on_routing
+            shared, listener = placed.backends.shared if given is None else None, self.on_routing
             routing, routed, added = None, None, list[Tensor]()
             is_routed = given is not None or not call.routes
             if is_routed:
                 with torch.no_grad():
-                    chosen = self._gate.route(x_TH, self.router)[0] if given is None else given
+                    chosen = placed.backends.gate.route(x_TH, self.router)[0] if given is None else given
                     self._record(chosen, load_E)
                     physical = self._physical(chosen, placed)
                 routing = physical.ids_TK.to(torch.int32).contiguous(), physical.weights_TK.float().contiguous()
@@ -555,7 +564,7 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, load_E: Tensor, given: Routing | None
     ) -> tuple[FusedForward, ExchangedCall] | None:
         """The native call between ranks if the next forward may be made by it."""
-        placed, routes = self._placement, given is not None or self.hash_router is None
+        placed, routes = self.state, given is not None or self.hash_router is None
         plain = routes and self.spans.recorder is None and self._latent is None
         if not (placed.is_exchanged and plain and x_TH.is_cpu):
             return None
@@ -576,12 +585,13 @@ class MoELayer(nn.Module):
 
         given: a checked routing of logical experts, with which shared experts are not added.
         """
-        placed, is_accepted = self._placement, False
+        placed, is_accepted = self.state, False
         epochs: tuple[int | None, int | None] = None, None
         # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
         try:
             grid = placed.grid
-            epochs, gate, shared = grid.epochs, self._gate, self._shared if given is None else None
+            epochs, gate = grid.epochs, placed.backends.gate
+            shared = placed.backends.shared if given is None else None
             if placed.weights is None:
                 _ = self.weights  # raises
             load_E = self.expert_load if expert_load_E is None else expert_load_E
@@ -593,7 +603,7 @@ class MoELayer(nn.Module):
                 yield from grid.agree(self._notes)
             if placed.lost is not None:
                 placed.lost.check()
-            fused_weights = None if shared is None else self._with_shared(placed)
+            fused_weights = None if shared is None else placed.backends.fuse_shared(placed.kernel, placed.laid_out)
             logits_TE: Tensor | None = None
             if given is not None:
                 self._record(given, load_E)
@@ -683,7 +693,7 @@ class MoELayer(nn.Module):
         """
         _ = self.weights  # raises WeightError before loading
         hidden_states = self._checked(hidden_states)
-        routing, logits_TE = self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))
+        routing, logits_TE = self.state.backends.gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))
         ids_TK = routing.ids_TK
         if not ids_TK.is_inference():  # those have no version
             self._routed_ids = weakref.ref(ids_TK), ids_TK._version, ids_TK.data_ptr()
@@ -712,36 +722,24 @@ class MoELayer(nn.Module):
         One call covers all layers over the same groups. Raises CommError where a rank is dead or was late, so that
         connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups.
         """
-        wait(self._placement.grid.recover())
+        wait(self.state.grid.recover())
 
     def _fused_forward(self) -> FusedForward:
         """The prepared forward, prepared again if any part that it was made from has been replaced."""
-        placed, gate, shared = self._placement, self._gate, self._shared
-        parts = (placed, self.router, gate, gate.logit_bias_E, shared and shared.weights)
+        placed = self.state
+        gate, shared = placed.backends.gate, placed.backends.shared
+        parts = (placed, self.router, gate.logit_bias_E, shared and shared.weights)
         fused = self._fused
         if fused is None or not fused.is_current(parts, gate):
-            weights = placed.laid_out if shared is None else self._with_shared(placed)
-            fused = self._fused = build_fused_forward(placed, weights, gate, self.router, parts)
+            fused = self._fused = build_fused_forward(placed, self.router, parts)
         return fused
-
-    def _with_shared(self, placed: PlacementState) -> Any:
-        """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
-        if self._shared is None or self._shared.weights is None or isinstance(placed.kernel, MonolithicKernel):
-            return None
-        if placed.kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(placed.kernel, InvariantKernel):
-            return None
-        routed, shared = placed.kernel.experts.context, self._shared.experts.context
-        alone = (routed.compute, routed.hidden_size) != (shared.compute, shared.hidden_size)
-        if alone or self._shared.gate_H is not None:
-            return None
-        return placed.kernel.experts.fuse_shared_experts(placed.laid_out, self._shared.weights)
 
     def _notes(self) -> dict[str, str]:
         """What all ranks must agree on before the first collective."""
-        return {**self.decision.notes(), **self._placement.notes, **self._gate.notes()}
+        return {**self.decision.notes(), **self.state.notes, **self.state.backends.gate.notes()}
 
     def _route(
-        self, x_TH: Tensor, gate: Gate, router: Router | HashedTokens, load_E: Tensor, placed: PlacementState
+        self, x_TH: Tensor, gate: Gate, router: Router | HashedTokens, load_E: Tensor, placed: ServingState
     ) -> tuple[Routing, Tensor]:
         """Physical routing and logits; on a GPU one launch after the gate where the router has a kernel for both."""
         if self.device.type == "cuda":
@@ -778,7 +776,7 @@ class MoELayer(nn.Module):
         ids = ids.long()
         load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
 
-    def _physical(self, routing: Routing, placed: PlacementState) -> Routing:
+    def _physical(self, routing: Routing, placed: ServingState) -> Routing:
         """Choose replicas: the same ones on ranks with the same tokens, else spread over the ranks."""
         if placed.lost is not None:
             assert self._dropped is not None
@@ -793,7 +791,8 @@ class MoELayer(nn.Module):
 
     def _checked(self, hidden_states: Tensor) -> Tensor:
         """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
-        hidden_size, max_num_tokens = self.config.model.hidden_size, self.config.kernel.max_num_tokens
+        config = self.state.backends.config
+        hidden_size, max_num_tokens = config.model.hidden_size, config.kernel.max_num_tokens
         if type(hidden_states) is not Tensor:
             expect_dense("hidden_states", hidden_states)
         if (
@@ -810,241 +809,20 @@ class MoELayer(nn.Module):
             check_hidden_states(hidden_states, self.dtype, self.device, hidden_size, max_num_tokens)
         return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
 
-    # Changes of placement while the layer is in use; `rebalance` calls these.
-
-    def export_slot(self, slot: int) -> SlotWeights:
-        """The weights of one of this rank's slots in the checkpoint's format, as views."""
-        return self.weights.experts.slots[slot]
-
-    @property
-    def can_read_experts(self) -> bool:
-        """Whether `read_expert` has a source."""
-        return self._source is not None
-
-    def read_from(self, source: TensorSource, layer: int) -> None:
-        """Set the source of `read_expert` for a layer loaded with take(). layer: its number there."""
-        self._source = source, layer
-
-    def read_expert(self, expert: int) -> SlotWeights:
-        """Read any expert from the layer's source, for one whose last copy was lost. Raises WeightError."""
-        if self._source is None:
-            raise WeightError(
-                f"layer {self.name!r} was given its weights by take() or loader(), so nothing can be read again"
-            )
-        source, layer = self._source
-        prefix, tp = self.weights.facts.prefix, self.tp
-        return load_layer(
-            source, layer, layer_spec_of(self.config), owned=[expert], tp_rank=tp.rank, tp_size=tp.size, prefix=prefix
-        ).experts.slots[0]
-
-    def stage(
-        self,
-        expert_map: ExpertMap,
-        arrived: Mapping[int, SlotWeights] | None = None,
-        *,
-        ep: Communicator | None = None,
-        epoch: int | None = None,
-        settings: Mapping[str, object] | None = None,
-    ) -> PlacementState:
-        """Build the state for another placement or other backends without using it yet; see `flip`.
-
-        arrived: weights by slot of this rank for experts it does not hold yet. ep: another group of ranks, after one
-        was lost or has joined: backends are chosen again for its size. epoch: the number of the placement, the same on
-        all ranks; None: the next one. settings: of the kernel section, by name; backends are chosen again with them.
-        Raises ConfigError for a map of other sizes and for experts without weights, UnsupportedError where no pair
-        supports a group of that size or those settings.
-        """
-        grid = self._placement.grid.renewed(ep)
-        check_sizes(expert_map, self.expert_map, grid.ep)
-        group = None if ep is None and not settings else self._group_state(expert_map, ep, settings or {})
-        decision = self.decision if group is None else group.decision
-        number = self.epoch + 1 if epoch is None else epoch
-        built = build_placement_state(decision, expert_map, grid, self._built_for, self.spans, number)
-        staged, serving = replace(built, group=group, loads=self._placement.loads), self._placement
-        if serving.weights is None:
-            return staged
-        if settings and expert_map == serving.expert_map and not arrived and _same_experts(decision, self.decision):
-            return replace(staged, weights=serving.weights, laid_out=serving.laid_out)  # one copy for both
-        return with_experts(staged, serving, arrived or {})
-
-    def try_out(self, staged: PlacementState) -> Flight[None]:
-        """Run a staged state once without tokens, on all ranks of its group; raises CommError where that fails."""
-        group = staged.group
-        gate, decision = (self._gate, self.decision) if group is None else (group.gate, group.decision)
-        yield from try_out(staged, decision, gate, self.device)
-
-    def flip(self, staged: PlacementState) -> PlacementState:
-        """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step.
-
-        Raises WeightError if weights were loaded after it was staged.
-        """
-        if staged.loads != self._placement.loads:
-            raise WeightError(f"layer {self.name!r} has loaded weights since this state was staged; stage it again")
-        old, self._placement, self._fused = self._placement, staged, None
-        if staged.group is not None:
-            self._swaps += 1
-            now = GroupState(self.config, self.decision, self.groups, self._gate, self._shared, self._asked)
-            old, self._asked = replace(old, group=now), staged.group.asked
-            self.config, self.decision, self.groups = staged.group.config, staged.group.decision, staged.group.groups
-            self._gate, self._shared = staged.group.gate, staged.group.shared
-            self.spans.ledger.clear()  # it would be compared with the new decision
-        if staged.lost is not None:
-            if self._dropped is None:
-                with torch.inference_mode(False):
-                    self._dropped = torch.zeros((), dtype=torch.int64, device=self.device)
-            if staged.expert_map.lost != old.expert_map.lost:
-                staged.lost.warn()
-        return old
-
-    def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
-        """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory.
-
-        A `RebalanceManager` goes on from it, if every rank calls this between the same two of its steps.
-        """
-        self.flip(self.stage(expert_map, arrived))
-
-    def _group_state(
-        self, expert_map: ExpertMap, ep: Communicator | None, settings: Mapping[str, object]
-    ) -> GroupState:
-        """Decide again for another group or settings.
-
-        A pinned transport that does not support another group is replaced with a warning.
-        """
-        if unknown := sorted(set(settings) - set(KernelConfig.model_fields)):
-            raise ConfigError(f"layer {self.name!r}: {', '.join(unknown)} are no settings of kernel")
-        asked = self._asked.with_(**settings)
-        config = for_ranks(asked, expert_map)
-        try:
-            decision = decide(config, self.dtype, self._built_for)
-        except UnsupportedError:
-            pinned = config.kernel.prepare_finalize
-            if pinned == "auto" or ep is None:
-                raise
-            config = config.with_(prepare_finalize="auto")
-            decision = decide(config, self.dtype, self._built_for)
-            text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
-            text += f"{decision.chosen.prepare_finalize} does while the group has that size"
-            warnings.warn(text, FallbackWarning, stacklevel=2)
-        groups = self.groups
-        if ep is not None:
-            kept = {name: open_ for name, open_ in groups.kept.items() if name != "ep"}
-            groups = replace(groups, ep=ep, kept=kept)
-        if _same_experts(decision, self.decision):
-            return GroupState(config, decision, groups, self._gate, self._shared, asked)
-        gate, shared, weights = Gate(decision, self.dtype, self._built_for), None, self._placement.weights
-        if self._shared is not None:
-            shared = shared_experts(decision, Parts(expert_map, self._built_for, ep or self.ep, self.spans))
-            if weights is not None and weights.shared is not None:
-                shared.load(weights.shared, weights.shared_gate_H)
-        if weights is not None:
-            gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
-        return GroupState(config, decision, groups, gate, shared, asked)
-
-    # Copies.
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
-
-        `to_empty(device=...)` builds a layer on the meta device on that one. Raises UnsupportedError for any other
-        change of device, and of dtype: the backends were chosen for them.
-        """
-        there, dtype = (
-            fn(self.expert_load.new_empty(0)).device,
-            fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype,
-        )
-        if self.device.type == "meta" and there.type != "meta":
-            self._materialise(usable_device(there))
-            return self
-        if there != self.device:
-            raise UnsupportedError(
-                f"layer {self.name!r} cannot be moved from {self.device} to {there}",
-                [f"its backends were chosen for {self.device}; build it with device={str(there)!r} and load it there"],
-            )
-        if dtype != self.dtype:
-            raise UnsupportedError(
-                f"layer {self.name!r} cannot be converted from {self.dtype} to {dtype}",
-                [f"its backends were chosen for {self.dtype}; build it with dtype={dtype} and load it again"],
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # it has overloads
-        """The state of a parent, to which this layer adds nothing. Raises UnsupportedError when called on the layer.
-
-        Its weights are no parameters: a backend keeps them in a layout of its own, the checkpoint is their source.
-        """
-        if not args and kwargs.get("destination") is None:
-            raise UnsupportedError(f"layer {self.name!r} has no state_dict", [NO_PARAMETERS])
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Raises UnsupportedError: weights are loaded with `load_weights`."""
-        raise UnsupportedError(
-            f"layer {self.name!r} cannot load a state_dict of {len(state_dict)} tensors", [NO_PARAMETERS]
-        )
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *problems: list[str]
-    ) -> None:
-        """Called when a parent loads a state_dict. Tensors of this layer are an error, also if not strict."""
-        mine = [name for name in state_dict if name.startswith(prefix)]
-        if mine:
-            problems[-1].append(
-                f"layer {self.name!r} cannot load {len(mine)} tensors, for example {mine[0]!r}: {NO_PARAMETERS}"
-            )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A second layer over the same groups, with weights of its own."""
-        self._expect_kept()
-        twin = type(self)(self.config, device=self.device, dtype=self.dtype, groups=self.groups, name=self.name)
-        memo[id(self)] = twin
-        if self._placement.weights is not None:
-            twin.set_placement(self.expert_map)
-            twin.take(copy.deepcopy(self._placement.weights, memo))
-        twin.expert_load.copy_(self.expert_load)
-        twin._tokens[0] = self._tokens[0]
-        return twin
+        return copied(self, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle settings and weights. Process groups cannot be pickled: raises ConfigError if there are any."""
-        if self.groups != ParallelGroups():
-            raise ConfigError(
-                f"layer {self.name!r} holds process groups, which cannot be pickled; build it per process"
-            )
-        self._expect_kept()
-        state = (self._placement.weights, self.expert_map, self.expert_load.clone(), self._tokens[0])
-        return _rebuild, (type(self), self.config, str(self.device), self.dtype, self.name, state)
-
-    def _expect_kept(self) -> None:
-        """Raise UnsupportedError if the experts were released."""
-        weights = self._placement.weights
-        if weights is not None and isinstance(weights.experts.slots, ReleasedSlots):
-            _ = weights.experts.slots[0]
+        """Settings and weights. Raises ConfigError for process groups, which cannot be pickled."""
+        return pickled(self)
 
     def extra_repr(self) -> str:
         """The chosen backends and sizes."""
-        fused = ", shared experts fused" if self._with_shared(self._placement) is not None else ""
+        state = self.state
+        fused = ", shared experts fused" if state.backends.fuse_shared(state.kernel, state.laid_out) is not None else ""
         gate = self.decision.gate.tier
         return f"{self.decision.chosen.name}, gate {gate}{fused}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
-
-
-def _same_experts(one: Decision, other: Decision) -> bool:
-    """Whether gate and shared experts of one decision serve for the other."""
-    parts = ((d.chosen.experts, d.compute, d.effect, d.gate) for d in (one, other))
-    return next(parts) == next(parts)
-
-
-def _rebuild(
-    cls: type[MoELayer], config: MoEConfig, device: str, dtype: torch.dtype, name: str, state: Any
-) -> MoELayer:
-    layer = cls(config, device=device, dtype=dtype, name=name)
-    weights, expert_map, load_E, layer._tokens[0] = state
-    if weights is not None:
-        layer.set_placement(expert_map)
-        layer.take(weights)
-    layer.expert_load.copy_(load_E)
-    return layer
 
 
 _project = without_autocast(nn.functional.linear)

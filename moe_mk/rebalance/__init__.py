@@ -2,7 +2,6 @@
 
 from moe_mk.rebalance.hysteresis import Hysteresis, Thresholds
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
 from moe_mk.rebalance.manager import RebalanceManager
 from moe_mk.rebalance.metrics import Balance, measure_balance
@@ -10,6 +9,6 @@ from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import Incident, RebalanceStatus, RebalanceWarning
 
 __all__ = [
-    "Balance", "Hysteresis", "Incident", "Ledger", "LiveLayer", "LoadHistory", "LoadWindow", "Phase",
+    "Balance", "Hysteresis", "Incident", "Ledger", "LoadHistory", "LoadWindow", "Phase",
     "RebalanceManager", "RebalanceSettings", "RebalanceStatus", "RebalanceWarning", "Thresholds", "measure_balance",
 ]  # fmt: skip

@@ -27,10 +27,10 @@ from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import Group, communicator
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, wait
+from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance.hysteresis import Hysteresis
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
 from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.migration import Migration, Vote
@@ -47,7 +47,7 @@ class RebalanceManager:
 
     def __init__(
         self,
-        layers: Sequence[LiveLayer],
+        layers: Sequence[MoELayer],
         settings: RebalanceSettings | None = None,
         *,
         comm: Communicator | None = None,
@@ -399,7 +399,7 @@ class RebalanceManager:
         raised: list[Warning] = []
         for layer, state in zip(self.layers, work.staged_states, strict=True):
             try:
-                layer.flip(state)
+                layer.live.flip(state)
             except Warning as warning:
                 raised.append(warning)
         self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
@@ -470,16 +470,16 @@ class RebalanceManager:
         )
 
 
-def _fatal_ranks(layer: LiveLayer) -> list[int]:
+def _fatal_ranks(layer: MoELayer) -> list[int]:
     """Ranks that hold the only copy of an expert whose weights cannot be read again."""
     placed = layer.expert_map
-    if layer.can_read_experts or placed.num_ranks == 1:
+    if layer.source is not None or placed.num_ranks == 1:
         return []
     ranks_E = ({placed.rank_of_physical[p] for p in replicas} for replicas in placed.physical_of_logical)
     return sorted({min(ranks) for ranks in ranks_E if len(ranks) == 1})
 
 
-def _check(layers: Sequence[LiveLayer]) -> None:
+def _check(layers: Sequence[MoELayer]) -> None:
     if not layers:
         raise ConfigError("no layers were passed; pass at least one")
     slices = {layer.tp.size for layer in layers}

@@ -16,10 +16,10 @@ import numpy as np
 
 from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
+from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
@@ -44,7 +44,7 @@ class Migration:
         self,
         message: PlanMessage,
         ledger: Ledger,
-        layers: Sequence[LiveLayer],
+        layers: Sequence[MoELayer],
         peers: Peers,
         settings: RebalanceSettings,
         journal: IncidentLog,
@@ -74,7 +74,7 @@ class Migration:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that will travel from rank to rank, all slices of experts counted."""
-        whole = {x: num_bytes(self.layers[x].export_slot(0)) * self.peers.tp.size for x in self.moves}
+        whole = {x: num_bytes(self.layers[x].live.export_slot(0)) * self.peers.tp.size for x in self.moves}
         return sum(each.links * whole[x] for x, each in self.moves.items())
 
     def steps(self, step: int) -> Flight[int]:
@@ -106,7 +106,7 @@ class Migration:
         """Serve from the staged batch; every rank does so at the same step."""
         assert self.staged is not None
         for x, state in self.staged:
-            self.layers[x].flip(state)
+            self.layers[x].live.flip(state)
             self.ledger.phy2log[x], self.ledger.share[x] = self.message.phy2log[x], self.message.share[x]
         if self._transfer is not None:
             self.received_bytes += self._transfer.received_bytes
@@ -132,7 +132,7 @@ class Migration:
         return self._transfer
 
     def _generations(self) -> list[tuple[tuple[int, int], ExpertMap]]:
-        return [(self.layers[x].generation, self.layers[x].expert_map) for x in self.batches[0]]
+        return [(self.layers[x].live.generation, self.layers[x].expert_map) for x in self.batches[0]]
 
     @property
     def is_current(self) -> bool:
@@ -153,7 +153,7 @@ class Migration:
             return Vote.REFUSE if transfer.trouble else Vote.READY
         try:
             self.staged = [
-                (x, self.layers[x].stage(self._map(x), transfer.arrived if x == transfer.moves.layer else None))
+                (x, self.layers[x].live.stage(self._map(x), transfer.arrived if x == transfer.moves.layer else None))
                 for x in self.batches[0]
             ]
         except unless_signalled(Exception) as problem:

@@ -23,10 +23,10 @@ import numpy as np
 
 from moe_mk.errors import ConfigError, RegroupError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.migration import moves_of
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import PlanMessage
@@ -153,7 +153,7 @@ def fit(rows_WL: Sequence[Sequence[int]], slots_W: Sequence[int], num_experts: i
 class Regrouping:
     """One attempt of one rank. `steps` ends with all layers staged, or raises and releases what it staged."""
 
-    layers: Sequence[LiveLayer]
+    layers: Sequence[MoELayer]
     peers: Peers
     """The communicators of the new group."""
     settings: RebalanceSettings
@@ -205,7 +205,7 @@ class Regrouping:
         yield from self._vote("staging", problem)
         try:
             for layer, state in zip(self.layers, self.staged_states, strict=True):
-                yield from layer.try_out(state)
+                yield from layer.live.try_out(state)
         except Exception as error:
             problem = error
         if self.peers.ep.status.failure is not None:  # the vote needs a working group
@@ -268,7 +268,7 @@ class Regrouping:
         epochs = [max(column) + 1 for column in zip(*(each.epochs for each in self.rank_states), strict=True)]
         for x, layer in enumerate(self.layers):
             placed = self.ledger.map_of(self.ledger.phy2log[x], self.ledger.share[x])
-            self.staged_states.append(layer.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
+            self.staged_states.append(layer.live.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
 
     def _vote(self, what: str, problem: Exception | None, trouble: str = "") -> Flight[None]:
         """Raise RegroupError on every rank, with the problems of each, if any rank has one."""

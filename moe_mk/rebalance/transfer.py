@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
+from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.rebalance.background import BackgroundJob, Done, Failed
-from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes
 from moe_mk.weights.expert_weights import SlotWeights
 
@@ -57,7 +57,7 @@ class ExpertTransfer:
     """One attempt at one layer."""
 
     comm: Communicator
-    layer: LiveLayer
+    layer: MoELayer
     moves: LayerMoves
     plan_id: int
     bytes_per_step: int
@@ -71,14 +71,14 @@ class ExpertTransfer:
 
     def __post_init__(self) -> None:
         self._round, self._offset = 0, 0
-        self._size = num_bytes(self.layer.export_slot(0))
+        self._size = num_bytes(self.layer.live.export_slot(0))
         self._incoming: ReceivedExpert | None = None
         self._flight: Flight[Tensor] | None = None
         wanted = [(slot, expert) for rank, slot, expert in self.moves.reads if rank == self.comm.rank]
         self._reading = bool(wanted)
         if wanted:
             layer = self.layer
-            self.reader.start(lambda: {slot: layer.read_expert(expert) for slot, expert in wanted})
+            self.reader.start(lambda: {slot: layer.live.read_expert(expert) for slot, expert in wanted})
 
     @property
     def all_sent(self) -> bool:
@@ -149,7 +149,7 @@ class ExpertTransfer:
     def _chunk(self, number: int, link: Link) -> Tensor:
         """Header and bytes of a chunk; if they cannot be read, zeros with an invalid header."""
         try:
-            slot = self.layer.export_slot(link.from_slot)
+            slot = self.layer.live.export_slot(link.from_slot)
             data = read_bytes(slot, self._offset, self._offset + self._chunk_size).to(self.layer.device)
             head = [self.plan_id, number, self._offset, checksum(data)]
         except unless_signalled(Exception) as problem:
@@ -169,5 +169,5 @@ class ExpertTransfer:
             self.trouble = f"{where}: {len(data)} bytes were damaged on their way"
         else:
             if self._incoming is None:
-                self._incoming = ReceivedExpert(self.layer.export_slot(0))
+                self._incoming = ReceivedExpert(self.layer.live.export_slot(0))
             self._incoming.write(data)

@@ -42,6 +42,7 @@ SIDEWAYS = {
     ("trace", "placement"): "and judged under a placement",
     ("oracle", "kernel"): "phase two hands out the kernel that was decided for",
     ("oracle", "runner"): "and the naive path where that was decided for",
+    ("rebalance", "layer"): "placements of layers change while they serve",
     ("runner", "kernel"): "a tiled kernel runs a kernel tile by tile",
 }
 

@@ -37,7 +37,7 @@ NAME = r"(?! [a-z])"
 """An identifier, not the first word of a sentence."""
 WORDS = {
     "WayHome": Word(r"\bWayHome\w*", "DispatchHandle"),
-    "Half": Word(rf"\bHalf\b{NAME}", "AsyncResult in runner, PlacementState in layer"),
+    "Half": Word(rf"\bHalf\b{NAME}", "AsyncResult in runner, ServingState in layer"),
     "lane": Word(r"\b_?[Ll]anes?\b", "BufferSlot, Arena or Worker", ("moe_mk/kernels/",)),  # lanes of SIMD and warps
     "carrier": Word(r"\b_?[Cc]arriers?\b", "comm thread"),
     "crew": Word(r"\b_?[Cc]rews?\b", "workers"),

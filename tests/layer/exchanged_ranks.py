@@ -82,7 +82,7 @@ def built(
     made = MoELayer(config, groups=ParallelGroups(ep=group or dist.new_group()), name="exchanged")
     if replicas:
         first = [4 * rank for rank in range(3)]
-        made.set_placement(ExpertMap(tuple((e, e + 1, e + 2, e + 3, (e + 5) % EXPERTS) for e in first), EXPERTS))
+        made.live.set_placement(ExpertMap(tuple((e, e + 1, e + 2, e + 3, (e + 5) % EXPERTS) for e in first), EXPERTS))
     made.load_weights(tensors(shared, fp8))
     if tuned:
         experts: Any = made.kernel.experts
@@ -229,7 +229,7 @@ def placed_anew(rank: int, transport: str) -> list[str]:
     for _ in range(2):
         made(x_TH)
     of_rank = made.expert_map.experts_of_rank
-    made.set_placement(ExpertMap(tuple(tuple(reversed(of)) for of in of_rank), EXPERTS))
+    made.live.set_placement(ExpertMap(tuple(tuple(reversed(of)) for of in of_rank), EXPERTS))
     wanted_TH = wait_without_gradients(made, x_TH)
     with counted() as calls:
         same = torch.equal(made(x_TH), wanted_TH)
@@ -276,7 +276,7 @@ def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
         made.on_routing = fail
         undone = partial(setattr, made, "on_routing", None)
     elif rank == 1 and where == "shared":
-        shared: Any = made._shared
+        shared: Any = made.state.backends.shared
         undone = partial(setattr, shared.experts, "run", shared.experts.run)
         shared.experts.run = fail
     elif rank == 1 and where == "slots":
@@ -370,7 +370,7 @@ def sequences(rank: int, transport: str, seeds: range, length: int) -> list[str]
             counts, is_native = draw.choices(SIZES, k=3), draw.choices([True, True, False], k=3)
             if draw.random() < 0.3:
                 of_rank = [draw.sample(experts_of, 4) for experts_of in made.expert_map.experts_of_rank]
-                made.set_placement(ExpertMap(tuple(map(tuple, of_rank)), EXPERTS))
+                made.live.set_placement(ExpertMap(tuple(map(tuple, of_rank)), EXPERTS))
             x_TH = tokens(rank, counts[rank], 100 * seed + number)
             try:
                 routing = made.route(x_TH)

@@ -60,8 +60,8 @@ def results(made: MoELayer, engine: EngineExperts | None, dtype: torch.dtype) ->
     routing = made.route(x_TH)
     found = [routing.ids_TK, routing.weights_TK, made(x_TH), made(x_TH[:1]), made(x_TH[None])[0]]
     if engine is not None:
-        assert made._shared is not None
-        found += [engine(x_TH, routing.weights_TK, routing.ids_TK), made._shared(x_TH)]
+        assert made.state.backends.shared is not None
+        found += [engine(x_TH, routing.weights_TK, routing.ids_TK), made.state.backends.shared(x_TH)]
         found += [made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)]
     return found
 

@@ -93,7 +93,7 @@ def test_61_blocks_compiled_one_by_one_share_one_graph(experts: str) -> None:
     layers = [MoELayer(settings, dtype=dtype, name=f"layer {n}").load_weights(weights) for n in range(61)]
     for number, each in enumerate(layers):  # so that a graph that calls another layer is noticed
         assert each.weights.gate_EH is not None
-        each._gate.load(each.weights.gate_EH.roll(number, 0), None)
+        each.state.backends.gate.load(each.weights.gate_EH.roll(number, 0), None)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

@@ -92,13 +92,13 @@ def doors(experts: str) -> dict[str, Door]:
     weights_TK = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 2.0]])
     ids_TK = torch.tensor([[0, 3], [1, -1], [7, 2]], dtype=torch.int32)
     made = layer(experts)
-    assert made._shared is not None
+    assert made.state.backends.shared is not None
     return {
         "layer": (made, [x_TH]),
         "route": (lambda x: made.route(x).weights_TK, [x_TH]),
         "forward_routed": (made.forward_routed, [x_TH, weights_TK, ids_TK]),
         "engine": (engine(experts), [x_TH, weights_TK, ids_TK]),
-        "shared": (made._shared, [x_TH]),
+        "shared": (made.state.backends.shared, [x_TH]),
     }
 
 

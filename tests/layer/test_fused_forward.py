@@ -79,12 +79,12 @@ def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer:
     first_TH = layer(x_TH)
     layer.router = replace(layer.router, routed_scaling_factor=1.0)
     assert not torch.equal(layer(x_TH), first_TH) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
-    gate_EH = layer._gate.weight_EH
+    gate_EH = layer.state.backends.gate.weight_EH
     assert gate_EH is not None
-    layer._gate.load(gate_EH.flip(0).contiguous(), layer._gate.bias_E)
+    layer.state.backends.gate.load(gate_EH.flip(0).contiguous(), layer.state.backends.gate.bias_E)
     assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     before_TH = layer(x_TH)
-    layer.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
+    layer.live.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
     assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     # Sums go through experts in the order of their slots, so another placement rounds otherwise, and no more.
     torch.testing.assert_close(layer(x_TH).float(), before_TH.float(), rtol=2**-6, atol=2**-6 * before_TH.abs().max())
@@ -104,12 +104,12 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
 
 
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
-    gating, twice = layer._gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
+    gating, twice = layer.state.backends.gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
     assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
     fuse_layer, tables = layer.kernel.experts.fuse_layer, twice.tables(layer.device)
     for router in (gating, None):
-        assert not tables.one_to_one and fuse_layer(layer._placement.laid_out, router, tables, 0) is None
-        call = fuse_layer(layer._placement.laid_out, router, layer._placement.tables, 0)
+        assert not tables.one_to_one and fuse_layer(layer.state.laid_out, router, tables, 0) is None
+        call = fuse_layer(layer.state.laid_out, router, layer.state.tables, 0)
         assert call is not None and call.routes == (router is not None)
 
 
@@ -156,7 +156,7 @@ def test_a_counter_that_no_pointer_may_write_to_is_counted_or_refused_by_the_sta
 
 
 def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -> None:
-    x_TH, gate = tokens(8), layer._gate
+    x_TH, gate = tokens(8), layer.state.backends.gate
     wanted_TH = layer(x_TH)
     assert whole(layer) and gate.weight_EH is not None and gate.bias_E is not None
     for each in (gate.weight_EH, gate.bias_E):
@@ -172,7 +172,7 @@ def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -
 @pytest.mark.parametrize("part", ["weight_EH", "bias_E"])
 def test_a_gate_that_is_not_dense_chooses_as_its_dense_copy(layer: MoELayer, part: str) -> None:
     # The gaps between elements or rows are 9, which would choose other experts.
-    x_TH, gate = tokens(8), layer._gate
+    x_TH, gate = tokens(8), layer.state.backends.gate
     before_TH, held = layer(x_TH), getattr(gate, part)
     dense = held.roll(3, 0).clone()
     between = torch.full_like(dense, 9.0)
@@ -227,7 +227,7 @@ def test_a_listener_gets_the_routing_once_and_changes_no_bit(layer: MoELayer, co
 @pytest.mark.parametrize("placed", ["linear", "turned"])
 def test_routed_tokens_have_the_bits_and_the_load_of_the_stages(layer: MoELayer, placed: str) -> None:
     if placed == "turned":
-        layer.set_placement(ExpertMap((tuple(reversed(range(EXPERTS))),), EXPERTS))
+        layer.live.set_placement(ExpertMap((tuple(reversed(range(EXPERTS))),), EXPERTS))
     x_TH = tokens(9)
     routing = layer.route(x_TH)
     ids_TK = routing.ids_TK.clone()

@@ -54,7 +54,7 @@ def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None
         {"prepare_finalize": "auto", "experts": "auto"},
     ]  # fmt: skip
     for number, settings in enumerate(steps, 1):
-        held = [layer._placement.laid_out for layer in layers]
+        held = [layer.state.laid_out for layer in layers]
         reports = swapped(layers, tokens, **settings)
         assert all(report.swapped and report.epoch == number and not report.reason for report in reports)
         assert len({(report.old, report.new) for report in reports}) == 1 and reports[0].old != reports[0].new
@@ -62,7 +62,7 @@ def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None
         assert all(report.new == layer.decision.chosen.name for report, layer in zip(reports, layers, strict=True))
         if "experts" not in settings:
             both = zip(held, layers, strict=True)
-            assert all(was is layer._placement.laid_out for was, layer in both), "one copy of the weights"
+            assert all(was is layer.state.laid_out for was, layer in both), "one copy of the weights"
         check_serves(twin, layers, tokens)
 
 
@@ -108,7 +108,7 @@ def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(
     def refuse(*_: object, **__: object) -> None:
         raise UnsupportedError("no room on this rank", ["free some"])
 
-    monkeypatch.setattr(layers[failed], "stage", refuse)
+    monkeypatch.setattr(layers[failed].live, "stage", refuse)
     reports = swapped(layers, tokens, experts="torch_cpu")
     assert {report.failed_ranks for report in reports} == {(failed // tp,)}
     assert not any(report.swapped for report in reports)
@@ -177,15 +177,15 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: p
     layers[0].on_routing = heard.append
     loads = [layer.expert_load.clone() for layer in layers]
     # Shared experts are local: with those of rank 1 damaged in the new state, rank 1 alone gets wrong outputs.
-    stage = layers[1].stage
+    stage = layers[1].live.stage
 
     def damaged(*arguments: object, **settings: object) -> object:
         staged = stage(*arguments, **settings)  # type: ignore[arg-type]
-        assert staged.group is not None and staged.group.shared is not None
-        silent = Silent(staged.group.shared.weights)
-        return replace(staged, group=replace(staged.group, shared=silent))  # type: ignore[arg-type]
+        assert staged.backends.shared is not None
+        silent = Silent(staged.backends.shared.weights)
+        return replace(staged, backends=replace(staged.backends, shared=silent))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(layers[1], "stage", damaged)
+    monkeypatch.setattr(layers[1].live, "stage", damaged)
     reports = swapped(layers, tokens, prepare_finalize="all_gather")
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
     assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
@@ -204,7 +204,7 @@ def test_settings_that_nothing_serves_or_that_are_no_settings_are_refused_and_th
         assert report.failed_ranks == (0,) and words in report.reason and report.new == ""
     torch.testing.assert_close(layer(twin.x_TH), twin.y_TH, atol=LIMIT, rtol=0)
     with pytest.raises(ConfigError, match="num_experts are no settings of kernel"):
-        layer.stage(layer.expert_map, settings={"num_experts": 4})
+        layer.live.stage(layer.expert_map, settings={"num_experts": 4})
 
 
 @pytest.fixture(scope="module")

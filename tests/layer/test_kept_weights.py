@@ -46,7 +46,7 @@ Change = Callable[[MoELayer, Path], MoELayer]
 
 
 def placed(layer: MoELayer, path: Path) -> MoELayer:
-    layer.set_placement(MOVED)
+    layer.live.set_placement(MOVED)
     return layer
 
 
@@ -71,7 +71,7 @@ def named(layer: MoELayer, path: Path) -> MoELayer:
 def built(layer: MoELayer, path: Path, **where: Any) -> MoELayer:
     """A new layer with the placement of another one from the start."""
     twin = type(layer)(layer.config, device="cpu", **where)
-    twin.set_placement(layer.expert_map)
+    twin.live.set_placement(layer.expert_map)
     return twin.load_from_safetensors(path, LAYER)
 
 
@@ -142,10 +142,10 @@ def test_experts_that_move_between_ranks_are_the_stored_ones(quant: str, checkpo
         return interleave([rank.steps(x_TH) for rank, x_TH in zip(ranks, X_TH.chunk(2), strict=True)])
 
     outputs(ranks)
-    of_0, of_3 = ranks[0].export_slot(0), ranks[1].export_slot(1)
+    of_0, of_3 = ranks[0].live.export_slot(0), ranks[1].live.export_slot(1)
     moved = ExpertMap(((3, 1), (2, 0)), num_experts=EXPERTS)
-    ranks[0].set_placement(moved, {0: of_3})
-    ranks[1].set_placement(moved, {1: of_0})
+    ranks[0].live.set_placement(moved, {0: of_3})
+    ranks[1].live.set_placement(moved, {1: of_0})
     fresh = [ParallelGroups(ep=comm) for comm in LockstepWorld(2).communicators()]
     wanted = outputs([built(rank, path, groups=each) for rank, each in zip(ranks, fresh, strict=True)])
     assert all(torch.equal(now, then) for now, then in zip(outputs(ranks), wanted, strict=True))
@@ -208,14 +208,14 @@ def test_weights_that_arrive_from_elsewhere_are_checked_like_a_checkpoint(
 ) -> None:
     path = checkpoint("fp8")
     layer = DeepseekV3MoE.from_checkpoint(path, LAYER, experts="torch_cpu", device="cpu")
-    slot = layer.export_slot(3)
+    slot = layer.live.export_slot(3)
     assert slot.down_HI.scales is not None
     scales = slot.down_HI.scales.clone()
     scales[1, 0] = value
     broken = replace(slot, down_HI=replace(slot.down_HI, scales=scales))
     y_TH = layer(X_TH)
     with pytest.raises(WeightError, match=rf"scales of down of expert 3\[1, 0\] = {value:g}"):
-        layer.set_placement(MOVED, {0: broken})
+        layer.live.set_placement(MOVED, {0: broken})
     state = {name: tensor.clone() for name, tensor in official_state_dict(layer.weights).items()}
     state["experts.2.up_proj.weight_scale_inv"][0, 1] = value
     reported = rf"experts\.2\.up_proj\.weight_scale_inv\[0, 1\] = {value:g}"

@@ -14,7 +14,7 @@ from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import FallbackWarning
 from moe_mk.flight import Flight, interleave
-from moe_mk.layer.placement_state import LostExperts
+from moe_mk.layer.serving_state import LostExperts
 from moe_mk.tokens import Routing
 from tests.layer import native
 from tests.layer.native import NEEDS_COMPILER
@@ -43,7 +43,7 @@ def ranks(policy: str, **settings: object) -> list[MoELayer]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         for layer in layers:
-            layer.set_placement(LOST)
+            layer.live.set_placement(LOST)
     return layers
 
 
@@ -108,7 +108,7 @@ def test_the_rest_is_served_and_what_was_left_out_is_counted(policy: str) -> Non
 
 
 def test_tokens_without_a_lost_expert_keep_their_weights_to_the_bit() -> None:
-    lost = ranks("renormalise")[0]._placement.lost
+    lost = ranks("renormalise")[0].state.lost
     assert lost is not None
     routing = Routing(
         torch.tensor([[0, 1], [2, 3], [2, -1], [3, -1]], dtype=torch.int32),
@@ -135,13 +135,13 @@ def test_one_warning_a_loss_and_none_where_calls_raise() -> None:
     layer = build.layer(EXPERTS, TOP_K, on_lost_expert="drop")
     alone = ExpertMap(((0, 1, 3),), EXPERTS, (1.0, 1.0, 1.0), frozenset({2}))
     with pytest.warns(FallbackWarning, match="expert 2 has no live copy; parallel.on_lost_expert = drop"):
-        layer.set_placement(alone)
+        layer.live.set_placement(alone)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(tokens())
-        layer.set_placement(alone)
+        layer.live.set_placement(alone)
         refusing = build.layer(EXPERTS, TOP_K)
-        refusing.set_placement(alone)
+        refusing.live.set_placement(alone)
     with pytest.raises(LostExpertError, match="expert 2 has no live copy"):
         refusing(tokens())
     with pytest.raises(LostExpertError):
@@ -155,6 +155,6 @@ def test_a_forward_in_one_native_call_is_refused_as_well(tmp_path: Path) -> None
     layer(x_TH)
     assert layer._fused_forward().call is not None
     kept = tuple(range(1, native.EXPERTS))
-    layer.set_placement(ExpertMap((kept,), native.EXPERTS, (1.0,) * len(kept), frozenset({0})))
+    layer.live.set_placement(ExpertMap((kept,), native.EXPERTS, (1.0,) * len(kept), frozenset({0})))
     with pytest.raises(LostExpertError, match="expert 0 has no live copy"):
         layer(x_TH)

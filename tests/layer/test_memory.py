@@ -55,7 +55,7 @@ def test_weights_are_predicted_to_the_byte(tmp_path: Path, name: str, ep: int, t
         assert report.num_slots == len(weights.experts.slots)
         assert report.experts == held(tuple(weights.experts.slots))
         assert report.shared == (held((weights.shared,)) if weights.shared else 0)
-        gate, bias = layer._gate.weight_EH, layer._gate.bias_E
+        gate, bias = layer.state.backends.gate.weight_EH, layer.state.backends.gate.bias_E
         assert gate is not None and bias is not None
         assert report.gate == gate.numel() * gate.element_size() + bias.numel() * 4
         assert report.total == report.experts + report.shared + report.gate + report.buffers
@@ -89,14 +89,14 @@ def test_nothing_outlives_a_layer_that_was_used_in_every_way(
     def used() -> list[weakref.ref[object]]:
         layer = DeepseekV3MoE.from_checkpoint(tmp_path, 3, experts=experts, device="cpu")
         layer(x_TH)
-        held: list[object] = [layer, layer.placement_state, layer.placement_state.laid_out, layer.weights.experts]
+        held: list[object] = [layer, layer.state, layer.state.laid_out, layer.weights.experts]
         layer.load_from_safetensors(tmp_path, 3)
         layer.forward_routed(x_TH, torch.rand(8, 2), ids_TK)
-        held += [layer.placement_state.laid_out, *layer.weights.experts.slots]
-        layer.set_placement(ExpertMap(((3, 1, 0, 2),), num_experts=EXPERTS))
+        held += [layer.state.laid_out, *layer.weights.experts.slots]
+        layer.live.set_placement(ExpertMap(((3, 1, 0, 2),), num_experts=EXPERTS))
         layer(x_TH)
         assert swap_backends(layer, x_TH, limit=1.0, experts="torch_cpu").swapped
-        held += [layer.placement_state.laid_out, layer.kernel.experts]
+        held += [layer.state.laid_out, layer.kernel.experts]
         held.append(twin := copy.deepcopy(layer))
         twin(x_TH)
         w13, w2 = torch.randn(EXPERTS, 2 * SIDE, SIDE).bfloat16(), torch.randn(EXPERTS, SIDE, SIDE).bfloat16()

@@ -68,8 +68,8 @@ def test_other_experts_and_other_precisions_keep_the_torch_router(checkpoint: Pa
 def test_a_gate_stored_in_f32_is_not_rounded(checkpoint: Path) -> None:
     layer = built(checkpoint)
     gate_EH = torch.full((16, 256), 1 + 2**-12)
-    layer._gate.load(gate_EH, None)
-    held = layer._gate.weight_EH
+    layer.state.backends.gate.load(gate_EH, None)
+    held = layer.state.backends.gate.weight_EH
     assert held is not None and torch.equal(held, gate_EH)
 
 
@@ -79,8 +79,8 @@ def test_shared_experts_ride_in_the_same_pass_on_one_rank(checkpoint: Path, x_TH
     assert "shared experts fused" in repr(layer)
     routing = layer.route(x_TH)
     routed = layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
-    assert layer._shared is not None
-    apart = routed.float() + layer._shared(x_TH).float()
+    assert layer.state.backends.shared is not None
+    apart = routed.float() + layer.state.backends.shared(x_TH).float()
     # Apart, both halves are rounded to bf16 before they are added; together once.
     assert (layer(x_TH).float() - apart).abs().max() <= 3 * 2**-8 * apart.abs().max()
     assert not torch.equal(layer(x_TH), routed)
@@ -109,7 +109,7 @@ def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:
     )
     packed = [event for event in reported if event[0] == "pack"]
     assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
-    assert packed[-1][1] == packed[-1][2] == layer._placement.laid_out.num_bytes
+    assert packed[-1][1] == packed[-1][2] == layer.state.laid_out.num_bytes
 
 
 def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> None:
@@ -117,7 +117,7 @@ def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> No
     layer.spans.recorder = Recorder()  # stages run apart, and their prepared calls are kept with the weights
     before = layer(x_TH)
     twin = copy.deepcopy(layer)
-    weights = layer._placement.laid_out
+    weights = layer.state.laid_out
     assert isinstance(weights, PackedExpertWeights)
     weights.w2.values_LB.zero_()
     assert not torch.equal(layer(x_TH), before)

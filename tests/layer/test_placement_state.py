@@ -8,7 +8,7 @@ import torch
 from moe_mk import MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import ConfigError
-from moe_mk.layer.placement_state import check_sizes
+from moe_mk.layer.live import check_sizes
 from moe_mk.placement.expert_map import ExpertMap
 from tests.support import layers as build
 
@@ -23,15 +23,15 @@ def test_ranks_compare_experts_shares_and_the_number_of_changes() -> None:
     for expert_map in maps:
         groups = ParallelGroups(ep=LockstepWorld(2).communicators()[0])
         layer = MoELayer(build.config(4, 2), dtype=torch.float32, groups=groups)
-        layer.set_placement(expert_map)
-        notes.append(layer._placement.notes)
+        layer.live.set_placement(expert_map)
+        notes.append(layer.state.notes)
     assert len({each["placement"] for each in notes}) == 3 and {each["epoch"] for each in notes} == {"1"}
-    layer.set_placement(maps[0])
-    assert layer._placement.notes == {"placement": notes[0]["placement"], "epoch": "2"}
+    layer.live.set_placement(maps[0])
+    assert layer.state.notes == {"placement": notes[0]["placement"], "epoch": "2"}
 
 
 def test_gates_are_compared_by_value_and_not_by_the_dtype_that_a_backend_keeps() -> None:
-    gate = build.layer(4, 2)._gate
+    gate = build.layer(4, 2).state.backends.gate
     weight_EH = torch.tensor([[1.0, -0.5], [0.25, 3.0], [2.0, 0.0], [1.5, 1.0]])
     notes = []
     for stored in (weight_EH, weight_EH.bfloat16(), weight_EH.T.contiguous().T, weight_EH + 1):

@@ -95,16 +95,16 @@ def test_other_defaults_of_torch_change_nothing(x_TH: Tensor) -> None:
 def test_pickle_and_deepcopy_give_equal_layers_of_their_own(x_TH: Tensor, moved: bool) -> None:
     first = made()
     if moved:
-        first.set_placement(ExpertMap.from_physical([5, 0, 7, 2, 1, 6, 3, 4], 1, 8))
+        first.live.set_placement(ExpertMap.from_physical([5, 0, 7, 2, 1, 6, 3, 4], 1, 8))
     expected = first(x_TH)
     first.name = "layer 7"
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         assert torch.equal(twin(x_TH), expected)
         assert torch.equal(twin.expert_load, 2 * first.expert_load), "its counts went on from those of the first"
         assert twin.expert_map == first.expert_map and twin._tokens[0] == 2 * first._tokens[0] == 12
-        twin.set_placement(ExpertMap.linear(8, 1))
+        twin.live.set_placement(ExpertMap.linear(8, 1))
         assert torch.equal(twin(x_TH), made()(x_TH)), "each expert is where its map has it"
-        twin.set_placement(first.expert_map)
+        twin.live.set_placement(first.expert_map)
         assert twin.decision == first.decision and twin.name == "layer 7"
         for slot in twin.weights.experts.slots:
             slot.up_IH.values.zero_()

@@ -46,9 +46,9 @@ def test_gate_and_bias_are_those_of_now(experts: str, quant: str, change: str, n
     layer, x_TH = load(experts, quant, given, fused_router=fused_router), torch.randn(6, HIDDEN).to(DTYPES[quant])
     call = partial(results, layer, x_TH)
     before = call()
-    held = getattr(layer._gate, name)
+    held = getattr(layer.state.backends.gate, name)
     values = (-held).detach().clone()
-    CHANGES[change](layer._gate, name, values, call)
+    CHANGES[change](layer.state.backends.gate, name, values, call)
     key = {"weight_EH": "gate.weight", "bias_E": "gate.e_score_correction_bias"}[name]
     fresh = load(experts, quant, {**given, key: values}, fused_router=fused_router)
     for got, wanted in zip(call(), results(fresh, x_TH), strict=True):

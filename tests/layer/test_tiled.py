@@ -68,7 +68,7 @@ def test_the_carrying_thread_serves_one_rank_and_gives_the_same(x_TH: Tensor) ->
 def test_tiles_outlive_another_placement(x_TH: Tensor) -> None:
     (one,) = layers(1, tiles=TILES)
     before = one(x_TH)
-    one.set_placement(ExpertMap.from_physical([7, 6, 5, 4, 3, 2, 1, 0], 1, 8))
+    one.live.set_placement(ExpertMap.from_physical([7, 6, 5, 4, 3, 2, 1, 0], 1, 8))
     assert isinstance(one.kernel, TiledKernel) and one.kernel.tiles == TILES
     torch.testing.assert_close(one(x_TH), before, atol=1e-6, rtol=1e-6)
 

@@ -153,7 +153,7 @@ def test_the_copy_in_the_format_of_the_checkpoint_can_be_released() -> None:
     assert torch.equal(moe(x_TH), wanted_TH) and torch.equal(moe.forward(x_TH[None])[0], wanted_TH)
     assert moe.release_weights() == 0 and moe.weights.experts.num_bytes == 0
     moved = ExpertMap(((1, 0, 2, 3, 4, 5, 6, 7),), num_experts=8)
-    for call in (lambda: copy.deepcopy(moe), lambda: pickle.dumps(moe), lambda: moe.set_placement(moved)):
+    for call in (lambda: copy.deepcopy(moe), lambda: pickle.dumps(moe), lambda: moe.live.set_placement(moved)):
         with pytest.raises(UnsupportedError, match=r"the experts of layer 'moe' were released.*\n.*load them again"):
             call()
     assert torch.equal(moe.load_weights(given)(x_TH), wanted_TH) and torch.equal(copy.deepcopy(moe)(x_TH), wanted_TH)

@@ -130,9 +130,9 @@ def test_a_transport_without_tables_is_refused_for_any_placement_but_linear(
     ), "another transport is chosen, with the reason against this one"
     layers = layers_of(twin, ep=2, prepare_finalize="all_to_all")
     for layer in layers:
-        layer.set_placement(ExpertMap.linear(16, 2))
+        layer.live.set_placement(ExpertMap.linear(16, 2))
         with pytest.raises(UnsupportedError, match="no placement tables"):  # as a rebalance asks for
-            layer.set_placement(ExpertMap.round_robin(16, 2))
+            layer.live.set_placement(ExpertMap.round_robin(16, 2))
     for y_TH in run_together(layers, [twin.x_TH] * 2):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
 

@@ -78,11 +78,11 @@ def test_after_moving_live_a_layer_is_one_that_was_loaded_so(checkpoint: tuple[s
     assert layers[0].epoch >= 1 and layers[0].expert_map.physical_to_global() != list(PLACEMENT)
     twins = [layer(checkpoint, comm, experts) for comm in LockstepWorld(RANKS).communicators()]
     for twin in twins:
-        twin.set_placement(layers[0].expert_map)
+        twin.live.set_placement(layers[0].expert_map)
         twin.load_from_safetensors(checkpoint[1], 0)
     for mine, theirs in zip(layers, twins, strict=True):
         for slot in range(len(mine.expert_map.local_to_global(mine.ep.rank))):
-            pairs = zip(tensors_of(mine.export_slot(slot)), tensors_of(theirs.export_slot(slot)), strict=True)
+            pairs = zip(tensors_of(mine.live.export_slot(slot)), tensors_of(theirs.live.export_slot(slot)), strict=True)
             assert all(torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in pairs)
     moved, loaded = (
         interleave([each.steps(tokens(rank)) for rank, each in enumerate(group)]) for group in (layers, twins)

@@ -92,7 +92,7 @@ def test_all_ranks_flip_at_the_same_step_and_one_that_did_not_is_stopped() -> No
     assert all(rank.epochs == ranks[0].epochs for rank in ranks)
     # One rank alone on another map: the first forward after a flip compares notes and refuses on all ranks.
     alone = ranks[2].layers[0]
-    alone.set_placement(alone.expert_map)
+    alone.live.set_placement(alone.expert_map)
     with pytest.raises(Exception, match="in phase|ranks decided differently|epoch"):
         serve(ranks, 1)
 
@@ -326,7 +326,7 @@ def test_what_cannot_be_rebalanced_is_refused_with_the_reason() -> None:
         RebalanceManager([])
     comm = LockstepWorld(RANKS).communicators()[0]
     layers = layers_of(comm)
-    layers[1].set_placement(ExpertMap(((0, 1, 4), (2, 3), (4, 5, 0), (6, 7, 1)), 8))
+    layers[1].live.set_placement(ExpertMap(((0, 1, 4), (2, 3), (4, 5, 0), (6, 7, 1)), 8))
     with pytest.raises(ConfigError, match="2 layers have 2 different sizes"):
         RebalanceManager(layers)
     with pytest.raises(ConfigError, match=r"sync_every=0 must be at least 1; bytes_per_step=0 must be at least 1"):
@@ -338,7 +338,7 @@ def test_what_cannot_be_rebalanced_is_refused_with_the_reason() -> None:
 def test_layers_that_are_cut_differently_are_refused() -> None:
     comm = LockstepWorld(RANKS).communicators()[0]
     layers = layers_of(comm)
-    layers[1]._placement.grid.tp = LockstepWorld(2).communicators()[0]
+    layers[1].state.grid.tp = LockstepWorld(2).communicators()[0]
     with pytest.raises(ConfigError, match=r"experts of the layers are cut into \[1, 2\] slices"):
         RebalanceManager(layers)
 

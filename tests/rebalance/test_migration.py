@@ -136,7 +136,7 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
 def test_a_rank_that_cannot_send_states_why() -> None:
     ranks = world()
     failing = ranks[3].layers[0]
-    export, times = failing.export_slot, []
+    export, times = failing.live.export_slot, []
 
     def once(slot: int) -> object:
         times.append(slot)
@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_send_states_why() -> None:
             raise WeightError("the file behind it is gone")
         return export(slot)
 
-    failing.export_slot = once  # type: ignore[assignment, method-assign]
+    failing.live.export_slot = once  # type: ignore[assignment, method-assign]
     with pytest.warns(RebalanceWarning):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_send_states_why() -> None:
 
 def test_a_rank_that_cannot_stage_keeps_all_on_the_old_map() -> None:
     ranks = world()
-    stage, failures = ranks[1].layers[1].stage, []
+    stage, failures = ranks[1].layers[1].live.stage, []
 
     def out_of_memory(*args: object, **kwargs: object) -> object:
         if len(failures) < 1:
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_stage_keeps_all_on_the_old_map() -> None:
             raise MemoryError("no room for a second half")
         return stage(*args, **kwargs)  # type: ignore[arg-type]
 
-    ranks[1].layers[1].stage = out_of_memory  # type: ignore[assignment, method-assign]
+    ranks[1].layers[1].live.stage = out_of_memory  # type: ignore[assignment, method-assign]
     with pytest.warns(RebalanceWarning, match="staging failed: MemoryError: no room for a second half"):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
@@ -176,19 +176,19 @@ def test_weights_that_are_loaded_during_a_move_serve_afterwards(steps: int) -> N
     while ranks[0].manager.state != "moving":
         serve(ranks, 1)
     serve(ranks, steps)
-    stale = [rank.layers[0].stage(rank.layers[0].expert_map) for rank in ranks]
+    stale = [rank.layers[0].live.stage(rank.layers[0].expert_map) for rank in ranks]
     fresh = [tensors(number + 7) for number in range(2)]
     for rank, state in zip(ranks, stale, strict=True):
         for layer, weights in zip(rank.layers, fresh, strict=True):
             layer.load_weights(weights)
         with pytest.raises(WeightError, match="has loaded weights since this state was staged; stage it again"):
-            rank.layers[0].flip(state)
+            rank.layers[0].live.flip(state)
     serve(ranks, 80)
     assert ranks[0].manager.status().epochs == (1, 1)
     for number, rank in enumerate(ranks):
         for layer, weights in zip(rank.layers, fresh, strict=True):
             for slot, expert in enumerate(layer.expert_map.local_to_global(number)):
-                assert matrices_equal(layer.export_slot(slot), weights, expert)
+                assert matrices_equal(layer.live.export_slot(slot), weights, expert)
 
 
 def test_no_step_sends_more_than_the_budget() -> None:
@@ -222,12 +222,12 @@ def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(patience: int,
     serve(ranks, 2)
     release = threading.Event()
     for layer in (layer for rank in ranks for layer in rank.layers):
-        layer.read_expert = reading_after(release, layer.read_expert)  # type: ignore[method-assign]
+        layer.live.read_expert = reading_after(release, layer.live.read_expert)  # type: ignore[method-assign]
     left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
     staged: Counter[tuple[int, int]] = Counter()
     for rank in left:
         for x, layer in enumerate(rank.layers):
-            layer.stage = counting(layer.stage, staged, (rank.original_rank, x))  # type: ignore[method-assign]
+            layer.live.stage = counting(layer.live.stage, staged, (rank.original_rank, x))  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])

@@ -188,7 +188,7 @@ def checked(manager: RebalanceManager, group: Any, case: Case, rank: int) -> Out
     layers, tensors, status = list(manager.layers), build.tensors(EXPERTS), manager.status()
     found = judged(layers, group, case.transport, rank)  # type: ignore[arg-type]
     found["slots"] = all(
-        world.matrices_equal(layer.export_slot(slot), tensors, expert)
+        world.matrices_equal(layer.live.export_slot(slot), tensors, expert)
         for layer in layers
         for slot, expert in enumerate(layer.expert_map.local_to_global(layer.ep.rank))
     )

@@ -88,7 +88,7 @@ class Callers:
         for number, rank in enumerate(self.ranks):
             layer = rank.layers[x]
             wanted = placed.local_to_global(number)
-            layer.set_placement(placed, {slot: layer.read_expert(e) for slot, e in enumerate(wanted)})
+            layer.live.set_placement(placed, {slot: layer.live.read_expert(e) for slot, e in enumerate(wanted)})
 
     def _shares(self) -> None:
         x = self.draw.randrange(LAYERS)
@@ -98,7 +98,7 @@ class Callers:
             parts = [self.draw.uniform(0.1, 1.0) for _ in replicas]
             shares[list(replicas)] = [part / sum(parts) for part in parts]
         for rank in self.ranks:
-            rank.layers[x].set_placement(ExpertMap(old.experts_of_rank, EXPERTS, tuple(shares.tolist())))
+            rank.layers[x].live.set_placement(ExpertMap(old.experts_of_rank, EXPERTS, tuple(shares.tolist())))
 
     def _swap(self) -> None:
         x, settings = self.draw.randrange(LAYERS), {}
@@ -143,7 +143,7 @@ def test_whatever_callers_replace_rebalancing_goes_on(seed: int) -> None:
             followed = rank.manager.ledger.map_of(slots[x], shares[x])
             assert followed.experts_of_rank == layer.expert_map.experts_of_rank, world.done
             for slot, e in enumerate(layer.expert_map.local_to_global(rank.original_rank)):
-                assert matrices_equal(layer.export_slot(slot), world._weights(x), e), (world.done, x, slot)
+                assert matrices_equal(layer.live.export_slot(slot), world._weights(x), e), (world.done, x, slot)
 
 
 def test_plans_follow_a_placement_that_a_caller_has_set() -> None:
@@ -153,8 +153,10 @@ def test_plans_follow_a_placement_that_a_caller_has_set() -> None:
     linear = ExpertMap.from_physical((*range(EXPERTS), 0, 1, 2, 3), RANKS, EXPERTS)
     for x in range(LAYERS):
         for number, rank in enumerate(world.ranks):
-            arrived = {slot: rank.layers[x].read_expert(e) for slot, e in enumerate(linear.local_to_global(number))}
-            rank.layers[x].set_placement(linear, arrived)
+            arrived = {
+                slot: rank.layers[x].live.read_expert(e) for slot, e in enumerate(linear.local_to_global(number))
+            }
+            rank.layers[x].live.set_placement(linear, arrived)
     for rank in world.ranks:
         rank.manager.plan_soon()
     serve(world.ranks, 40)

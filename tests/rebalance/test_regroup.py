@@ -210,12 +210,12 @@ def test_a_pinned_transport_gives_way_and_comes_back() -> None:
 
 def test_what_is_flipped_back_serves_as_it_did() -> None:
     layer, x_TH = build.layer(EXPERTS, TOP_K, num_shared_experts=1), torch.randn(TOKENS, build.HIDDEN)
-    before, config, y_TH = layer._placement, layer.config, layer(x_TH)
-    other = layer.stage(layer.expert_map, ep=LockstepWorld(1).communicators()[0])
-    old = layer.flip(other)
+    before, config, y_TH = layer.state, layer.config, layer(x_TH)
+    other = layer.live.stage(layer.expert_map, ep=LockstepWorld(1).communicators()[0])
+    old = layer.live.flip(other)
     assert layer.config.parallel.ep == 1 and torch.equal(layer(x_TH), y_TH)
-    layer.flip(old)
-    assert layer._placement.weights is before.weights and layer.config is config and torch.equal(layer(x_TH), y_TH)
+    layer.live.flip(old)
+    assert layer.state.weights is before.weights and layer.config is config and torch.equal(layer(x_TH), y_TH)
 
 
 def test_layers_without_a_source_are_warned_of_and_refused_until_they_have_one() -> None:
@@ -223,14 +223,14 @@ def test_layers_without_a_source_are_warned_of_and_refused_until_they_have_one()
     ranks = []
     for original_rank, comm in enumerate(LockstepWorld(2).communicators()):
         rank = Rank(comm, original_rank)
-        rank.layer._source = None  # as after take()
+        rank.layer.source = None  # as after take()
         with pytest.warns(RebalanceWarning, match=r"loss of ranks \[0, 1\] cannot be repaired.*read_from"):
             rank.manager = RebalanceManager([rank.layer], RebalanceSettings(sync_every=2, inline=True))
         ranks.append(rank)
     with pytest.raises(RegroupError, match="was given its weights by take"):
         lose(ranks, 1)
-    assert source._source is not None
-    ranks[0].layer.read_from(*source._source)
+    assert source.source is not None
+    ranks[0].layer.read_from(*source.source)
     assert serves_right(lose(ranks, 1))
 
 

@@ -24,7 +24,7 @@ from moe_mk.comm.symmetric import setup as symmetric_setup
 from moe_mk.errors import CommError, FallbackWarning, RegroupError
 from moe_mk.lab.testing import on_ranks as processes
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
-from moe_mk.layer import moe_layer
+from moe_mk.layer import live
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
@@ -88,7 +88,7 @@ def fresh(layer: MoELayer, group: Any, transport: str) -> MoELayer:
     comm = over(group)
     (made, *_) = layers_over(comm, transport if comm.size > 1 else "auto")
     rows = layer.expert_map.local_to_global(comm.rank)
-    made.set_placement(layer.expert_map, {slot: made.read_expert(expert) for slot, expert in enumerate(rows)})
+    made.live.set_placement(layer.expert_map, {slot: made.live.read_expert(expert) for slot, expert in enumerate(rows)})
     return made
 
 
@@ -137,9 +137,9 @@ def fault(name: str, layers: list[MoELayer], transport: str, rank: int) -> Itera
         yield
         return
     patches: dict[str, Callable[[], Any]] = {
-        "reading": lambda: mock.patch.object(layers[-1], "read_expert", unreadable),
-        "memory": lambda: mock.patch.object(moe_layer, "with_experts", no_memory),
-        "transport": lambda: mock.patch.object(moe_layer, "build_placement_state", no_transport),
+        "reading": lambda: mock.patch.object(layers[-1].live, "read_expert", unreadable),
+        "memory": lambda: mock.patch.object(live, "with_experts", no_memory),
+        "transport": lambda: mock.patch.object(live, "build_state", no_transport),
         "window": lambda: mock.patch.object(symmetric_setup, "create", no_window),
     }
     with patches[name]():
@@ -165,7 +165,7 @@ def with_a_death(number: int, ranks: int) -> Report:
     group = group_of(list(range(victim)))
     for transport, manager in managers.items():
         layers = list(manager.layers)
-        before = [(layer.expert_map, layer.epoch, layer.decision, layer._placement) for layer in layers]
+        before = [(layer.expert_map, layer.epoch, layer.decision, layer.state) for layer in layers]
         seen = reported[transport] = Report(refused=[])
         faults = ["reading", "memory", "transport"] + ["window"] * (transport == "one_sided" and victim > 1)
         comm = over(group)
@@ -173,7 +173,7 @@ def with_a_death(number: int, ranks: int) -> Report:
             with fault(name, layers, transport, number), pytest.raises(RegroupError) as refused:
                 manager.rank_lost(victim, comm)
             seen["refused"].append(str(refused.value))
-            after = [(layer.expert_map, layer.epoch, layer.decision, layer._placement) for layer in layers]
+            after = [(layer.expert_map, layer.epoch, layer.decision, layer.state) for layer in layers]
             seen["untouched"] = all(map(same, before, after)) and len(manager.ledger.living) == ranks
             assert comm.kept == {}
         manager.rank_lost(victim, comm)

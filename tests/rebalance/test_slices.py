@@ -90,12 +90,12 @@ def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> Non
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_a_slice_that_cannot_be_staged_keeps_all_ranks_on_the_old_map() -> None:
     ranks = grid(max_retries=1)
-    stage = ranks[3].layers[0].stage
+    stage = ranks[3].layers[0].live.stage
 
     def fails(expert_map: object, arrived: object = None, **_: object) -> object:
         raise MemoryError("no room for a second half")
 
-    ranks[3].layers[0].stage = fails  # type: ignore[method-assign,assignment]
+    ranks[3].layers[0].live.stage = fails  # type: ignore[method-assign,assignment]
     serve(ranks, 40)
     # Layer 1, which needs new shares alone, flipped everywhere, and layer 0 nowhere.
     stories_agree(ranks)
@@ -103,7 +103,7 @@ def test_a_slice_that_cannot_be_staged_keeps_all_ranks_on_the_old_map() -> None:
     reported = [rank.manager.status().incidents for rank in ranks]
     assert "staging failed: MemoryError: no room" in reported[3][0].what
     assert all(any("dropped after 1 retries of 'layer 0'" in each.then for each in mine) for mine in reported)
-    ranks[3].layers[0].stage = stage  # type: ignore[method-assign]
+    ranks[3].layers[0].live.stage = stage  # type: ignore[method-assign]
 
 
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
@@ -127,7 +127,7 @@ def test_a_rank_whose_map_differs_is_stopped_on_every_slice() -> None:
     ranks = grid()
     serve(ranks, 5)
     alone = ranks[1].layers[0]
-    alone.set_placement(alone.expert_map)
+    alone.live.set_placement(alone.expert_map)
     with pytest.raises(CommError, match="agreement"):
         serve(ranks, 1)
 

@@ -140,7 +140,7 @@ def test_a_layer_that_was_given_another_placement_keeps_its_bits(checkpoints: An
     config = config.with_(prepare_finalize="all_to_all")
     layers = [DeepseekV3MoE(config, groups=ParallelGroups(ep=comm)) for comm in world.communicators()]
     for each in layers:
-        each.set_placement(ExpertMap.from_physical(REPLICATED, 4, EXPERTS))
+        each.live.set_placement(ExpertMap.from_physical(REPLICATED, 4, EXPERTS))
         each.load_from_safetensors(path, 3)
     parts = tokens().split([3, 17, 0, 3])
     with torch.no_grad():

@@ -100,8 +100,8 @@ def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: in
     events: list[str] = []
     layers = [layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)]
     first = layers[0]
-    assert first._shared is not None
-    first._shared.experts.run = noted(first._shared.experts.run, "shared", events)  # type: ignore[method-assign]
+    assert first.state.backends.shared is not None
+    first.state.backends.shared.experts.run = noted(first.state.backends.shared.experts.run, "shared", events)  # type: ignore[method-assign]
     inner = first.kernel.experts.run
     first.kernel.experts.run = noted(inner, "experts", events)  # type: ignore[method-assign]
 

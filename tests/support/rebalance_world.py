@@ -149,7 +149,7 @@ def holds_right_weights(layer: MoELayer, number: int) -> bool:
     """Whether every slot of this rank holds, to the bit, what the checkpoint states of its expert."""
     weights, tp = tensors(number), layer.tp
     return all(
-        matrices_equal(layer.export_slot(slot), weights, e, tp.rank, tp.size)
+        matrices_equal(layer.live.export_slot(slot), weights, e, tp.rank, tp.size)
         for slot, e in enumerate(layer.expert_map.local_to_global(layer.ep.rank))
     )
 

@@ -201,7 +201,7 @@ def _report(path: str, module: nn.Module, layer: MoELayer, facts: LayerFacts) ->
         mapped = False
     except UnsupportedError:  # the backend reads the tensors of the checkpoint: there is no second copy
         mapped = all(is_mapped(slot.down_HI.values) for slot in layer.weights.experts.slots)
-    laid_out = layer.placement_state.laid_out
+    laid_out = layer.state.laid_out
     assert laid_out is not None
     return PackedModule(
         path=path,

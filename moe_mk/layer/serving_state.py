@@ -1,7 +1,8 @@
-"""Everything of a layer that depends on its expert placement, as one immutable state that is replaced at once.
+"""Everything of a layer that a forward reads, as one immutable state that is replaced at once.
 
-Live rebalancing builds a second state next to the one in use and then switches. A forward reads the state when it
-starts and keeps it to its end, so that nothing it reads is written to meanwhile.
+A change of the placement or of the backends builds a second state next to the one in use and then switches, see
+`live.py`. A forward reads the state when it starts and keeps it to its end, so that nothing it reads is written to
+meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, LostExpertError, UnsupportedError
@@ -30,6 +30,7 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.plain import Plain
+from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.tiled_kernel import tiled
 from moe_mk.tokens import Routing, RowTokens
@@ -96,37 +97,50 @@ def shown(experts: Sequence[int], most: int = 16) -> str:
 
 
 @dataclass(frozen=True)
-class GroupState:
-    """The other parts of a layer that follow from the size of its EP group and from its settings."""
+class Backends:
+    """The parts of a layer that follow from its settings and from the size of its EP group."""
 
     config: MoEConfig
+    asked: MoEConfig
+    """The settings of the user, from which backends are chosen again for another group."""
     decision: Decision
     groups: ParallelGroups
     gate: Gate
     shared: SharedExperts | None
-    asked: MoEConfig
-    """The settings of the user, from which backends are chosen again for another group."""
+
+    def fuse_shared(self, kernel: FusedMoEKernel | MonolithicKernel, laid_out: Any) -> Any:
+        """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
+        shared = self.shared
+        if shared is None or shared.weights is None or not isinstance(kernel, FusedMoEKernel):
+            return None
+        if kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(kernel, InvariantKernel):
+            return None
+        routed, own = kernel.experts.context, shared.experts.context
+        if (routed.compute, routed.hidden_size) != (own.compute, own.hidden_size) or shared.gate_H is not None:
+            return None
+        return kernel.experts.fuse_shared_experts(laid_out, shared.weights)
 
 
 @dataclass(frozen=True)
-class PlacementState:
-    """Everything of a layer that depends on its placement."""
+class ServingState:
+    """Everything of a layer that a forward reads."""
 
+    backends: Backends
     expert_map: ExpertMap
     tables: PlacementTables
     kernel: FusedMoEKernel | MonolithicKernel
     grid: Grid
-    weights: LayerWeights | None
-    laid_out: Any
-    """The experts in the layout of the backend."""
     epoch: int
     """How many placements this layer has had before."""
     lost: LostExperts | None = None
     """Experts without a live copy and what calls do about them; None while every expert has one."""
-    group: GroupState | None = None
-    """What is used with it over another group of ranks or with other settings; None: the layer's current one."""
+    weights: LayerWeights | None = None
+    laid_out: Any = None
+    """The experts in the layout of the backend."""
     loads: int = 0
     """How often weights were loaded before it was built."""
+    swaps: int = 0
+    """How often backends were replaced before it was used."""
 
     @cached_property
     def is_partial(self) -> bool:
@@ -157,10 +171,11 @@ class PlacementState:
         return {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
 
 
-def build_placement_state(
-    decision: Decision, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
-) -> PlacementState:
+def build_state(
+    backends: Backends, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
+) -> ServingState:
     """A state without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
+    decision = backends.decision
     kernel = tiled(assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel)
     same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
@@ -177,10 +192,10 @@ def build_placement_state(
                 ["set on_lost_expert to drop or raise, or pin kernel.experts to another backend"],
             )
         lost = LostExperts(grid.name, policy, tuple(sorted(expert_map.lost)), lost_E)
-    return PlacementState(expert_map, tables, kernel, grid, None, None, epoch, lost)
+    return ServingState(backends, expert_map, tables, kernel, grid, epoch, lost)
 
 
-def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[int, SlotWeights]) -> PlacementState:
+def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, SlotWeights]) -> ServingState:
     """Give a state its weights: those that arrived, else those that `old` holds on this rank. `old` is not changed.
 
     arrived: by slot of the new state. Raises ConfigError naming every slot whose expert is neither here nor arrived,
@@ -208,11 +223,12 @@ def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[in
     return replace(state, weights=layer, laid_out=state.kernel.experts.relayout(experts))
 
 
-def try_out(state: PlacementState, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:
+def try_out(state: ServingState, device: torch.device) -> Flight[None]:
     """Run a state without tokens: ranks compare notes, open buffers and hear from every peer; nothing is recorded.
 
     Raises CommError where ranks have decided differently or a peer does not answer.
     """
+    decision, gate = state.backends.decision, state.backends.gate
     yield from state.grid.agree(lambda: {**decision.notes(), **state.notes})
     if state.weights is None:
         return
@@ -225,14 +241,3 @@ def try_out(state: PlacementState, decision: Decision, gate: Gate, device: torch
         nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
         y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), state.laid_out)
     yield from state.grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)
-
-
-def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:
-    """Raise ConfigError unless a new map has the experts of the layer and the ranks of the group."""
-    wrong = []
-    if expert_map.num_experts != serving.num_experts:
-        wrong.append(f"it places {expert_map.num_experts} experts, the layer has {serving.num_experts}")
-    if expert_map.num_ranks != comm.size:
-        wrong.append(f"it has {expert_map.num_ranks} ranks, the group has {comm.size}")
-    if wrong:
-        raise ConfigError("placement cannot replace the current one: " + "; ".join(wrong))

@@ -1,0 +1,131 @@
+"""The habits of `nn.Module` for a layer whose weights are no parameters: moving, state_dict, copies and pickles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.external.device import usable_device
+from moe_mk.layer.live import LivePlacement
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.weights.expert_weights import ReleasedSlots
+from moe_mk.weights.layer_weights import LayerWeights
+
+if TYPE_CHECKING:
+    from moe_mk.layer.moe_layer import MoELayer
+
+L = TypeVar("L", bound="MoELayer")
+
+NO_PARAMETERS = (
+    "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
+    "leave their names out of the state_dict of the model"
+)
+
+
+class WithoutParameters(nn.Module):
+    """A module whose weights are no parameters: its device and dtype are fixed, and it has no state_dict."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    expert_load: Tensor
+
+    def _leave_meta(self, device: torch.device) -> None:
+        """Build the module on a device that is not the meta device."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
+
+        `to_empty(device=...)` builds a layer on the meta device on that one. Raises UnsupportedError for any other
+        change of device, and of dtype: the backends were chosen for them.
+        """
+        there, dtype = (
+            fn(self.expert_load.new_empty(0)).device,
+            fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype,
+        )
+        if self.device.type == "meta" and there.type != "meta":
+            self._leave_meta(usable_device(there))
+            return self
+        if there != self.device:
+            raise UnsupportedError(
+                f"layer {self.name!r} cannot be moved from {self.device} to {there}",
+                [f"its backends were chosen for {self.device}; build it with device={str(there)!r} and load it there"],
+            )
+        if dtype != self.dtype:
+            raise UnsupportedError(
+                f"layer {self.name!r} cannot be converted from {self.dtype} to {dtype}",
+                [f"its backends were chosen for {self.dtype}; build it with dtype={dtype} and load it again"],
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # it has overloads
+        """The state of a parent, to which this layer adds nothing. Raises UnsupportedError when called on the layer.
+
+        Its weights are no parameters: a backend keeps them in a layout of its own, the checkpoint is their source.
+        """
+        if not args and kwargs.get("destination") is None:
+            raise UnsupportedError(f"layer {self.name!r} has no state_dict", [NO_PARAMETERS])
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Raises UnsupportedError: weights are loaded with `load_weights`."""
+        raise UnsupportedError(
+            f"layer {self.name!r} cannot load a state_dict of {len(state_dict)} tensors", [NO_PARAMETERS]
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *problems: list[str]
+    ) -> None:
+        """Called when a parent loads a state_dict. Tensors of this layer are an error, also if not strict."""
+        mine = [name for name in state_dict if name.startswith(prefix)]
+        if mine:
+            problems[-1].append(
+                f"layer {self.name!r} cannot load {len(mine)} tensors, for example {mine[0]!r}: {NO_PARAMETERS}"
+            )
+
+
+def copied(layer: L, memo: dict[int, Any]) -> L:
+    """A second layer over the same groups, with weights of its own."""
+    weights = _kept_weights(layer)
+    twin = type(layer)(layer.config, device=layer.device, dtype=layer.dtype, groups=layer.groups, name=layer.name)
+    memo[id(layer)] = twin
+    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer._tokens[0])
+
+
+def pickled(layer: MoELayer) -> tuple[Any, ...]:
+    """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
+    if layer.groups != ParallelGroups():
+        raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
+    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer._tokens[0]
+    return _rebuild, (type(layer), layer.config, str(layer.device), layer.dtype, layer.name, state)
+
+
+def _rebuild(cls: type[L], config: MoEConfig, device: str, dtype: torch.dtype, name: str, state: tuple[Any, ...]) -> L:
+    return _with_state(cls(config, device=device, dtype=dtype, name=name), *state)
+
+
+def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, tokens: int) -> L:
+    if weights is not None:
+        LivePlacement(layer).set_placement(expert_map)
+        layer.take(weights)
+    layer.expert_load.copy_(load_E)
+    layer._tokens[0] = tokens
+    return layer
+
+
+def _kept_weights(layer: MoELayer) -> LayerWeights | None:
+    """The weights, if any; raises UnsupportedError if the experts were released."""
+    weights = layer.state.weights
+    if weights is not None and isinstance(weights.experts.slots, ReleasedSlots):
+        _ = weights.experts.slots[0]
+    return weights
