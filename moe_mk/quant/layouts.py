@@ -88,7 +88,7 @@ def _columns(scales: Tensor, stride: int) -> Tensor:
         memory = torch.zeros((groups, stride), dtype=scales.dtype, device=scales.device)
         memory[:, :rows] = scales.T
         return memory.T[:rows]
-    memory[:, :rows] = scales.contiguous().view(torch.uint8).T
+    memory[:, :rows] = scales.view(torch.uint8).T
     return memory.view(scales.dtype).T[:rows]
 
 
@@ -98,7 +98,7 @@ def _packed(scales: Tensor) -> Tensor:
         raise UnsupportedError(f"packing {scales.dtype} scales", ["only powers of two (UE8M0) have one byte to pack"])
     rows, groups = scales.shape
     octets = torch.zeros((rows, -(-groups // 4) * 4), dtype=torch.uint8, device=scales.device)
-    octets[:, :groups] = scales.contiguous().view(torch.uint8)
+    octets[:, :groups] = scales.view(torch.uint8)
     words = octets.view(torch.int32)
     step = TMA_BYTES // words.element_size()
     return _columns(words, -(-rows // step) * step)
@@ -110,6 +110,6 @@ def _swizzled(scales: Tensor) -> Tensor:
     rows, groups = scales.shape
     tall, wide = -(-rows // TILE_ROWS), -(-groups // TILE_COLUMNS)
     padded = torch.zeros((tall * TILE_ROWS, wide * TILE_COLUMNS), dtype=torch.uint8, device=scales.device)
-    padded[:rows, :groups] = scales.contiguous().view(torch.uint8)
+    padded[:rows, :groups] = scales.view(torch.uint8)
     tiles = padded.view(tall, TILE_ROWS // TILE_STRIPE, TILE_STRIPE, wide, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -65,7 +65,8 @@ class Nvfp4(BlockedScheme):
         n, k = x.shape[-2:]
         self.expect_even(k)
         found = global_scales(block_amax(x, (WHOLE, WHOLE)), E2M1.largest) if self.fixed_scale is None else None
-        above: Tensor | float = self.fixed_scale or 1.0 if found is None else found
+        above = self.fixed_scale if found is None else found
+        assert above is not None
         scales = fp8_scales(block_amax(x, self.block), E2M1.largest, above)
         # One product of both scales, rounded to f32 once, in both directions.
         values = E2M1.encode(x.to(torch.float32) / (spread(scales, n, k, self.block) * above))

@@ -155,8 +155,10 @@ def test_noise_is_drawn_only_while_training() -> None:
 def test_settings_of_other_kinds_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"kind='noisy_topk' does not support router.num_expert_group, .*_bias"):
         config(kind="noisy_topk", num_expert_group=2, has_correction_bias=True)
-    with pytest.raises(ConfigError, match=r"num_choices=1 is not in \[router.top_k=2, model.num_experts=4\]"):
-        config(kind="expert_capacity", num_choices=1)
+    for out in (1, 5):
+        with pytest.raises(ConfigError, match=rf"num_choices={out} is not in \[router.top_k=2, model.num_experts=4\]"):
+            config(kind="expert_capacity", num_choices=out)
+    assert [config(kind="expert_capacity", num_choices=n).router.num_choices for n in (2, 4, None)] == [2, 4, None]
     with pytest.raises(ConfigError, match="pass a group of that size"):
         layer(config(ep=2))
     with pytest.raises(UnsupportedError, match=r"(?s)quantised weights have no gradients.*tokens = replicated"):

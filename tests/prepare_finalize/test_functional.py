@@ -147,6 +147,18 @@ def test_a_call_allocates_nothing_beyond_the_plan(tokens: int, hidden: int, top_
     assert seen.peak <= plan.num_bytes
 
 
+@pytest.mark.row(141)
+@pytest.mark.parametrize("quant_mode,num_bytes", [(0, 1440 + 3040), (2, 1248 + 3040)])
+def test_the_plan_by_hand(quant_mode: int, num_bytes: int) -> None:
+    # 3 tokens x 2 choices leave and, since a rank has 2 experts, 2 ranks x 3 tokens x 2 rows arrive at most; a row of 8
+    # elements is 16 bytes and 4 of its weight, or 8 bytes, 4 of its scale and 4 of its weight in INT8.
+    # Out: 4 * 6 * 20 + 4 * 12 * 20 = 1440, less in INT8. Back: 3 * 12 * 16 + 3 * 6 * 16 + 3 * 4 * 8 * 4 = 1248.
+    # Indices of 8 bytes: 12 * (6 + 12 + 3) + 16 * 4 experts * 2 ranks are 380.
+    options = replace(FOUR, quant_mode=quant_mode)
+    plan = plan_distribute(options, ranks=2, num_tokens=3, hidden_size=8, top_k=2, dtype=torch.bfloat16)
+    assert (plan.rows, plan.num_bytes) == (12, num_bytes)
+
+
 def refused(**wrong: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
         plan_distribute(replace(FOUR, **wrong), ranks=2, num_tokens=1, hidden_size=2, top_k=2, dtype=torch.float32)

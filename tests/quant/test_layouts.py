@@ -47,14 +47,19 @@ def test_swizzled_by_hand() -> None:
     groups=st.integers(1, 20),
     layout=st.sampled_from(ScaleLayout),
     dtype=st.sampled_from(DTYPES),
+    dense=st.booleans(),
 )
-def test_every_layout_can_be_undone(rows: int, groups: int, layout: ScaleLayout, dtype: torch.dtype) -> None:
+def test_every_layout_can_be_undone(
+    rows: int, groups: int, layout: ScaleLayout, dtype: torch.dtype, *, dense: bool
+) -> None:
     wide = torch.rand((rows, groups), generator=torch.Generator().manual_seed(rows), dtype=torch.float32).to(dtype)
     one_byte = dtype is POWERS or layout in (ScaleLayout.PACKED, ScaleLayout.SWIZZLED)
     scales = powers(rows, groups) if one_byte else wide
-    laid = lay_out(scales, layout)
+    given = scales if dense else scales.view(torch.uint8).repeat(1, 2).view(scales.dtype)[:, groups:]
+    laid = lay_out(given, layout)
     back = laid.row_major()
-    assert back.dtype == scales.dtype and back.shape == scales.shape
+    assert back.dtype == scales.dtype and back.shape == scales.shape and back.is_contiguous()
+    assert layout is not ScaleLayout.ROW_MAJOR or laid.data.is_contiguous()
     assert torch.equal(back.view(torch.uint8), scales.view(torch.uint8))
 
 

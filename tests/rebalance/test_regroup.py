@@ -180,8 +180,18 @@ def test_ranks_that_noticed_the_loss_at_different_steps_go_on_at_one() -> None:
     ranks = group(4)
     assert serves_right(ranks, 3)
     ranks[1].manager._step += 1  # its forward went through, and its step() met the loss
+    ranks[2].manager._plan_id, ranks[0].manager._flips = 5, 3  # so may have a plan and a flip
     left = lose(ranks, 3)
-    assert {rank.manager._step for rank in left} == {4} and serves_right(left)
+    assert {rank.manager._step for rank in left} == {4} and serves_right(left, 0)
+    assert {(rank.manager.status().plan_id, rank.manager._flips) for rank in left} == {(6, 4)}
+    assert serves_right(left)
+
+
+def test_only_a_call_that_failed_is_recovered_from() -> None:
+    ranks, comms = group(3), LockstepWorld(2).communicators()
+    before = [comm.status.epoch for comm in comms]
+    interleave([rank.manager.rank_lost_steps(2, comm) for rank, comm in zip(ranks, comms, strict=False)])
+    assert [comm.status.epoch for comm in comms] == before and serves_right(ranks[:2])
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])

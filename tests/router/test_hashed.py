@@ -39,6 +39,13 @@ def test_it_routes_as_transformers_does() -> None:
     torch.testing.assert_close(routing.weights_TK, weights, rtol=1e-5, atol=1e-6)
 
 
+def test_weights_that_are_tiny_are_not_scaled_up() -> None:
+    # A sigmoid of 1e-20, which is what is added to the sum of the weights.
+    logits = torch.full((1, 3), math.log(1e-20), dtype=torch.float32)
+    weights = HashRouter(TABLE, scoring_func="sigmoid").route(logits, torch.tensor([2])).weights_TK
+    assert weights[0].tolist() == pytest.approx([0.5, 0.0], rel=1e-4)
+
+
 def test_edges_and_refusals() -> None:
     router = HashRouter(TABLE)
     assert router.route(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)).ids_TK.shape == (0, 2)
