@@ -24,9 +24,8 @@ from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.custom_op import Operator
-from moe_mk.layer.fused_forward import can_be_called, record_as_stages
-from moe_mk.layer.moe_layer import is_untraced
+from moe_mk.layer.custom_op import Operator, is_untraced
+from moe_mk.layer.prepared import can_be_called, record_as_stages
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.shapes import expect, expect_dense
+
+if TYPE_CHECKING:
+    from moe_mk.layer.moe_layer import MoELayer
 
 # Functions of torch.distributed.nn keep the default group of the moment they are imported, and the first call of a
 # custom op may import them: that group would never end, and gloo's threads would meet an interpreter that exits. They
@@ -27,6 +32,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_initialized())
     import torch.distributed.nn
 
 T = TypeVar("T")
+MASKS = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8)
 _LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -69,15 +75,58 @@ def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _run_layer(
+def is_untraced(x_TH: Tensor) -> bool:
+    """Whether this is a plain tensor outside of tracing, dispatch modes and functorch: else use the torch operator."""
+    if type(x_TH) is not Tensor or is_compiling():
+        return False
+    followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    return not followed and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def run_operator(
+    layer: MoELayer,
     hidden_states: Tensor,
     expert_load_E: Tensor,
-    entry: Tensor,
     token_ids_T: Tensor | None = None,
     active_T: Tensor | None = None,
 ) -> Tensor:
-    y_TH: Tensor = LAYERS.owner(entry).run_operator(hidden_states, expert_load_E, token_ids_T, active_T)
-    return y_TH
+    """The implementation of the operator of a layer. It checks the tokens, so that graphs need no guards for it.
+
+    Raises ShapeError for other numbers of dimensions, and for ids and masks of another shape.
+    """
+    expect_dense("hidden_states", hidden_states)
+    if hidden_states.dim() not in (2, 3):
+        raise ShapeError(
+            f"hidden_states has {hidden_states.dim()} dimensions {tuple(hidden_states.shape)}, "
+            "expected 2 [T, H] or 3 [B, S, H]"
+        )
+    shape = hidden_states.shape
+    ids_T = _flat("token_ids_T", token_ids_T, shape[:-1]) if hidden_states.dim() == 3 else token_ids_T
+    x_TH = layer.checked(hidden_states.flatten(0, -2))
+    if active_T is None:
+        return layer.run(x_TH, expert_load_E, ids_T).view(shape)
+    expect("active_T", active_T, "T" if len(shape) == 2 else "X T", MASKS, layer.device)
+    place_N = _flat("active_T", active_T, shape[:-1]).nonzero().flatten()
+    if ids_T is not None:
+        ids_T = _flat("token_ids_T", ids_T, x_TH.shape[:1])[place_N]
+    y_TH = torch.zeros_like(x_TH, requires_grad=False)
+    with torch.no_grad():
+        y_TH[place_N] = layer.run(x_TH[place_N], expert_load_E, ids_T)
+    return y_TH.view(shape)
+
+
+def _flat(name: str, tensor: Tensor | None, shape: torch.Size) -> Any:
+    """A tensor with one element for each token, flat; raises ShapeError for another shape."""
+    if tensor is None:
+        return None
+    expect_dense(name, tensor)
+    if tensor.shape != shape:
+        raise ShapeError(f"{name} is {tuple(tensor.shape)}, expected {tuple(shape)} as of hidden_states")
+    return tensor.flatten()
+
+
+def _run_layer(hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, *optional: Tensor | None) -> Tensor:
+    return run_operator(LAYERS.owner(entry), hidden_states, expert_load_E, *optional)
 
 
 LAYERS: Operator[Any] = Operator(

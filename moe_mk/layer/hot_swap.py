@@ -70,8 +70,7 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
     if failed or staged is None:
         return SwapReport(name, "", layer.epoch, 0, 0.0, failed, reason)
     yield from layer.live.try_out(staged)
-    listener, layer.on_routing, tokens = layer.on_routing, None, layer._tokens[0]
-    try:
+    with layer.routing.unseen():
         before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load))
         old = layer.live.flip(staged)
         try:
@@ -79,8 +78,6 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
         except BaseException:
             layer.live.flip(old)
             raise
-    finally:
-        layer.on_routing, layer._tokens[0] = listener, tokens
     new = layer.decision.chosen.name
     if failed:
         layer.live.flip(old)

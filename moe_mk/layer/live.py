@@ -81,7 +81,7 @@ class LivePlacement:
         backends = used if ep is None and not settings else self._decided(expert_map, ep, settings or {})
         number = serving.epoch + 1 if epoch is None else epoch
         staged = build_state(backends, expert_map, grid, layer.built_for, layer.spans, number)
-        staged = replace(staged, loads=serving.loads, swaps=serving.swaps)
+        staged = replace(staged, loads=serving.loads, swaps=serving.swaps, latent=serving.latent)
         if serving.weights is None:
             return staged
         same = settings and expert_map == serving.expert_map and not arrived

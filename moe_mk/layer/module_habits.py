@@ -99,14 +99,14 @@ def copied(layer: L, memo: dict[int, Any]) -> L:
     weights = _kept_weights(layer)
     twin = type(layer)(layer.config, device=layer.device, dtype=layer.dtype, groups=layer.groups, name=layer.name)
     memo[id(layer)] = twin
-    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer._tokens[0])
+    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer.routing.tokens)
 
 
 def pickled(layer: MoELayer) -> tuple[Any, ...]:
     """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
-    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer._tokens[0]
+    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer.routing.tokens
     return _rebuild, (type(layer), layer.config, str(layer.device), layer.dtype, layer.name, state)
 
 
@@ -119,7 +119,7 @@ def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, l
         LivePlacement(layer).set_placement(expert_map)
         layer.take(weights)
     layer.expert_load.copy_(load_E)
-    layer._tokens[0] = tokens
+    layer.routing.tokens = tokens
     return layer
 
 

@@ -15,11 +15,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, LostExpertError, UnsupportedError
+from moe_mk.experts.base import FusedExperts
+from moe_mk.external.device import without_autocast
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
@@ -35,9 +37,11 @@ from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.tiled_kernel import tiled
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.recorder import Spans
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.expert_weights import MappedExpertWeights, ReleasedSlots, SlotWeights, storages_of
 from moe_mk.weights.layer_weights import LayerWeights
-from moe_mk.weights.scan import Contents
+from moe_mk.weights.scan import Contents, Progress
+
+_project = without_autocast(nn.functional.linear)
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ class ServingState:
     """How often weights were loaded before it was built."""
     swaps: int = 0
     """How often backends were replaced before it was used."""
+    latent: tuple[Tensor, Tensor] | None = None
+    """The projections of tokens to the width of the experts and back, in the layer's dtype."""
 
     @cached_property
     def is_partial(self) -> bool:
@@ -163,6 +169,58 @@ class ServingState:
         if type(self.kernel) is not FusedMoEKernel or self.lost is not None or self.grid.tp.size > 1:
             return False
         return self.grid.ep.size > 1 and not self.is_partial
+
+    @cached_property
+    def may_be_native(self) -> bool:
+        """Whether a native call may make a forward of plain tokens, if the backends have one."""
+        return self.latent is None and (self.is_direct or self.is_exchanged)
+
+    def routed(self, x_TH: Tensor, physical: Routing, logits_TE: Tensor | None, weights: Any) -> Flight[Tensor]:
+        """The routed experts on tokens, with the projections around them. Linear: partial sums stay partial sums.
+
+        weights: in the layout of the backend, with shared experts where they are fused.
+        """
+        in_TH = x_TH if self.latent is None else _project(x_TH, self.latent[0])
+        if isinstance(self.kernel, MonolithicKernel):
+            assert logits_TE is not None, "it routes inside"
+            y_TH = yield from self.kernel.steps(in_TH, logits_TE, self.backends.gate.bias_E, self.laid_out)
+        else:
+            y_TH = yield from self.kernel.steps(in_TH, physical, weights)
+        return y_TH if self.latent is None else _project(y_TH.to(x_TH.dtype), self.latent[1])
+
+    def loaded(
+        self, weights: LayerWeights, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
+    ) -> ServingState:
+        """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
+        experts, backends = self.kernel.experts, self.backends
+        if isinstance(experts, FusedExperts):
+            laid_out = experts.relayout(weights.experts, on_progress=on_progress)
+            backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
+        else:
+            laid_out = experts.relayout(weights.experts)
+        if backends.shared is not None and weights.shared is not None:
+            backends.shared.load(weights.shared, weights.shared_gate_H)
+        backends.gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+        latent = self.latent
+        if weights.latent is not None:
+            down, up = (each.to(device, dtype).contiguous() for each in weights.latent)
+            latent = down, up
+        return replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1, latent=latent)
+
+    def released(self, name: str) -> ServingState:
+        """The state without the experts in the format of the checkpoint; raises UnsupportedError if they are read."""
+        assert self.weights is not None
+        experts = self.weights.experts
+        if not isinstance(experts.slots, ReleasedSlots):
+            in_use = storages_of(self.laid_out)
+            if any(storages_of(slot) & in_use for slot in experts.slots):
+                chosen = self.backends.decision.chosen.experts
+                raise UnsupportedError(
+                    f"the experts of layer {name!r} cannot be released",
+                    [f"{chosen} reads them, there is no second copy; pin kernel.experts to another backend"],
+                )
+        gone = replace(experts, slots=ReleasedSlots(f"layer {name!r}", experts.num_slots))
+        return replace(self, weights=replace(self.weights, experts=gone))
 
     @property
     def notes(self) -> dict[str, str]:
@@ -234,10 +292,8 @@ def try_out(state: ServingState, device: torch.device) -> Flight[None]:
         return
     config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
     x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
-    kernel = replace(state.kernel, spans=spans)
-    if isinstance(kernel, MonolithicKernel):
-        y_TH = yield from kernel.steps(x_TH, gate(x_TH), gate.bias_E, state.laid_out)
-    else:
-        nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
-        y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), state.laid_out)
+    nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
+    logits_TE = gate(x_TH) if isinstance(state.kernel, MonolithicKernel) else None
+    silent = replace(state, kernel=replace(state.kernel, spans=spans))
+    y_TH = yield from silent.routed(x_TH, Routing(nowhere_TK, nowhere_TK.float()), logits_TE, state.laid_out)
     yield from state.grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)

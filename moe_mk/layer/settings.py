@@ -12,16 +12,15 @@ from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, ShapeError, WeightError
+from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import emulated, installed
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
-from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
+from moe_mk.router.hashed import HashRouter
 from moe_mk.router.router import Router
-from moe_mk.shapes import expect
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
@@ -70,21 +69,6 @@ def hash_router_of(config: MoEConfig, table_XK: Tensor | None, device: torch.dev
         return None
     router = config.router
     return HashRouter(table_XK.to(device), router.scoring_func, router.renormalize, router.routed_scaling_factor)
-
-
-def router_of_batch(
-    router: Router, by_id: HashRouter | None, token_ids_T: Tensor | None, x_TH: Tensor, name: str
-) -> Router | HashedTokens:
-    """The router of these tokens. Layers that choose by scores ignore token ids.
-
-    Raises ShapeError where ids are needed and missing, or do not fit the tokens.
-    """
-    if by_id is None:
-        return router
-    if token_ids_T is None:
-        raise ShapeError(f"layer {name!r} chooses experts by token id; call it with token_ids_T, one id of each token")
-    expect("token_ids_T", token_ids_T, "T", INTEGERS, x_TH.device, T=x_TH.shape[0])
-    return by_id.of(token_ids_T)
 
 
 def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:

@@ -158,7 +158,7 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
             if listens and not torch.equal(heard[routed].ids_TK, heard[routed - 1].ids_TK):
                 wrong.append(f"{counts}: another routing is reported")
     if settings.get("tuned"):
-        fused: Any = made._fused and made._fused.exchanged
+        fused: Any = made._prepared and made._prepared.exchanged
         layer = fused._idle[0].layer if transport == "all_to_all" else next(iter(fused._layers.values()))
         if layer._block.layer != addressof(layer._block_of(layer._experts.mode_of_rows(layer.rows))):
             wrong.append("the experts of the last call were in another mode")
@@ -173,7 +173,7 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
 
 def has_pages(made: MoELayer) -> bool:
     """Whether the pages of the rows and sums of the last native call were reserved."""
-    fused: Any = made._fused and made._fused.exchanged
+    fused: Any = made._prepared and made._prepared.exchanged
     ((buffer, layer),) = fused._layers.items()
     region, (first, end), start = buffer.region, layer.window_rows(), buffer.heap._data_at(buffer.rank)
 

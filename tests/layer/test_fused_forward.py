@@ -41,7 +41,7 @@ def tokens(count: int, seed: int = 3) -> Tensor:
 
 
 def whole(layer: MoELayer) -> bool:
-    prepared = layer._fused_forward()
+    prepared = layer.prepare()
     return prepared.call is not None and prepared.call.routes and prepared.takes(tokens(2), layer.expert_load)
 
 
@@ -232,7 +232,7 @@ def test_routed_tokens_have_the_bits_and_the_load_of_the_stages(layer: MoELayer,
     routing = layer.route(x_TH)
     ids_TK = routing.ids_TK.clone()
     ids_TK[2:5, 1] = -1
-    assert layer._fused_forward().alone is not None
+    assert layer.prepare().alone is not None
     found_TH, found_E = layer.forward_routed(x_TH, routing.weights_TK, ids_TK), layer.expert_load.clone()
     layer.reset_expert_load()
     layer.spans.recorder = Recorder()  # stage by stage

@@ -129,7 +129,7 @@ def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_liste
     heard: list[object] = []
     layer.on_routing = listener = heard.append
     layer(twin.x_TH[:3])
-    counted, steps, calls = (layer.expert_load.clone(), layer._tokens[0]), layer.steps, 0
+    counted, steps, calls = (layer.expert_load.clone(), layer.routing.tokens), layer.steps, 0
 
     def failing(*arguments: Tensor) -> Flight[Tensor]:
         nonlocal calls
@@ -143,9 +143,9 @@ def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_liste
         swap_backends(layer, twin.x_TH[:2], experts="torch_cpu")
     monkeypatch.undo()
     assert layer.decision.chosen.experts == "reference" and layer.epoch == 0 and layer.on_routing == listener
-    assert torch.equal(layer.expert_load, counted[0]) and layer._tokens[0] == counted[1] == 3
+    assert torch.equal(layer.expert_load, counted[0]) and layer.routing.tokens == counted[1] == 3
     check_serves(twin, [layer], [twin.x_TH[:5]])
-    assert len(heard) == 2 and layer._tokens[0] == 8
+    assert len(heard) == 2 and layer.routing.tokens == 8
 
 
 @pytest.mark.row("N14")
@@ -153,9 +153,9 @@ def test_a_limit_of_zero_takes_equal_bits_and_nothing_else(twin: Twin) -> None:
     (layer,) = layers_of(twin, 1, experts="reference")
     layer(twin.x_TH[:3])
     same = swap_backends(layer, twin.x_TH, limit=0.0, experts="reference")
-    assert same.swapped and same.error == 0.0 and layer._tokens[0] == 3
+    assert same.swapped and same.error == 0.0 and layer.routing.tokens == 3
     other = swap_backends(layer, twin.x_TH, limit=0.0, experts="torch_cpu")
-    assert other.swapped == (other.error == 0.0) and layer._tokens[0] == 3
+    assert other.swapped == (other.error == 0.0) and layer.routing.tokens == 3
 
 
 @dataclass
@@ -190,7 +190,7 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: p
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
     assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
     assert all(layer.decision.chosen.prepare_finalize == "all_to_all" and layer.epoch == 0 for layer in layers)
-    assert [layer._tokens[0] for layer in layers] == [len(x_TH) for x_TH in tokens]
+    assert [layer.routing.tokens for layer in layers] == [len(x_TH) for x_TH in tokens]
     assert heard == [] and all(torch.equal(was, layer.expert_load) for was, layer in zip(loads, layers, strict=True))
     assert all(torch.equal(y_TH, was) for y_TH, was in zip(run_together(layers, tokens), first, strict=True))
     assert len(heard) == 1

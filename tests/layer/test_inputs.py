@@ -218,7 +218,7 @@ def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stag
     x_TH = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     heard = list[Routing]()
     built.on_routing = heard.append
-    fused = built._fused_forward()
+    fused = built.prepare()
     assert fused.call is not None and not fused.call.routes and fused.call is fused.alone
     y_TH, load_E, routing = built(x_TH), built.expert_load.clone(), built.route(x_TH)
     assert torch.equal(wait(built.steps(x_TH)), y_TH) and torch.equal(built.expert_load, 2 * load_E)

@@ -153,7 +153,7 @@ def test_a_forward_in_one_native_call_is_refused_as_well(tmp_path: Path) -> None
     layer = native.built(native.written(tmp_path))
     x_TH = torch.randn(5, native.HIDDEN).bfloat16()
     layer(x_TH)
-    assert layer._fused_forward().call is not None
+    assert layer.prepare().call is not None
     kept = tuple(range(1, native.EXPERTS))
     layer.live.set_placement(ExpertMap((kept,), native.EXPERTS, (1.0,) * len(kept), frozenset({0})))
     with pytest.raises(LostExpertError, match="expert 0 has no live copy"):

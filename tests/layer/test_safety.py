@@ -101,7 +101,7 @@ def test_pickle_and_deepcopy_give_equal_layers_of_their_own(x_TH: Tensor, moved:
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         assert torch.equal(twin(x_TH), expected)
         assert torch.equal(twin.expert_load, 2 * first.expert_load), "its counts went on from those of the first"
-        assert twin.expert_map == first.expert_map and twin._tokens[0] == 2 * first._tokens[0] == 12
+        assert twin.expert_map == first.expert_map and twin.routing.tokens == 2 * first.routing.tokens == 12
         twin.live.set_placement(ExpertMap.linear(8, 1))
         assert torch.equal(twin(x_TH), made()(x_TH)), "each expert is where its map has it"
         twin.live.set_placement(first.expert_map)

@@ -64,8 +64,8 @@ def test_prepared_layers_are_kept_for_a_bounded_number_of_shapes() -> None:
     for rows in range(1, len(x_TH)):
         assert torch.equal(layer(x_TH[:rows]), wanted_TH[:rows])
         layer.forward_routed(x_TH[:rows], routing.weights_TK[:rows], routing.ids_TK[:rows])
-    assert layer._fused is not None
-    prepared: Any = (layer._fused.call, layer._fused.alone)
+    assert layer._prepared is not None
+    prepared: Any = (layer._prepared.call, layer._prepared.alone)
     assert all(0 < len(layers) <= MOST_SHAPES for layers in prepared)
 
 

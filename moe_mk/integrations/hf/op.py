@@ -15,7 +15,7 @@ from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, held_plan, module_of, plan_of
 from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.moe_layer import is_untraced
+from moe_mk.layer.custom_op import is_untraced
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 

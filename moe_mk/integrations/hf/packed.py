@@ -23,8 +23,7 @@ from moe_mk.integrations.hf.modules import activation_of, free_weights, is_exper
 from moe_mk.integrations.hf.op import routing_of
 from moe_mk.integrations.hf.plan import check_settings, top_k_of
 from moe_mk.layer import MoELayer
-from moe_mk.layer.custom_op import Operator
-from moe_mk.layer.moe_layer import is_untraced
+from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS

@@ -34,7 +34,7 @@ from moe_mk.integrations.engine_experts import direct_call
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.fused_forward import can_be_called, record_as_stages
+from moe_mk.layer.prepared import can_be_called, record_as_stages
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.decide import check_pins

@@ -1,0 +1,120 @@
+"""The first stage of a layer's forward: tokens to experts, which are counted, and experts to their replicas."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ShapeError
+from moe_mk.layer.gate import Gate
+from moe_mk.layer.serving_state import ServingState
+from moe_mk.layer.settings import router_of
+from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
+from moe_mk.router.router import Router
+from moe_mk.shapes import expect
+from moe_mk.tokens import Routing
+
+
+class LayerRouting:
+    """The routers of one layer, and what is counted of their choices."""
+
+    hash_router: HashRouter | None = None
+    listener: Callable[[Routing], None] | None = None
+    """Called with the logical routing of every forward."""
+    tokens: int = 0
+    """How many tokens were counted, in calls of `top_k` choices each."""
+    dropped: Tensor | None = None
+    """int64 scalar on the device: assignments to lost experts that were left out."""
+    _returned: tuple[weakref.ref[Tensor], int, int] | None = None
+    """The ids that `choose` returned last, their version and address."""
+
+    def __init__(self, config: MoEConfig, name: str) -> None:
+        self.router, self._top_k, self._name = router_of(config), config.router.top_k, name
+
+    def router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
+        """The router of these tokens. Layers that choose by scores ignore token ids.
+
+        Raises ShapeError where ids are needed and missing, or do not fit the tokens.
+        """
+        if self.hash_router is None:
+            return self.router
+        if token_ids_T is None:
+            raise ShapeError(
+                f"layer {self._name!r} chooses experts by token id; call it with token_ids_T, one id of each token"
+            )
+        expect("token_ids_T", token_ids_T, "T", INTEGERS, x_TH.device, T=x_TH.shape[0])
+        return self.hash_router.of(token_ids_T)
+
+    def choose(self, gate: Gate, x_TH: Tensor, token_ids_T: Tensor | None) -> Routing:
+        """Logical experts, weights and router logits of each token; nothing is counted."""
+        routing, logits_TE = gate.route(x_TH, self.router_of(x_TH, token_ids_T))
+        ids_TK = routing.ids_TK
+        if not ids_TK.is_inference():  # those have no version
+            self._returned = weakref.ref(ids_TK), ids_TK._version, ids_TK.data_ptr()
+        return routing if routing.logits_TE is not None else replace(routing, logits_TE=logits_TE)
+
+    def has_chosen(self, ids_TK: Tensor) -> bool:
+        """Whether these are the ids that `choose` returned last, not written to since."""
+        if self._returned is None:
+            return False
+        ids, version, address = self._returned
+        same = ids_TK is not None and ids() is ids_TK
+        return same and ids_TK._version == version and ids_TK.data_ptr() == address
+
+    def physical(
+        self, x_TH: Tensor, router: Router | HashedTokens, load_E: Tensor, state: ServingState
+    ) -> tuple[Routing, Tensor]:
+        """Physical routing and logits; on a GPU one launch after the gate where the router has a kernel for both."""
+        gate = state.backends.gate
+        if x_TH.device.type != "cuda":
+            routing, logits_TE = gate.route(x_TH, router)
+        else:
+            logits_TE, tables = gate(x_TH), state.tables
+            if isinstance(router, Router) and state.lost is None and tables.one_to_one:
+                both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
+                if both is not None:
+                    self._note(both[0])
+                    return both[1], logits_TE
+            routing = router(logits_TE, gate.bias_E)
+        return self.place(routing, load_E, state), logits_TE
+
+    def place(self, routing: Routing, load_E: Tensor, state: ServingState) -> Routing:
+        """Count each chosen expert, except ids of -1, and choose its replica: see `PlacementTables.to_physical`.
+
+        Ranks with the same tokens choose the same replicas; else they are spread over the ranks.
+        """
+        self._note(routing)
+        ids = routing.ids_TK.flatten().long()
+        load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
+        if state.lost is not None:
+            assert self.dropped is not None
+            routing = state.lost.leave_out(routing, self.dropped)
+        if state.tables.is_identity:
+            return routing
+        salt = 0 if state.is_partial else state.grid.ep.rank
+        return Routing(state.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
+
+    def _note(self, routing: Routing) -> None:
+        self.tokens += routing.num_tokens
+        if self.listener is not None:
+            self.listener(routing)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Run forwards that are not counted as tokens, and not passed to the listener."""
+        listener, self.listener, tokens = self.listener, None, self.tokens
+        try:
+            yield
+        finally:
+            self.listener, self.tokens = listener, tokens
+
+    def unrouted(self, load_E: Tensor) -> int:
+        """Assignments of all tokens that chose no expert; waits for the device."""
+        asked = self.tokens * self._top_k
+        return max(asked - int(load_E.sum()), 0) if asked else 0
