@@ -157,7 +157,7 @@ class DistributedCommunicator(Communicator):
         meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, Arrival]:
         """Without a generator: its steps, in cold caches, cost as much as the message."""
-        if not self._is_whole or "swap_eager" in vars(self):
+        if not self._is_whole:
             return super().swap_now(outgoing, awaited, phase, meanwhile)
         messages = self._messages
         assert messages is not None

@@ -168,9 +168,9 @@ class FusedExperts(ABC):
     ) -> LayerCall | None:
         """One call for expert load and experts, and for routing if it `routes`; None: not supported.
 
-        Bit-identical to the separate steps. weights: of `relayout` or `fuse_shared_experts`. gating: the router, or
-        None where the call is given every routing. Called only where the rows are this rank's own tokens; they are bf16
-        where there is a gating.
+        Not inherited: called only if the class of the backend defines it. Bit-identical to the separate steps. weights:
+        of `relayout` or `fuse_shared_experts`. gating: the router, or None where the call is given every routing.
+        Called only where the rows are this rank's own tokens; they are bf16 where there is a gating.
         """
         return None
 

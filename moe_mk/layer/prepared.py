@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +48,19 @@ class PreparedForward:
         self._kernel = kernel
         if state.is_exchanged:
             transport = kernel.prepare_finalize
-            if (experts := kernel.experts.fuse_rows(state.laid_out, transport.context.top_k)) is not None:
+            rows = own_hook(kernel.experts, "fuse_rows", state.laid_out, transport.context.top_k)
+            if rows is not None:
                 gating = gate.gating(routing.router) if tables.one_to_one else None
                 multiply = partial(kernel.multiply, weights=state.laid_out)
-                self.exchanged = transport.fuse_layer(experts, gating, tables, multiply)
+                self.exchanged = own_hook(transport, "fuse_layer", rows, gating, tables, multiply)
         elif state.is_direct:
+            fuse = partial(own_hook, kernel.experts, "fuse_layer")
             rank, apart = state.grid.ep.rank, state.backends.shared is not None
             weights = state.backends.fuse_shared(kernel, state.laid_out) if apart else state.laid_out
             if weights is not None:
-                self.call = kernel.experts.fuse_layer(weights, gate.gating(routing.router), tables, rank)
+                self.call = fuse(weights, gate.gating(routing.router), tables, rank)
             same = weights is state.laid_out
-            self.alone = self.call if same else kernel.experts.fuse_layer(state.laid_out, None, tables, rank)
+            self.alone = self.call if same else fuse(state.laid_out, None, tables, rank)
 
     def _parts(self, state: ServingState) -> tuple[object, ...]:
         gate, shared = state.backends.gate, state.backends.shared
@@ -138,6 +141,11 @@ class PreparedForward:
         shape = num_tokens, self.routing.router.top_k
         ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
         return Routing(ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu"))
+
+
+def own_hook(backend: object, hook: str, *arguments: object) -> Any:
+    """What a hook returns if the class of the backend defines it; None for a derived class, which may run otherwise."""
+    return getattr(backend, hook)(*arguments) if hook in vars(type(backend)) else None
 
 
 def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | None) -> None:

@@ -218,9 +218,8 @@ class AllToAll(PrepareFinalize):
         self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
     ) -> ExchangedCall | None:
         """For rows that experts read as they arrive, over messages with rows in them."""
-        changed = type(self) is not AllToAll or {"prepare", "finalize"} & vars(self).keys()
         form, context = self._format, self.context
-        if changed or form is None or context.device.type != "cpu" or not context.comm.eager_bytes:
+        if form is None or context.device.type != "cpu" or not context.comm.eager_bytes:
             return None
         if not is_read_as_it_arrives(context, form, experts):
             return None

@@ -224,8 +224,9 @@ class PrepareFinalize(ABC):
     ) -> ExchangedCall | None:
         """One call for dispatch, experts and combine, and routing with `gating`; None: not supported.
 
-        Bit-identical to the separate steps, between any ranks: peers may run them. experts: of this rank, on received
-        rows. gating: only if each expert has one replica in `tables`. multiply: `FusedMoEKernel.multiply`.
+        Not inherited, as `FusedExperts.fuse_layer`. Bit-identical to the separate steps, between any ranks: peers may
+        run them. experts: of this rank, on received rows. gating: only if each expert has one replica in `tables`.
+        multiply: `FusedMoEKernel.multiply`.
         """
         return None
 

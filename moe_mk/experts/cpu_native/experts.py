@@ -326,17 +326,13 @@ class CpuNativeExperts(FusedExperts):
         self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
     ) -> LayerCall | None:
         """One native call, prepared once per mode: in Python, the steps between its parts take longer than routing."""
-        if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
-            return None
-        if not tables.one_to_one:
+        if not isinstance(weights, PackedExpertWeights) or not tables.one_to_one:
             return None
         return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating)
 
     def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
         """The packed weights, and the mode of each number of rows."""
-        if not isinstance(weights, PackedExpertWeights) or weights.shared is not None or "run" in vars(self):
-            return None
-        if type(self).run is not CpuNativeExperts.run:
+        if not isinstance(weights, PackedExpertWeights) or weights.shared is not None:
             return None
         scheme, tuned = weights.scheme, self._tuned(weights.scheme, top_k)
         every = {point.parameters for point in tuned.points} | {parameters for _, parameters in tuned.built_in}

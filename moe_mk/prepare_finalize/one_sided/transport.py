@@ -165,9 +165,8 @@ class OneSided(PrepareFinalize):
         self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
     ) -> ExchangedCall | None:
         """For rows that experts read as they arrive, over shared memory."""
-        changed = type(self) is not OneSided or {"prepare", "finalize"} & vars(self).keys()
         form = self._kernels.format
-        if changed or not is_read_as_it_arrives(self.context, form, experts):
+        if not is_read_as_it_arrives(self.context, form, experts):
             return None
         places = Places(tables.choice_X, *form.tables, self.context.comm.rank)
         return FusedOneSided(self.context, self._pool, form, experts, gating, places)

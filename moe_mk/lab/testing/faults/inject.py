@@ -88,8 +88,9 @@ class Injector:
         vars(transport).update(
             prepare=lambda *arguments: self._flight("dispatch", prepare, arguments),
             finalize=lambda *arguments: self._flight("combine", finalize, arguments),
+            fuse_layer=lambda *_: None,  # the faults are in the stages
         )
-        vars(experts).update(run=multiply)
+        vars(experts).update(run=multiply, fuse_layer=lambda *_: None, fuse_rows=lambda *_: None)
         if self.fault.kind == "counts":
             exchange, gather, swap = comm.exchange_counts, comm.gather_count, comm.swap_eager
             vars(comm).update(
