@@ -1,4 +1,4 @@
-"""Find the fastest tile for every number of rows an expert, and write it where the backend reads it.
+"""Find the fastest tile for every number of tokens, and write it where the backend reads it.
 
     python benchmarks/experts_gpu_tune.py --experts 32 --folder configs/tuned --seconds 480
 
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from experts_gpu import ours
 from experts_gpu_cases import TOKENS, captured, microseconds, relative_error, summary
 from experts_gpu_cases import Case as Layer
 
-from moe_mk.config.tuned import Case, Point, Tuned
-from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, as_json, load_tuned, sensible, tuned_file
+from moe_mk.config.tuned import Case, Tuned, TunedPoint, load_measured
+from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, sensible, tuned_folder
 from moe_mk.external.device import profile_here
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.tuning import save_measured
 from moe_mk.quant import FP8_1x128, FP8_128x128
 
 AGREES = 0.02
@@ -51,7 +53,7 @@ class Suspects:
 
 def point(
     layer: Layer, tokens: int, backend: Any, call_of: Any, rounds: int, suspects: Suspects
-) -> tuple[Point[Tile], dict[str, str]]:
+) -> tuple[TunedPoint, dict[str, str]]:
     """Time every sensible tile that agrees."""
     given, rows = layer.tokens(tokens, torch.device("cuda"), sets=2), layer.rows_an_expert(tokens)
     backend.tuned = Tuned((), BUILT_IN)
@@ -78,7 +80,7 @@ def point(
     times = {name: summary(taken)["median_us"] for name, taken in microseconds(by_name, len(given), rounds).items()}
     best = min(graphs, key=lambda tile: times[str(tile)])
     print(json.dumps({"rows": rows, "best": str(best), "times": times, "failed": failed}), flush=True)
-    return Point(rows, best, times[str(best)]), failed
+    return TunedPoint(tokens, asdict(best), times[str(best)]), failed
 
 
 def main() -> int:
@@ -94,20 +96,19 @@ def main() -> int:
     layer = Layer(given.experts)
     case = Case(layer.shape.hidden_size, layer.shape.intermediate_size, given.experts, FP8_128x128.name, FP8_1x128.name)
     started, device = time.monotonic(), profile_here(torch.device("cuda")).name
-    file = tuned_file(device, case, given.folder)
-    points = {each.rows_an_expert: each for each in load_tuned(device, case, given.folder, log=False).points}
+    file = tuned_folder(device, given.folder) / f"{case.name(layer.shape.top_k)}.json"
+    points = {each.tokens: each for each in (load_measured(file, "this file again") if file.is_file() else ())}
     backend, call_of = ours(layer, layer.weights(torch.device("cuda")))
     for tokens in given.tokens:
-        if layer.rows_an_expert(tokens) in points:
+        if tokens in points:
             continue
         if time.monotonic() - started > given.seconds:
             print("out of time; run again to go on")
             return 75
         found, _ = point(layer, tokens, backend, call_of, given.rounds, Suspects(given.suspects))
-        points[found.rows_an_expert] = found
-        file.parent.mkdir(parents=True, exist_ok=True)
+        points[tokens] = found
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "built_in": len(BUILT_IN)}
-        file.write_text(as_json(list(points.values()), about), encoding="utf-8")
+        save_measured(file, list(points.values()), about)
     return 0
 
 

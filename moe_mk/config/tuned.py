@@ -40,12 +40,6 @@ ACTIVATIONS: Mapping[str, QuantScheme] = {"fp8": FP8_1x128, "int8": INT8_TOKEN}
 """By the names of the options of `moe-mk tune`; "plain" is the layer's dtype in both."""
 
 
-def case_name(shape: tuple[int, int, int, int | str], weights: QuantScheme, compute: QuantScheme) -> str:
-    """Of a file, without the ending. shape: hidden size, intermediate size, slots, top_k ("*" for a pattern)."""
-    hidden, inner, slots, top_k = shape
-    return f"H{hidden}_I{inner}_L{slots}_K{top_k}_{weights.name}_{compute.name}"
-
-
 def tune_command(experts: str, shape: tuple[int, int, int, int], weights: QuantScheme, compute: QuantScheme) -> str:
     """The command that measures a case. shape: hidden size, intermediate size, slots, top_k."""
     hidden, inner, slots, top_k = shape
@@ -68,22 +62,6 @@ class TunedPoint:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """All points of one tuning session, by tokens; empty: nothing was measured."""
-
-    points: tuple[TunedPoint, ...] = ()
-
-    def at(self, tokens: int) -> TunedPoint | None:
-        """The measured point nearest on a logarithmic scale; None outside the tuned range."""
-        found = nearest([point.tokens for point in self.points], tokens)
-        return None if found is None else self.points[found]
-
-    def microseconds(self, tokens: int) -> float | None:
-        """Linear interpolation between neighbouring points on logarithmic scales; None outside the tuned range."""
-        return between([(point.tokens, point.microseconds) for point in self.points], tokens)
-
-
-@dataclass(frozen=True)
 class Case:
     """What a tuned file is valid for, without top_k."""
 
@@ -95,11 +73,10 @@ class Case:
     compute: str
     """Name of the scheme that activations are rounded to."""
 
-    def file_name(self, top_k: str | None = None) -> str:
-        """Such as H7168_I2048_L256_fp8_128x128_fp8_1x128.json; with `_K<top_k>` after the slots if top_k is given."""
-        shape = f"H{self.hidden_size}_I{self.intermediate_size}_L{self.num_slots}"
-        choices = "" if top_k is None else f"_K{top_k}"
-        return f"{shape}{choices}_{self.weights}_{self.compute}.json"
+    def name(self, top_k: int | str) -> str:
+        """Of a file, without the ending: such as H7168_I2048_L256_K8_fp8_128x128_fp8_1x128. top_k: * for a pattern."""
+        shape = f"H{self.hidden_size}_I{self.intermediate_size}_L{self.num_slots}_K{top_k}"
+        return f"{shape}_{self.weights}_{self.compute}"
 
 
 @dataclass(frozen=True)
@@ -136,22 +113,20 @@ class Tuned(Generic[P]):
         command: str,
         missing: Path | None = None,
     ) -> Tuned[P]:
-        """Read the points of a case from all its files in the folder of one device and backend.
+        """Read the points of a case from its files for every top_k, in the folder of one device and backend.
 
-        Files with a top_k in their name, as `moe-mk tune` writes them, hold points by tokens; a file without one holds
-        points by rows per expert. parse: makes parameters from their names. command: measures the case. missing: the
-        file that one line per process reports if there are no points; None: nothing is logged. Raises ConfigError for a
-        file without valid points.
+        parse: makes parameters from their names. command: measures the case. missing: the file that one line per
+        process reports if there are no points; None: nothing is logged. Raises ConfigError for a file without valid
+        points.
         """
-        summary, pattern = folder / case.file_name(), case.file_name("*")
-        points = _summary(summary, parse, command) if summary.is_file() else []
+        pattern, points = case.name("*"), list[Point[P]]()
         for file in sorted(folder.glob("*.json")):
-            top_k = top_k_in(file.name, pattern)
+            top_k = top_k_in(file.stem, pattern)
             if top_k is not None:
                 share = top_k / case.num_slots
                 points += [
                     Point(each.tokens * share, _parsed(parse, each, file), each.microseconds)
-                    for each in load_measured(file, command).points
+                    for each in load_measured(file, command)
                 ]
         if not points and missing is not None:
             _log_missing(missing, command)
@@ -181,24 +156,6 @@ def _parsed(parse: Callable[[Mapping[str, Any]], P], point: TunedPoint, file: Pa
         raise ConfigError(f"{file}, {point.tokens} tokens: {problem}") from None
 
 
-def _summary(file: Path, parse: Callable[[Mapping[str, Any]], P], command: str) -> list[Point[P]]:
-    """The points of a file by rows per expert."""
-    try:
-        points = [
-            Point(
-                float(each["rows_an_expert"]),
-                parse(each["parameters"]),
-                float(each["microseconds"]),
-            )
-            for each in read_json(file)["points"]
-        ]
-        if not all(0 < each < math.inf for point in points for each in (point.rows_an_expert, point.microseconds)):
-            raise ValueError("rows and microseconds must be positive")
-    except (ConfigError, *MALFORMED) as problem:
-        raise _no_points(file, problem, command) from None
-    return points
-
-
 @cache
 def _log_missing(file: Path, command: str) -> None:
     """Log a missing file once per process: every layer of a model reads the same one."""
@@ -225,7 +182,7 @@ def between(points: Sequence[tuple[float, float]], at: float) -> float | None:
 
 
 def top_k_in(name: str, pattern: str) -> int | None:
-    """The number that stands in a name where `case_name` left a * in a pattern; None if it is no name of that case."""
+    """The number that stands in a name where `Case.name` left a * in a pattern; None if it is no name of that case."""
     found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
     return int(found[1]) if found else None
 
@@ -236,23 +193,13 @@ def tuned_path(device: str, experts: str, case: str, folder: Path | None = None)
     return (folder or config_folder() / "tuned") / safe / experts / f"{case}.json"
 
 
-def load_measured(path: Path, command: str) -> Measured:
-    """Read points; a missing file is one line in the log with the command that writes it, and gives none.
-
-    Raises ConfigError for a file that holds no points.
-    """
-    if not path.is_file():
-        LOGGER.info("no tuned parameters in %s; the built-in ones are used. To measure: %s", path, command)
-        return Measured()
+def load_measured(path: Path, command: str) -> tuple[TunedPoint, ...]:
+    """Read points, by tokens. command: measures them. Raises ConfigError for a file that holds none."""
     try:
-        given = read_json(path)["points"]
-        return Measured(_points(given))
+        return _points(read_json(path)["points"])
     except MALFORMED as problem:
-        raise _no_points(path, problem, command) from None
-
-
-def _no_points(path: Path, problem: Exception, command: str) -> ConfigError:
-    return ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}")
+        why = f"{type(problem).__name__}: {problem}; run {command}"
+        raise ConfigError(f"{path} holds no tuned points: {why}") from None
 
 
 def _points(given: Any) -> tuple[TunedPoint, ...]:

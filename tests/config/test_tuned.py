@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.config.tuned import between, case_name, load_measured, nearest, top_k_in
+from moe_mk.config.tuned import Case, between, load_measured, nearest, top_k_in
 from moe_mk.errors import ConfigError
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
 
 
 @pytest.mark.parametrize(("at", "index"), [(1, 0), (3, 0), (5, 1), (16, 1), (0.5, None), (17, None)])
@@ -35,9 +34,9 @@ def test_one_point_serves_itself_alone_and_none_serves_nobody() -> None:
 
 
 def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
-    pattern = case_name((256, 128, 8, "*"), FP8_128x128, FP8_1x128)
-    assert top_k_in(case_name((256, 128, 8, 12), FP8_128x128, FP8_1x128), pattern) == 12
-    assert top_k_in(case_name((256, 128, 80, 12), FP8_128x128, FP8_1x128), pattern) is None
+    case, wide = (Case(256, 128, slots, "fp8_128x128", "fp8_1x128") for slots in (8, 80))
+    pattern = case.name("*")
+    assert top_k_in(case.name(12), pattern) == 12 and top_k_in(wide.name(12), pattern) is None
     assert top_k_in(pattern, pattern) is None and top_k_in(pattern.replace("*", "2x"), pattern) is None
 
 

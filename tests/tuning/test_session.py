@@ -65,7 +65,7 @@ def test_every_candidate_is_measured_once_and_the_fastest_is_kept(tmp_path: Path
     result = run(path)
     assert (result.complete, result.measured, result.resumed) == (True, 6, 0)  # 1, 2 and 3 threads, twice
     assert [point.tokens for point in result.points] == [1, 8]
-    assert load_measured(path, "").points == result.points
+    assert load_measured(path, "") == result.points
     assert json.loads(path.with_suffix(".meta.json").read_text())["complete"] is True
     assert not path.with_suffix(".part.jsonl").exists()
     assert torch.get_num_threads() == threads, "torch's threads are as they were"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, Case, Tuned, case_name, tune_command, tuned_path
+from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, Case, Tuned, tune_command, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.external.device import describe
@@ -180,7 +180,7 @@ def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder
     """
     shape = (context.hidden_size, context.intermediate_size, context.num_slots)
     case = Case(*shape, weights.name, context.compute.name)
-    measured = tuned_path(_processor(), "cpu_native", case_name((*shape, top_k), weights, context.compute), folder)
+    measured = tuned_path(_processor(), "cpu_native", case.name(top_k), folder)
     command = tune_command("cpu_native", (*shape, top_k), weights, context.compute)
     missing = measured if _is_tunable(weights, context.compute) else None
     return Tuned.load(measured.parent, case, tuning_of, BUILT_IN, command, missing)

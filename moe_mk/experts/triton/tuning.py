@@ -1,21 +1,19 @@
 """Tuning of the Triton experts: the tiles that `moe-mk tune triton` tries, built-in tiles, and measured ones.
 
 `configs/tuned/NVIDIA_<device>/triton/<case>.json` holds points by tokens, one file for each top_k, as `moe-mk tune
-triton` writes them, or points by rows per expert (`benchmarks/experts_gpu_tune.py`).
+triton` and `benchmarks/experts_gpu_tune.py` write them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_mk.config.shipped import config_folder
-from moe_mk.config.tuned import Case, Point, Tuned
+from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.triton.tile import Tile
 
@@ -69,12 +67,12 @@ def tile_of(parameters: Mapping[str, Any]) -> Tile:
         raise ConfigError(f"{dict(parameters)} is not a tile of the Triton experts: {problem}") from None
 
 
-def tuned_file(device: str, case: Case, folder: Path | None = None) -> Path:
-    """The file of the points by rows per expert. device: the name of a profile (h200), or of torch."""
+def tuned_folder(device: str, folder: Path | None = None) -> Path:
+    """The folder of the tuned files of a device. device: the name of a profile (h200), or of torch."""
     root = folder or config_folder() / "tuned"
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", device if device.lower().startswith("nvidia") else f"NVIDIA_{device}")
     there = [each.name for each in root.iterdir() if each.name.lower() == name.lower()] if root.is_dir() else []
-    return root / (there[0] if there else name.upper()) / "triton" / case.file_name()
+    return root / (there[0] if there else name.upper()) / "triton"
 
 
 def load_tuned(
@@ -89,11 +87,6 @@ def load_tuned(
 
     Raises ConfigError for a file without valid points, or with tiles that no kernel has.
     """
-    file = tuned_file(device, case, folder)
-    return Tuned.load(file.parent, case, tile_of, built_in, "moe-mk tune triton", file if log else None)
-
-
-def as_json(points: Sequence[Point[Tile]], about: Mapping[str, Any]) -> str:
-    """A tuned file by rows per expert: how it was measured, and the points in order."""
-    ordered = sorted(points, key=lambda point: point.rows_an_expert)
-    return json.dumps({**about, "points": [asdict(point) for point in ordered]}, indent=2) + "\n"
+    files = tuned_folder(device, folder)
+    missing = files / f"{case.name('*')}.json" if log else None
+    return Tuned.load(files, case, tile_of, built_in, "moe-mk tune triton", missing)

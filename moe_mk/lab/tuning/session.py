@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from moe_mk.config.tuned import Candidate, TunedPoint, case_name
+from moe_mk.config.tuned import Candidate, Case, TunedPoint
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
@@ -260,7 +260,8 @@ class TuneCase:
     @property
     def name(self) -> str:
         """Of its file, without the ending."""
-        return case_name(self.shape, self.weights, self.compute)
+        case = Case(*self.shape[:3], self.weights.name, self.compute.name)
+        return case.name(self.top_k)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

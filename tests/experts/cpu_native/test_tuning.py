@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from moe_mk.config import tuned as tuned_files
-from moe_mk.config.tuned import Point, Tuned, case_name, tuned_path
+from moe_mk.config.tuned import Case, Point, Tuned, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def saved(top_k: int, *points: TunedPoint, scheme: QuantScheme = FP8_128x128) -> Path:
-    path = tuned_path("A B", "cpu_native", case_name((HIDDEN, INNER, SLOTS, top_k), scheme, BF16))
+    path = tuned_path("A B", "cpu_native", Case(HIDDEN, INNER, SLOTS, scheme.name, BF16.name).name(top_k))
     save_measured(path, points, {})
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.triton import tuning as triton_tuning
 from moe_mk.experts.triton.experts import kernel_format_of
-from moe_mk.experts.triton.tuning import Case, Point, as_json, tuned_file
+from moe_mk.experts.triton.tuning import Case, tuned_folder
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.tuning import TunedPoint, save_measured
 from moe_mk.oracle.verdict import Verdict
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
@@ -170,12 +172,12 @@ def test_what_never_ran_is_called_so_until_a_file_states_what_it_took(
         return next(each for each in judged if (each.prepare_finalize, each.experts) == ("no_ep", "triton"))
 
     assert verdict().cost_source == "model; compiled, not yet measured"
-    # 512 tokens of 8 choices over 256 experts are 16 rows an expert.
-    file = tuned_file("h200", Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128"), tmp_path)
-    file.parent.mkdir(parents=True)
-    tile = Tile(16, True, 4, 5)
-    file.write_text(as_json([Point(4.0, tile, 1000.0), Point(64.0, tile, 4000.0)], {"device": "h200"}))
-    monkeypatch.setattr(triton_tuning, "tuned_file", lambda device, case, folder=None: file)
+    # 512 tokens of 8 choices over 256 experts are 16 rows an expert, between 4 and 64.
+    files, case = tuned_folder("h200", tmp_path), Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128")
+    tile = asdict(Tile(16, True, 4, 5))
+    points = [TunedPoint(128, tile, 1000.0), TunedPoint(2048, tile, 4000.0)]
+    save_measured(files / f"{case.name(8)}.json", points, {"device": "h200"})
+    monkeypatch.setattr(triton_tuning, "tuned_folder", lambda device, folder=None: files)
     assert verdict().cost_source == "measured" and verdict().cost_us == pytest.approx(2000.0)
 
 

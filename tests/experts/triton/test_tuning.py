@@ -15,7 +15,7 @@ from moe_mk.config.tuned import Case, Point, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, DECODED, as_json, load_tuned, tile_of, tuned_file
+from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, DECODED, load_tuned, tile_of, tuned_folder
 from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.lab.testing.experts import random_experts
@@ -49,16 +49,15 @@ def test_times_between_points_lie_on_a_line_of_logarithms() -> None:
     assert Tuned((Point(2.0, SMALL, 7.0),), BUILT_IN).microseconds(2.0) == 7.0
 
 
-def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    file = tuned_file("h200", CASE, tmp_path)
-    assert file == tmp_path / "NVIDIA_H200" / "triton" / "H7168_I2048_L256_fp8_128x128_fp8_1x128.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(as_json(TUNED.points[::-1], {"device": "h200", "torch": "2.11.0"}))
-    assert load_tuned("h200", CASE, tmp_path) == TUNED
+def file_in(folder: Path) -> Path:
+    """The file of CASE with 8 experts a token: 32 tokens are one row an expert, 512 are 16."""
+    path = tuned_folder("h200", folder) / "H7168_I2048_L256_K8_fp8_128x128_fp8_1x128.json"
+    assert path == tuned_path("NVIDIA H200", "triton", CASE.name(8), folder)
+    return path
 
 
-def one_point(rows: float, tile: dict[str, object]) -> str:
-    return json.dumps({"points": [{"rows_an_expert": rows, "parameters": tile, "microseconds": 1}]})
+def one_point(tokens: float, tile: dict[str, object]) -> str:
+    return json.dumps({"points": [{"tokens": tokens, "parameters": tile, "microseconds": 1}]})
 
 
 def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +66,7 @@ def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.Lo
         assert [load_tuned("h200", CASE, tmp_path) for _ in range(3)] == [UNTUNED] * 3
     assert (
         len(caplog.messages) == 1
-        and "NVIDIA_H200/triton/H7168_I2048_L256_fp8_128x128_fp8_1x128.json" in caplog.messages[0]
+        and "NVIDIA_H200/triton/H7168_I2048_L256_K*_fp8_128x128_fp8_1x128.json" in caplog.messages[0]
     )
 
 
@@ -76,41 +75,33 @@ def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.Lo
     [
         ("{", "JSONDecodeError"),
         ("{}", "KeyError: 'points'"),
-        (
-            json.dumps({"points": [{"rows_an_expert": 0, "parameters": vars(SMALL), "microseconds": 1}]}),
-            "must be positive",
-        ),
-        (
-            json.dumps({"points": [{"rows_an_expert": 1, "parameters": {"rows": 12}, "microseconds": 1}]}),
-            "ConfigError: .* is not a tile",
-        ),
-        (one_point(1, vars(SMALL) | {"rows": 9}), "no kernel multiplies .*rows=9"),
+        (one_point(0, vars(SMALL)), "must be positive"),
+        (one_point(1, {"rows": 12}), "1 tokens: .* is not a tile"),
+        (one_point(1, vars(SMALL) | {"rows": 9}), "1 tokens: .*no kernel multiplies .*rows=9"),
     ],
 )
 def test_a_file_that_holds_no_tiles_is_refused_by_name(tmp_path: Path, content: str, complaint: str) -> None:
-    file = tuned_file("h200", CASE, tmp_path)
+    file = file_in(tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"H7168.*holds no tuned points: .*{complaint}"):
+    with pytest.raises(ConfigError, match=rf"H7168.*{complaint}"):
         load_tuned("h200", CASE, tmp_path)
 
 
 def test_files_of_tuning_sessions_are_read_by_their_top_k(tmp_path: Path) -> None:
-    # 8 of 256 experts a token: 32 tokens are one row an expert, 512 are 16.
-    path = tuned_path("NVIDIA H200", "triton", "H7168_I2048_L256_K8_fp8_128x128_fp8_1x128", tmp_path)
-    save_measured(path, [TunedPoint(32, asdict(SMALL), 100.0), TunedPoint(512, asdict(LARGE), 400.0)], {})
-    other = path.with_name("H7168_I2048_L256_K8_mxfp4_bf16.json")
-    save_measured(other, [TunedPoint(32, asdict(LARGE), 1.0)], {})
+    path = file_in(tmp_path)
+    save_measured(path, [TunedPoint(512, asdict(LARGE), 400.0), TunedPoint(32, asdict(SMALL), 100.0)], {})
+    save_measured(path.with_name("H7168_I2048_L256_K8_mxfp4_bf16.json"), [TunedPoint(32, asdict(LARGE), 1.0)], {})
     assert load_tuned("h200", CASE, tmp_path) == TUNED
-    tuned_file("h200", CASE, tmp_path).write_text(as_json([Point(64.0, LARGE, 900.0)], {}))
+    save_measured(path.with_name(f"{CASE.name(2)}.json"), [TunedPoint(8192, asdict(LARGE), 900.0)], {})
     assert [point.rows_an_expert for point in load_tuned("h200", CASE, tmp_path).points] == [1.0, 16.0, 64.0]
 
 
 def test_every_spelling_of_a_device_is_one_folder(tmp_path: Path) -> None:
     (tmp_path / "NVIDIA_GeForce_X").mkdir()
-    assert tuned_file("nvidia_geforce_x", CASE, tmp_path).parts[-3] == "NVIDIA_GeForce_X"
+    assert tuned_folder("nvidia_geforce_x", tmp_path).parent.name == "NVIDIA_GeForce_X"
     for name in ("h200", "NVIDIA H200", "nvidia_h200"):
-        assert tuned_file(name, CASE, tmp_path).parts[-3] == "NVIDIA_H200"
+        assert tuned_folder(name, tmp_path).parent.name == "NVIDIA_H200"
 
 
 def test_what_is_tried_fits_and_suits_the_rows() -> None:
