@@ -25,7 +25,7 @@ from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.custom_op import Operator, is_untraced
-from moe_mk.layer.prepared import can_be_called, record_as_stages
+from moe_mk.layer.prepared import can_be_called, own_hook, record_as_stages
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
@@ -280,7 +280,7 @@ def direct_call(kernel: FusedMoEKernel, weights: Weights) -> LayerCall | None:
     """The experts as one call on routed tokens; None where tokens move, are quantised, or the backend has none."""
     context = kernel.prepare_finalize.context
     direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
-    return kernel.experts.fuse_layer(weights, None, context.tables, 0) if direct else None
+    return own_hook(kernel.experts, "fuse_layer", weights, None, context.tables, 0) if direct else None
 
 
 class HeldExperts:

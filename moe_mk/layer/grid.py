@@ -35,7 +35,7 @@ class Grid:
     @property
     def has_agreed(self) -> bool:
         """Whether notes were compared in the current epochs of both groups."""
-        return self.agreed == self.epochs
+        return self.agreed == (self.ep.status.epoch, self.tp.status.epoch)
 
     @property
     def epochs(self) -> tuple[int, int]:

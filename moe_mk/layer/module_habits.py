@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,31 @@ from moe_mk.weights.layer_weights import LayerWeights
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
 
+T = TypeVar("T")
 L = TypeVar("L", bound="MoELayer")
 
 NO_PARAMETERS = (
     "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
     "leave their names out of the state_dict of the model"
 )
+
+
+class Part(Generic[T]):
+    """An attribute that a part of an object holds, by its path: read there, and set there unless the part is frozen."""
+
+    def __init__(self, path: str) -> None:
+        holder, _, self._name = path.rpartition(".")
+        self._holder = attrgetter(holder)
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> T: ...
+    def __get__(self, owner: object | None, kind: type) -> Any:
+        return self if owner is None else getattr(self._holder(owner), self._name)
+
+    def __set__(self, owner: object, value: T) -> None:
+        setattr(self._holder(owner), self._name, value)
 
 
 class WithoutParameters(nn.Module):

@@ -28,31 +28,22 @@ from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.external.device import is_here, usable_device, wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer import settings
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import LAYERS, is_untraced, moe_layer, run_operator
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
-from moe_mk.layer.module_habits import WithoutParameters, copied, pickled
+from moe_mk.layer.module_habits import Part, WithoutParameters, copied, pickled
 from moe_mk.layer.prepared import Call, PreparedForward, can_be_called
 from moe_mk.layer.report import MemoryReport, RunReport, memory_report, run_report
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import Backends, ServingState, build_state
-from moe_mk.layer.settings import (
-    config_of,
-    decide,
-    expect_calibrated,
-    expert_map_of,
-    hash_router_of,
-    layer_spec_of,
-    stated,
-    with_sizes,
-)
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.router.hashed import HashedTokens, HashRouter
+from moe_mk.router.hashed import HashRouter
 from moe_mk.router.router import Router
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside
@@ -80,11 +71,37 @@ class MoELayer(WithoutParameters):
     """Everything that a forward reads, as it serves now; another object after each change."""
     expert_load: Tensor
     """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted."""
-    _prepared: PreparedForward | None = None
     source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there; None: they cannot be read again."""
     built_for: torch.device
     """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
+    _prepared: PreparedForward | None = None
+
+    config = Part[MoEConfig]("state.backends.config")
+    """The settings that are in use."""
+    decision = Part[Decision]("state.backends.decision")
+    """The backends that are in use, and why."""
+    groups = Part[ParallelGroups]("state.backends.groups")
+    """The process groups that are in use."""
+    expert_map = Part[ExpertMap]("state.expert_map")
+    """The current placement: which rank holds which expert."""
+    kernel = Part[FusedMoEKernel | MonolithicKernel]("state.kernel")
+    """The current transport and experts backend."""
+    epoch = Part[int]("state.epoch")
+    """The number of placements before the current one."""
+    ep = Part[Communicator]("state.grid.ep")
+    """The ranks over which experts are distributed."""
+    tp = Part[Communicator]("state.grid.tp")
+    """The ranks that hold slices of the same experts."""
+    dp = Part[Communicator]("state.grid.dp")
+    """The ranks whose expert loads are summed."""
+    router = Part[Router]("routing.router")
+    """Chooses experts by scores; may be replaced."""
+    hash_router = Part[HashRouter | None]("routing.hash_router")
+    """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
+    on_routing = Part[Callable[[Routing], None] | None]("routing.listener")
+    """Called with the logical routing of every forward, which it must not change, before or after the experts run; see
+    `trace.routing_recorder`."""
 
     def __init__(
         self,
@@ -109,8 +126,8 @@ class MoELayer(WithoutParameters):
         groups = groups or ParallelGroups()
         self.dtype, self.name, self.spans = dtype, name, Spans()
         grid = Grid(groups, config.kernel.timeout_s, name)
-        config = with_sizes(config, grid.sizes)
-        self.routing, parts = LayerRouting(config, name), (config, groups, grid, expert_map_of(config))
+        config = settings.with_sizes(config, grid.sizes)
+        self.routing, parts = LayerRouting(config, name), (config, groups, grid, settings.expert_map_of(config))
         if wanted.type != "meta":
             self._build_on(usable_device(wanted), *parts)
         else:
@@ -127,7 +144,7 @@ class MoELayer(WithoutParameters):
         self, device: torch.device, config: MoEConfig, groups: ParallelGroups, grid: Grid, expert_map: ExpertMap
     ) -> None:
         """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""
-        decision, shared = decide(config, self.dtype, device), None
+        decision, shared = settings.decide(config, self.dtype, device), None
         if config.model.shared_size:
             shared = shared_experts(decision, Parts(expert_map, device, grid.ep, self.spans))
         backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared)
@@ -190,7 +207,7 @@ class MoELayer(WithoutParameters):
     @property
     def spec(self) -> LayerSpec:
         """What a checkpoint must hold for this layer."""
-        return layer_spec_of(self.config)
+        return settings.layer_spec_of(self.config)
 
     @property
     def weights(self) -> LayerWeights:
@@ -199,55 +216,10 @@ class MoELayer(WithoutParameters):
             raise WeightError(f"layer {self.name!r} has no weights yet; call load_from_safetensors(path, layer=N)")
         return self.state.weights
 
-    @property
-    def expert_map(self) -> ExpertMap:
-        """The current placement: which rank holds which expert."""
-        return self.state.expert_map
-
     @cached_property
     def live(self) -> LivePlacement:
         """Changes of the placement and of the backends while the layer serves; `rebalance` calls these."""
         return LivePlacement(self)
-
-    @property
-    def config(self) -> MoEConfig:
-        """The settings that are in use."""
-        return self.state.backends.config
-
-    @property
-    def decision(self) -> Decision:
-        """The backends that are in use, and why."""
-        return self.state.backends.decision
-
-    @property
-    def groups(self) -> ParallelGroups:
-        """The process groups that are in use."""
-        return self.state.backends.groups
-
-    @property
-    def kernel(self) -> FusedMoEKernel | MonolithicKernel:
-        """The current transport and experts backend."""
-        return self.state.kernel
-
-    @property
-    def epoch(self) -> int:
-        """The number of placements before the current one."""
-        return self.state.epoch
-
-    @property
-    def ep(self) -> Communicator:
-        """The ranks over which experts are distributed."""
-        return self.state.grid.ep
-
-    @property
-    def tp(self) -> Communicator:
-        """The ranks that hold slices of the same experts."""
-        return self.state.grid.tp
-
-    @property
-    def dp(self) -> Communicator:
-        """The ranks whose expert loads are summed."""
-        return self.state.grid.dp
 
     @property
     def on_lost_expert(self) -> str:
@@ -267,36 +239,6 @@ class MoELayer(WithoutParameters):
         add 0. So are ids of -1 of an engine.
         """
         return self.routing.unrouted(self.expert_load)
-
-    @property
-    def router(self) -> Router:
-        """Chooses experts by scores; may be replaced."""
-        return self.routing.router
-
-    @router.setter
-    def router(self, router: Router) -> None:
-        self.routing.router = router
-
-    @property
-    def hash_router(self) -> HashRouter | None:
-        """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
-        return self.routing.hash_router
-
-    @hash_router.setter
-    def hash_router(self, router: HashRouter | None) -> None:
-        self.routing.hash_router = router
-
-    @property
-    def on_routing(self) -> Callable[[Routing], None] | None:
-        """Called with the logical routing of every forward, which it must not change, before or after the experts run.
-
-        See `trace.routing_recorder`.
-        """
-        return self.routing.listener
-
-    @on_routing.setter
-    def on_routing(self, listener: Callable[[Routing], None] | None) -> None:
-        self.routing.listener = listener
 
     # Loading.
 
@@ -320,7 +262,7 @@ class MoELayer(WithoutParameters):
         was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = stated(config_of(path, layer, **overrides), path, layer, prefix)
+        config = settings.stated(settings.config_of(path, layer, **overrides), path, layer, prefix)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
         return built.load(path, layer, prefix=prefix, on_progress=on_progress)
 
@@ -342,7 +284,7 @@ class MoELayer(WithoutParameters):
             source = MappingSource(source)
         elif isinstance(source, str | PathLike):
             source = open_source(source)
-        expect_calibrated(self.decision, source, layer, prefix)
+        settings.expect_calibrated(self.decision, source, layer, prefix)
         weights = load_layer(
             source,
             layer,
@@ -357,16 +299,7 @@ class MoELayer(WithoutParameters):
         self.source = source, layer
         return self
 
-    def load_from_safetensors(
-        self,
-        path: str | PathLike[str],
-        layer: int,
-        *,
-        prefix: str | None = None,
-        on_progress: Progress | None = None,
-    ) -> Self:
-        """`load` from a checkpoint folder or file."""
-        return self.load(path, layer, prefix=prefix, on_progress=on_progress)
+    load_from_safetensors = load
 
     def load_weights(self, tensors: Mapping[str, Tensor], layer: int = 0, *, prefix: str | None = "") -> Self:
         """`load` from tensors in memory, with names below `prefix`."""
@@ -402,7 +335,7 @@ class MoELayer(WithoutParameters):
         if self.device.type == "meta":
             default = torch.get_default_device()
             self._leave_meta(usable_device("cpu" if default.type == "meta" else default))
-        by_id = hash_router_of(self.config, weights.table_XK, self.device)
+        by_id = settings.hash_router_of(self.config, weights.table_XK, self.device)
         self.use(self.state.loaded(weights, self.device, self.dtype, on_progress))
         self.routing.hash_router = by_id
 
@@ -579,15 +512,6 @@ class MoELayer(WithoutParameters):
         """
         _ = self.weights  # raises WeightError before loading
         return self.routing.choose(self.state.backends.gate, self.checked(hidden_states), token_ids_T)
-
-    def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
-        """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
-
-        For callers that split a batch over ranks: all of them must refuse a bad batch, not only the rank with the bad
-        part.
-        """
-        if isinstance(router := self.routing.router_of(x_TH, token_ids_T), HashedTokens):
-            router.router.check(router.token_ids_T)
 
     def recover(self) -> None:
         """Resume after a call failed on some rank. Every rank of the layer's groups calls it; it waits for them.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ class PreparedForward:
 
     def __init__(self, state: ServingState, routing: LayerRouting) -> None:
         self.state, self.routing, gate = state, routing, state.backends.gate
-        self._made_from = self._parts(state)
+        self._router, self._logit_bias_E = routing.router, gate.logit_bias_E
+        self._shared = None if state.backends.shared is None else state.backends.shared.weights
         self._gate_at, self._load_shape = places_of(gate.weight_EH, gate.bias_E), (state.expert_map.num_experts,)
         kernel, tables = state.kernel, state.tables
         if state.weights is None or not isinstance(kernel, FusedMoEKernel):
@@ -62,29 +62,31 @@ class PreparedForward:
             same = weights is state.laid_out
             self.alone = self.call if same else fuse(state.laid_out, None, tables, rank)
 
-    def _parts(self, state: ServingState) -> tuple[object, ...]:
-        gate, shared = state.backends.gate, state.backends.shared
-        return state, self.routing.router, gate.logit_bias_E, shared and shared.weights
-
     def is_current(self, state: ServingState) -> bool:
         """Whether it was made from the parts of now, and the gate's memory was not replaced."""
-        gate = state.backends.gate
-        same = all(map(is_, self._made_from, self._parts(state)))
-        return same and self._gate_at == places_of(gate.weight_EH, gate.bias_E)
-
-    def takes(self, x_TH: Tensor, load_E: Tensor) -> bool:
-        """Whether the calls may use these tensors' memory directly; the stages handle strides and check errors."""
-        dense = x_TH.is_contiguous() and load_E.is_contiguous()
-        counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
-        return dense and counter and load_E.shape == self._load_shape
+        gate, shared = state.backends.gate, state.backends.shared
+        same = state is self.state and self._router is self.routing.router and gate.logit_bias_E is self._logit_bias_E
+        return (
+            same
+            and (shared is None or shared.weights is self._shared)
+            and self._gate_at == places_of(gate.weight_EH, gate.bias_E)
+        )
 
     def call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Call | None:
-        """What makes the next forward; None: the stages do. given: a routing of logical experts."""
-        if self.exchanged is not None:
-            ready = x_TH.is_cpu and self.state.grid.has_agreed and self.takes(x_TH, load_E)
-            return self._exchange if ready and self.exchanged.is_ready(x_TH.shape[0]) else None
-        if (self.call if given is None else self.alone) is None or not self.takes(x_TH, load_E):
+        """What makes the next forward; None: the stages do. given: a routing of logical experts.
+
+        The calls use the tensors' memory directly; the stages handle strides and check errors.
+        """
+        exchanged = self.exchanged
+        if exchanged is None and (self.call if given is None else self.alone) is None:
             return None
+        dense = x_TH.is_contiguous() and load_E.is_contiguous() and load_E.shape == self._load_shape
+        counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
+        if not dense or not counter:
+            return None
+        if exchanged is not None:
+            ready = x_TH.is_cpu and self.state.grid.has_agreed and exchanged.is_ready(x_TH.shape[0])
+            return self._exchange if ready else None
         return self._direct if given is None or can_be_called(x_TH, given.ids_TK, given.weights_TK) else None
 
     def _direct(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Tensor:
@@ -153,11 +155,10 @@ def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | 
 
     experts_bytes: of the rows that the experts have read and written; None: the experts have recorded them.
     """
-    ran, transport, num_bytes = kernel.spans.ledger.ran, type(kernel.prepare_finalize), y_TH.nbytes
-    ran("dispatch", transport, num_bytes)
-    if experts_bytes is not None:
-        ran("experts", type(kernel.experts), experts_bytes)
-    ran("combine", transport, num_bytes)
+    transport, num_bytes = type(kernel.prepare_finalize), y_TH.nbytes
+    sent = ("dispatch", transport, num_bytes), ("combine", transport, num_bytes)
+    ran = () if experts_bytes is None else (("experts", type(kernel.experts), experts_bytes),)
+    kernel.spans.ledger.have_run(sent[0], *ran, sent[1])
 
 
 def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:

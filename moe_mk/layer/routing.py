@@ -51,6 +51,15 @@ class LayerRouting:
         expect("token_ids_T", token_ids_T, "T", INTEGERS, x_TH.device, T=x_TH.shape[0])
         return self.hash_router.of(token_ids_T)
 
+    def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
+        """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
+
+        For callers that split a batch over ranks: all of them must refuse a bad batch, not only the rank with the bad
+        part.
+        """
+        if isinstance(router := self.router_of(x_TH, token_ids_T), HashedTokens):
+            router.router.check(router.token_ids_T)
+
     def choose(self, gate: Gate, x_TH: Tensor, token_ids_T: Tensor | None) -> Routing:
         """Logical experts, weights and router logits of each token; nothing is counted."""
         routing, logits_TE = gate.route(x_TH, self.router_of(x_TH, token_ids_T))

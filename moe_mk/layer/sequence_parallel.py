@@ -35,7 +35,7 @@ class SequenceParallelMoE(nn.Module):
         layer, model, limits = self.layer, self.layer.config.model, self.layer.config.kernel
         most = limits.max_num_tokens * self.comm.size
         check_hidden_states(x_TH, layer.dtype, layer.device, model.hidden_size, most)
-        layer.check_token_ids(x_TH, token_ids_T)
+        layer.routing.check_token_ids(x_TH, token_ids_T)
         own = chunk_of(x_TH.shape[0], self.comm.size, self.comm.rank)
         by_id = layer.config.router.hash_vocabulary is not None
         own_ids = token_ids_T[own] if by_id and token_ids_T is not None else None

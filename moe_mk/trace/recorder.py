@@ -117,11 +117,16 @@ class Ledger:
 
     def ran(self, stage: str, who: type, num_bytes: int) -> None:
         """Note that an object of a class has done a stage."""
-        sums = self._sums.get((stage, who))
-        if sums is None:
-            sums = self._sums[stage, who] = [0, 0]
-        sums[0] += 1
-        sums[1] += num_bytes
+        self.have_run((stage, who, num_bytes))
+
+    def have_run(self, *stages: tuple[str, type, int]) -> None:
+        """Note several stages, in order: each with the class of the object, and the bytes."""
+        for stage, who, num_bytes in stages:
+            sums = self._sums.get((stage, who))
+            if sums is None:
+                sums = self._sums[stage, who] = [0, 0]
+            sums[0] += 1
+            sums[1] += num_bytes
 
     def clear(self) -> None:
         """Begin anew."""

@@ -8,6 +8,7 @@ returns, and is resumed when `OneSidedBufferSlot` has waited or reserved them. E
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +22,8 @@ from moe_mk.kernels.native.library import Status
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot
 from moe_mk.prepare_finalize.rows.formats import FUSED_TOKENS, KernelRowFormat
+
+_IS_FUSABLE = attrgetter("is_fusable")
 
 
 class FusedOneSided:
@@ -54,7 +57,7 @@ class FusedOneSided:
     def is_ready(self, num_tokens: int) -> bool:
         """Whether the call is small, and buffers of the group are open and can be used by kernels that wait."""
         slots = self._pool.slots
-        return num_tokens <= self._most and bool(slots) and all(slot.is_fusable for slot in slots)
+        return num_tokens <= self._most and bool(slots) and all(map(_IS_FUSABLE, slots))
 
     def __call__(
         self,
