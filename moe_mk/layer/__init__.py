@@ -3,18 +3,19 @@
 from typing import TYPE_CHECKING
 
 from moe_mk.imports import at_first_use
-from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.report import MemoryReport
 
 if TYPE_CHECKING:
     from moe_mk.layer.decode_prefill import DecodePrefillMoE
+    from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
     from moe_mk.layer.hot_swap import SwapReport, swap_backends
     from moe_mk.layer.sequence_parallel import SequenceParallelMoE
     from moe_mk.layer.training import TrainingMoE
 else:
     VARIANTS = {
         "decode_prefill": "DecodePrefillMoE",
+        "deepseek_v3": "DeepseekV3MoE",
         "hot_swap": "SwapReport swap_backends",
         "sequence_parallel": "SequenceParallelMoE",
         "training": "TrainingMoE",

@@ -34,7 +34,6 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.plain import Plain
 from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.tiled_kernel import tiled
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, ReleasedSlots, SlotWeights, storages_of
@@ -234,7 +233,11 @@ def build_state(
 ) -> ServingState:
     """A state without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
     decision = backends.decision
-    kernel = tiled(assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel)
+    kernel, settings = assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel
+    if settings.tiles > 1:
+        from moe_mk.runner.tiled_kernel import tiled
+
+        kernel = tiled(kernel, settings)
     same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
     tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
