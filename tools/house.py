@@ -42,7 +42,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 26_140,
     "library lines": 52_650,
-    "test lines": 68_700,
+    "test lines": 68_920,
     "tool and benchmark lines": 10_810,
     "long files": 0,
     "frames at EP=1": 18,

@@ -152,7 +152,7 @@ def _shared_fp8(quant: Said) -> dict[str, Any]:
 
 def _mixed(quant: Said, layers: list[int]) -> Found:
     """An FP8 checkpoint whose routed experts modelopt has quantised: DeepSeek-V4 in NVFP4."""
-    _, problems = _fp8({**quant, "expert_dtype": "fp4"}, layers)
+    _, problems = _fp8({**quant, "expert_dtype": quant.get("expert_dtype") or "fp4"}, layers)
     problems += _others(
         quant, {"quant_algo": ("MIXED_PRECISION",), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
     )

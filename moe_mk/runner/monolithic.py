@@ -7,7 +7,7 @@ Source of the rule: vLLM 0.33, `do_naive_dispatch_combine` of its MoE runner (se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class MonolithicKernel:
     comm: Communicator
     experts: MonolithicExperts
     gathers: bool
-    spans: Spans = field(default_factory=Spans)
+    spans: Spans
 
     def steps(self, x_TH: Tensor, router_logits_TE: Tensor, bias_E: Tensor | None, weights: Weights) -> Flight[Tensor]:
         """Run the layer's routed experts: (T, H) to (T, H). The logits are those of the gate, before any routing."""

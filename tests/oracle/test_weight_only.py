@@ -11,8 +11,9 @@ from moe_mk import Problem, UnsupportedError, oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.torch_cpu import TorchCpuExperts
+from moe_mk.oracle import fallback
 from moe_mk.oracle.base import ORACLES
-from moe_mk.oracle.fallback import added_rounding, in_fp8
+from moe_mk.oracle.fallback import added_rounding, effect_of, in_fp8
 from moe_mk.oracle.formats import select_gguf_moe_backend, select_int_wna16_moe_backend
 from moe_mk.quant import BF16, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
@@ -161,3 +162,12 @@ def test_experts_held_in_another_format_have_the_error_of_that_format(quant: str
     q = scheme.quantize(x)
     held = held_as(MappedExpertWeights((SlotWeights(q, q, q),), scheme), BF16).slot(0)
     assert torch.equal(held.up_IH.values, q.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("held,speed", [(2.0, "no more bytes"), (1.0, "no more bytes"), (4.0, "up to 2.00x the time")])
+def test_a_format_of_as_many_bytes_reads_no_more(held: float, speed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = problem("int4_g32")
+    sizes = {id(stored): 2.0}
+    monkeypatch.setattr(fallback, "expert_bytes", lambda asked: sizes.get(id(asked), held))
+    effect = effect_of(in_fp8(stored), stored)
+    assert effect is not None and speed in effect.speed and effect.memory == held / 2

@@ -53,7 +53,7 @@ def test_ranks_of_equal_maps_and_other_epochs_are_stopped_before_they_exchange()
     x_TH = torch.ones(3, layers[0].config.model.hidden_size)
     interleave([each.steps(x_TH) for each in layers])
     for each, epoch in zip(layers, (1, 2), strict=True):
-        each.live.flip(each.stage(each.expert_map, epoch=epoch))
+        each.live.flip(each.live.stage(each.expert_map, epoch=epoch))
     with pytest.raises(CommError, match="epoch"):
         interleave([each.steps(x_TH) for each in layers])
 

@@ -44,6 +44,14 @@ def test_chances_sum_to_one_for_experts_that_are_somewhere() -> None:
     assert chance[0, 1].tolist() == [1, 0] and chance[1, 1].tolist() == [0, 1]
 
 
+def test_only_copies_with_a_share_on_living_ranks_are_reached() -> None:
+    # Rank 1 of node 0 is dead. Expert 0: one living copy of two; expert 1 has no share on node 0; slot 4 is empty.
+    slots, share = np.array([0, 1, 0, 0, -1, 1]), np.array([0.25, 0.0, 0.75, 0.0, 1.0, 1.0], np.float32)
+    topology = Topology(4, 2, (2, 1, 1, 2), alive=(True, False, True, True))
+    chance = node_chances(slots, share, 2, topology, "share")
+    assert chance.tolist() == [[[1, 0], [0, 1], [0, 0]]] * 3
+
+
 @given(st.integers(0, 200))
 def test_expected_nodes_equal_what_enumeration_gives(seed: int) -> None:
     """Two experts a token, each on one of two nodes by chance: all four outcomes, weighed."""

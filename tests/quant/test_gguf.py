@@ -149,6 +149,15 @@ def test_quantising_stays_within_a_step_of_every_group(scheme: Gguf, size: float
         assert float((again.dequantize(torch.float32) - q.dequantize(torch.float32)).norm() / x.norm()) < 0.02
 
 
+@ALL
+def test_values_below_the_smallest_factors_are_off_by_no_more_than_the_largest(scheme: Gguf) -> None:
+    # A factor is an f16, which below 2^-14 has fewer bits: it may be half of what it should be. Codes must saturate.
+    for exponent in range(-34, -8):
+        x = normal(4, 512, seed=exponent + 99) * 2.0**exponent
+        off = (scheme.quantize(x).dequantize(torch.float32) - x).abs().view(4, 2, 256).amax(-1)
+        assert (off <= x.abs().view(4, 2, 256).amax(-1) * (2.01 if scheme.name in ("q4_k", "q5_k") else 1.0)).all()
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q8_0"])
 def test_the_gguf_package_quantises_to_nearly_the_same(name: str) -> None:
     gguf = pytest.importorskip("gguf")

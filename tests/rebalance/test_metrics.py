@@ -36,6 +36,15 @@ def test_no_load_is_even_and_layers_add_up_to_a_step() -> None:
     assert measure_balance(np.zeros((2, 2)), ledger).step_over_ideal == 1.0
 
 
+def test_the_flat_numbers_are_means_and_worst_ones_of_layers() -> None:
+    # Layer 0 even, layer 1 with 3 tokens and 1: a variation of 1 / 2, and 3 over a mean of 2.
+    judged = measure_balance(np.array([[2.0, 2.0], [3.0, 1.0]]), Ledger.of([ExpertMap.linear(2, 2)] * 2, 1, None))
+    assert judged.as_dict() == {
+        "balance.expert_cv": 0.25, "balance.expert_cv_worst": 0.5, "balance.rank_max_over_mean": 1.25,
+        "balance.rank_max_over_mean_worst": 1.5, "balance.step_over_ideal": 1.25,
+    }  # fmt: skip
+
+
 def test_a_load_of_another_shape_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"load has shape \(1, 3\), the placement has \[layers, experts\] = \(1, 2\)"):
         measure_balance(np.ones((1, 3)), Ledger.of([ExpertMap.linear(2, 2)], 1, None))

@@ -206,8 +206,11 @@ def test_no_step_sends_more_than_the_budget() -> None:
 
 @pytest.mark.row(120)
 def test_moved_bytes_are_those_predicted() -> None:
-    ranks = world()
-    serve(ranks, 40)
+    ranks, seen = world(), []
+    for _ in range(40):
+        serve(ranks, 1)
+        seen.append((sum(rank.manager.status().received_bytes for rank in ranks), ranks[0].manager.state))
+    assert seen == sorted(seen, key=lambda at: at[0]) and any(size and state == "moving" for size, state in seen)
     predicted = {rank.manager.status().predicted_bytes for rank in ranks}
     received = sum(rank.manager.status().received_bytes for rank in ranks)
     headers = sum(wire(rank).chunks for rank in ranks) * HEADER

@@ -187,6 +187,14 @@ def test_ranks_that_noticed_the_loss_at_different_steps_go_on_at_one() -> None:
     assert serves_right(left)
 
 
+def test_what_is_reported_of_a_loss_counts_sole_copies() -> None:
+    with pytest.warns(
+        RebalanceWarning, match=r"ranks \[0\] are lost and with them the only copies of 2 experts in 1 l"
+    ):
+        left = lose(group(4), 0)
+    assert left[0].manager.status().incidents[0].then == "all experts serve in the group of 3"
+
+
 def test_only_a_call_that_failed_is_recovered_from() -> None:
     ranks, comms = group(3), LockstepWorld(2).communicators()
     before = [comm.status.epoch for comm in comms]

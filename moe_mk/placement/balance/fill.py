@@ -32,13 +32,10 @@ def window_fill(load: Doubles, expert: Ints, sites: Sites) -> tuple[Ints, Double
     placed = np.full((rows, sites.num_slots), -1, np.int64)
     piece = np.zeros((rows, sites.num_slots))
     order = np.lexsort((sites.slots_W, sites.speed_W))
-    fits = np.ones(rows, bool)
     for turn, gpu in enumerate(order):
         slots = sites.cell_WS[gpu][: sites.slots_W[gpu]]
-        last = turn == len(order) - 1
-        if last:
-            fits = items.count <= len(slots)
-        taken, part = items.take(capacity[:, gpu], len(slots), everything=last)
+        fits = items.count <= len(slots)  # that of the last one is returned
+        taken, part = items.take(capacity[:, gpu], len(slots), everything=turn == len(order) - 1)
         placed[:, slots], piece[:, slots] = taken, part
     return placed, piece, fits
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.experts.triton.weights import kernel_format_of, pack_weights
+from moe_mk.experts.triton.weights import Biases, _behind, kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.lab.testing.experts import random_experts
@@ -100,6 +100,26 @@ def test_experts_without_a_gate_stay_without() -> None:
     single = ExpertWeights(_stacked(half.gate_IH), _stacked(half.down_HI), gated=False)
     slot = pack_weights(single, KERNEL_FORMATS["w_mxfp4"], CPU).slot(0)
     assert slot.gate_IH is None and torch.equal(slot.up_IH.values, half.gate_IH.values)
+
+
+def test_a_matrix_goes_into_the_spare_slot_if_it_is_one_of_the_same_kind() -> None:
+    memory = torch.zeros((3, 2, 4), dtype=torch.float32)
+    stack, one = memory[:2], torch.ones((1, 2, 4), dtype=torch.float32)
+    for other in (one.repeat(2, 1, 1), one[:0], one[:, :1], one[..., :3], one.double()):
+        assert _behind(stack, other) is None and not memory.any()
+    made = _behind(stack, one)
+    assert made is not None and made.data_ptr() == memory.data_ptr() and torch.equal(made, memory)
+    assert memory[:2].count_nonzero() == 0 and memory[2].all()
+
+
+def test_biases_of_a_slot_are_a_gate_and_an_up_half() -> None:
+    made = Biases(torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]), torch.tensor([[0.5], [0.25]]))
+    both, alone = made.slot(1, gated=True), made.slot(0, gated=False)
+    assert both.gate_I is not None and both.gate_I.tolist() == [5, 6] and both.up_I.tolist() == [7, 8]
+    assert alone.gate_I is None and alone.up_I.tolist() == [1, 2, 3, 4] and both.down_H.tolist() == [0.25]
+    both.down_H.zero_()
+    alone.up_I.zero_()
+    assert made.b13.all() and made.b2.all(), "a copy"
 
 
 def test_eight_codes_of_mxfp4_for_fp8_are_one_word() -> None:

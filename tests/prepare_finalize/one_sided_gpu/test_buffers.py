@@ -12,7 +12,7 @@ from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
 from moe_mk.external.device_memory import SymmetricMemory, library
-from moe_mk.prepare_finalize.one_sided_gpu.buffers import Mapped, between_gpus, map_windows
+from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot, Mapped, between_gpus, map_windows
 from tests.support.symmetric_standin import Handle, Meeting, StandIn
 
 CPU, BYTES = torch.device("cpu"), 96
@@ -100,3 +100,28 @@ def test_ranks_of_one_process_have_one_piece() -> None:
     windows = [map_windows(comm, BYTES, CPU) for comm in LockstepWorld(2).communicators()]
     assert [each.how for each in windows] == ["one piece"] * 2
     assert windows[0].addresses == windows[1].addresses == [each.own.data_ptr() for each in windows]
+
+
+def test_counts_and_ids_out_of_range_drop_rows_and_are_noted_once() -> None:
+    # Rank 0 announces 5 rows of at most 4, rank 2 has an id of 9 among 8 experts, rank 3 one of -2 in its last row.
+    slot = GpuBufferSlot(LockstepWorld(4).communicators()[1], 4, 16, 16, CPU)
+    slot.call_1.fill_(7)
+    ids_RK = torch.arange(32, dtype=torch.int32).view(16, 2) % 8
+    ids_RK[[2, 9, 15], [0, 1, 0]] = torch.tensor([-1, 9, -2], dtype=torch.int32)
+    counts_W = torch.tensor([5, 3, 2, 4], dtype=torch.int32)
+    found = slot.checked(counts_W, ids_RK, 8)
+    assert (found[:4] == -1).all() and torch.equal(found[4:7], ids_RK[4:7]) and (found[7] == -1).all()
+    assert found[8:].tolist() == [[0, 1], [2, -1], [-1, -1], [-1, -1], [0, 1], [2, 3], [4, 5], [-1, 7]]
+    noted = [[7, 0, 0, 0], [5, 0, 0, 0], [0, 0, 7, 7], [0, 0, 9, -2]]
+    assert slot._faults_seen_4W.tolist() == noted
+    slot.call_1.fill_(8)
+    slot.active_W[3] = 0
+    slot.checked(torch.tensor([9, 9, 0, 9], dtype=torch.int32), ids_RK, 8)
+    assert slot._faults_seen_4W.tolist() == [[7, 8, 0, 0], [5, 9, 0, 0], *noted[2:]]
+    with pytest.raises(CommError, match="peer 0: epoch 7: sent 5 rows into a region of 4"):
+        slot.expect_punctual()
+    slot._faults_seen_4W[:2] = 0
+    with pytest.raises(
+        CommError, match="epoch 7: a row is for expert 9, out of range .0 <= expert < 8, or -1 for none"
+    ):
+        slot.expect_punctual()
