@@ -103,9 +103,7 @@ class LivePlacement:
             raise WeightError(f"layer {layer.name!r} has loaded weights since this state was staged; stage it again")
         if swapped := staged.backends is not old.backends:
             layer.spans.ledger.clear()  # it would be compared with the new decision
-        if staged.swaps != old.swaps + swapped:
-            staged = replace(staged, swaps=old.swaps + swapped)
-        layer.use(staged)
+        layer.use(replace(staged, swaps=old.swaps + swapped))
         if staged.lost is not None and staged.expert_map.lost != old.expert_map.lost:
             staged.lost.warn()
         return old

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkEnded, LinkError
@@ -133,7 +134,6 @@ def two() -> Iterator[tuple[NixlLinks, NixlLinks]]:
         links.close()
 
 
-@NEEDS_NIXL
 @pytest.mark.parametrize(
     "change,text",
     [
@@ -151,7 +151,6 @@ def test_metadata_that_cannot_be_used_is_refused(two: tuple[NixlLinks, NixlLinks
         zero.connect({1: change(one.metadata)})  # type: ignore[operator]
 
 
-@NEEDS_NIXL
 def test_metadata_is_small_and_ranks_with_other_links_end_the_attempt_on_all_ranks() -> None:
     window = own_window(1 << 16)
     links = links_of(window, "nixl")
@@ -167,6 +166,25 @@ def test_metadata_is_small_and_ranks_with_other_links_end_the_attempt_on_all_ran
     texts = world.together([lambda: job(0), lambda: job(1)])
     assert "peer 1: uses network link 'nixl', this rank 'tcp' [kernel.network_link: the same on all ranks]" in texts[0]
     assert "peer 0: uses network link 'tcp', this rank 'nixl'" in texts[1]
+
+
+def test_every_rank_of_three_writes_to_every_other() -> None:
+    world = ThreadWorld(3, timeout_s=20.0)
+
+    def job(rank: int) -> list[int]:
+        heap = opened(world.communicators()[rank], link="nixl")
+        try:
+            for peer in {0, 1, 2} - {rank}:
+                heap.put_signal(peer, rank * X.nbytes, X + rank, rank, 1)
+            heap.wait_until({peer: peer for peer in {0, 1, 2} - {rank}}, 1, "dispatch")
+            own = heap.data(rank, 0, 3 * X.nbytes).view(3, -1)
+            found = [peer for peer in range(3) if torch.equal(own[peer], (X + peer).flatten().view(torch.uint8))]
+            heap.barrier()
+            return found
+        finally:
+            heap.close()
+
+    assert world.together([lambda rank=rank: job(rank) for rank in range(3)]) == [[1, 2], [0, 2], [0, 1]]
 
 
 def connected(two: tuple[NixlLinks, NixlLinks]) -> tuple[NixlLink, NixlLink]:
@@ -210,7 +228,6 @@ def refused(frame: Frame) -> memoryview:
     raise FrameError(f"{frame} was not expected")
 
 
-@NEEDS_NIXL
 def test_a_header_that_is_refused_ends_the_link_before_its_message_is_seen(two: tuple[NixlLinks, NixlLinks]) -> None:
     ours, theirs = connected(two)
     ours.post(Frame(Kind.PAYLOAD, 0, 0, 0, 100, at=1 << 20), two[0].context.registered.numpy().data[:100])
@@ -221,7 +238,6 @@ def test_a_header_that_is_refused_ends_the_link_before_its_message_is_seen(two: 
         wait_for(lambda: list(ours.progress(refused)), seconds=5.0)
 
 
-@NEEDS_NIXL
 @pytest.mark.parametrize("note", [b"short", b"x" * 400])
 def test_a_notification_of_another_size_ends_the_link(two: tuple[NixlLinks, NixlLinks], note: bytes) -> None:
     _, theirs = connected(two)
@@ -230,7 +246,6 @@ def test_a_notification_of_another_size_ends_the_link(two: tuple[NixlLinks, Nixl
         wait_for(lambda: (two[0].progress(), list(theirs.progress(refused)))[1])
 
 
-@NEEDS_NIXL
 def test_notifications_of_an_earlier_connection_are_ignored(two: tuple[NixlLinks, NixlLinks]) -> None:
     _, theirs = connected(two)
     pipe, other = tcp_pipes()
@@ -244,7 +259,6 @@ def test_notifications_of_an_earlier_connection_are_ignored(two: tuple[NixlLinks
     pipe.close()
 
 
-@NEEDS_NIXL
 def test_no_link_is_opened_while_writes_of_the_last_one_are_under_way(two: tuple[NixlLinks, NixlLinks]) -> None:
     ours, _ = connected(two)
     source = two[0].context.registered
@@ -386,7 +400,6 @@ def test_a_rank_that_nixl_cannot_reach_is_named_when_windows_are_opened(monkeypa
     assert "peer 1: ranks [1] have not connected over nixl within 1 s [kernel.timeout_s]" in text
 
 
-@NEEDS_NIXL
 def test_a_proxy_whose_peer_is_stuck_ends_soon_after_its_patience() -> None:
     with proxies(2, ProxySettings(channels=1), link="nixl") as (zero, one):
         one.links.progress = lambda: None  # type: ignore[method-assign]
