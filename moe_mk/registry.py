@@ -146,16 +146,16 @@ def _in_words(problem: BaseException) -> str:
 
 
 def contract_problems(entry: type, base: type) -> list[str]:
-    """List how a class departs from its abstract base: not a subclass, missing methods, traits or parameters."""
+    """List how a class departs from its base: not a subclass, missing methods or traits, other parameters."""
     if not (isinstance(entry, type) and issubclass(entry, base)):
         return [f"{entry!r} is not a subclass of {base.__name__}"]
     missing = sorted(getattr(entry, "__abstractmethods__", ()))
     problems = [f"{name}() is not implemented" for name in missing]
     if "traits" in getattr(base, "__annotations__", {}) and not hasattr(entry, "traits"):
         problems.append("the class attribute `traits` is missing")
-    for name in getattr(base, "__abstractmethods__", ()):
-        if name in missing:
-            continue
+    overridden = [n for n, m in vars(base).items() if inspect.isfunction(m) and not n.startswith("_")]
+    overridden = [name for name in overridden if getattr(entry, name) is not getattr(base, name)]
+    for name in sorted({*getattr(base, "__abstractmethods__", ()), *overridden}.difference(missing)):
         if not callable(getattr(entry, name)):
             problems.append(f"{name} is a {type(getattr(entry, name)).__name__}, not a method")
             continue

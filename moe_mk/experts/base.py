@@ -9,7 +9,6 @@ A backend is independent of communication. To add one, register a class:
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -126,16 +125,10 @@ class FusedExperts(ABC):
     traits: ClassVar[ExpertsTraits]
 
     def __init_subclass__(cls, **settings: object) -> None:
-        """Wrap the methods that a backend overrides.
-
-        `run` records which class ran, so that a backend which delegates to another is visible in the report. A
-        `relayout(self, weights)` without `on_progress` gets that parameter; it is not passed on.
-        """
+        """Let `run` record which class ran, so that a backend which delegates to another is visible in the report."""
         super().__init_subclass__(**settings)
         if "run" in vars(cls):
             cls.run = _noted(cls.run)  # type: ignore[assignment]
-        if "relayout" in vars(cls) and not _takes_progress(cls.relayout):
-            cls.relayout = _with_progress(cls.relayout)  # type: ignore[method-assign]
 
     def __init__(self, context: ExpertsContext) -> None:
         self.context = context
@@ -147,8 +140,7 @@ class FusedExperts(ABC):
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Convert canonical or mapped weights to the layout that `run` reads, on its device. Never mutates them.
 
-        on_progress: called with ("pack", bytes done, total bytes) by backends that convert on the host. An override
-        may omit the parameter.
+        on_progress: called with ("pack", bytes done, total bytes) by backends that convert on the host.
         """
         return on_device(weights, self.context.device)
 
@@ -241,22 +233,6 @@ def _noted(run: Run) -> Run:
         return output
 
     return noted
-
-
-def _takes_progress(relayout: Callable[..., Weights]) -> bool:
-    """Whether a `relayout` can be called with on_progress."""
-    parameters = inspect.signature(relayout).parameters.values()
-    return any(each.name == "on_progress" or each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _with_progress(relayout: Callable[[FusedExperts, Weights], Weights]) -> Callable[..., Weights]:
-    """A `relayout` that accepts on_progress and ignores it."""
-
-    @wraps(relayout)
-    def accepting(self: FusedExperts, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        return relayout(self, weights)
-
-    return accepting
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:

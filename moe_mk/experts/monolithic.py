@@ -17,6 +17,7 @@ from moe_mk.experts.base import ExpertsContext, ExpertsTraits, default_workspace
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.registry import Registry
 from moe_mk.weights.expert_weights import Weights, on_device
+from moe_mk.weights.scan import Progress
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class MonolithicExperts(ABC):
     def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
         """Route and apply this rank's experts: (R, H) partial sums in the layer's dtype."""
 
-    def relayout(self, weights: Weights) -> Weights:
-        """Convert weights to the layout that `run` reads. Never mutates them."""
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        """Convert weights to the layout that `run` reads. Never mutates them. on_progress: as of `FusedExperts`."""
         return on_device(weights, self.context.experts.device)
 
     @classmethod

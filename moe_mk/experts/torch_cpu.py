@@ -37,6 +37,7 @@ from moe_mk.weights.expert_weights import (
     Weights,
     on_device,
 )
+from moe_mk.weights.scan import Progress
 
 if TYPE_CHECKING:
     from moe_mk.kernels.native import Gating
@@ -78,7 +79,7 @@ class TorchCpuExperts(FusedExperts):
         hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.sums.dtype.itemsize
         return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
 
-    def relayout(self, weights: Weights) -> Weights:  # type: ignore[override]  # the base class adds on_progress
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Views of each expert, made once; a stack is not copied."""
         weights = on_device(weights, self.context.device)
         if not isinstance(weights, ExpertWeights) or weights.layout != CANONICAL:

@@ -192,11 +192,9 @@ class ServingState:
     ) -> ServingState:
         """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
         experts, backends = self.kernel.experts, self.backends
+        laid_out = experts.relayout(weights.experts, on_progress)
         if isinstance(experts, FusedExperts):
-            laid_out = experts.relayout(weights.experts, on_progress=on_progress)
             backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
-        else:
-            laid_out = experts.relayout(weights.experts)
         if backends.shared is not None and weights.shared is not None:
             backends.shared.load(weights.shared, weights.shared_gate_H)
         backends.gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)

@@ -19,6 +19,7 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import FP32
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.scan import Progress
 
 Transport = type[PrepareFinalize]
 Experts = type[FusedExperts]
@@ -93,7 +94,7 @@ def test_a_broken_transport_is_found(
 
 
 class SwapsHalves(ReferenceExperts):
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         if not isinstance(weights, ExpertWeights):
             return weights
         up_first = weights.w13.values.roll(weights.w13.shape[1] // 2, dims=1)
@@ -126,7 +127,7 @@ class ReadsDroppedAssignments(ReferenceExperts):
 
 
 class MutatesWeights(ReferenceExperts):
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         if isinstance(weights, ExpertWeights):
             weights.w2.values.mul_(2.0)
         return weights

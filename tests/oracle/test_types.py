@@ -35,6 +35,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16
 from moe_mk.weights import SafetensorsSource, Weights, load_layer
+from moe_mk.weights.scan import Progress
 
 BOTH = {
     "fp8_channel": (select_fp8_moe_backend, make_fp8_moe_kernel),
@@ -52,9 +53,9 @@ class FP8Only(TorchCpuExperts):
 
     traits = replace(TorchCpuExperts.traits, weights=frozenset({"fp8_block"}), bandwidth=0.9)
 
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         assert weights.scheme.name == "fp8_128x128_ue8m0", weights.scheme.name
-        return super().relayout(weights)
+        return super().relayout(weights, on_progress)
 
 
 class PlainOnly(TorchCpuExperts):
