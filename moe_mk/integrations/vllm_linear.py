@@ -1,8 +1,7 @@
-"""Linear layers of vLLM for which vLLM has no kernel on a CPU: weights packed in their format, tokens in bf16.
+"""Quantised linear layers of vLLM on a CPU: weights packed in their format, tokens in bf16.
 
-`register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels: behind kernels that are
-written for this processor, before those over torch's scaled products, which round tokens and are slow on a CPU. Read
-with vLLM 0.32.
+`register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels. vLLM's kernels for AMX
+remain first where the processor has it, and those over torch's scaled products last. Read with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.errors import MoEMKError
+from moe_mk.errors import MoEMKError, UnsupportedError
 from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
 from moe_mk.integrations.vllm_formats import QUANTIZATION
 from moe_mk.kernels.native import ProductCall, allocate
@@ -23,6 +22,7 @@ from moe_mk.kernels.native.layout import STEP
 from moe_mk.layer.custom_op import Operator
 from moe_mk.quant import FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4, WHOLE, QuantScheme, QuantTensor, weight_scheme
 from moe_mk.quant.grouped import grouped
+from moe_mk.quant.int8 import INT8_CHANNEL
 from moe_mk.weights.packed_layouts import unpack
 
 LINEAR = "vllm.model_executor.kernels.linear"
@@ -97,6 +97,9 @@ def _matrix(kernel: Any, layer: Any) -> QuantTensor:
         scales = scales.reshape(1, 1)
     elif scheme.block == (1, WHOLE):
         scales = scales.reshape(-1, 1)
+        if scales.shape[0] != w.shape[0]:  # INT8 with one scale for each of the fused projections
+            widths = torch.tensor(layer.logical_widths, dtype=torch.int64, device=w.device)
+            scales = scales.repeat_interleave(widths, 0)
     above = layer.weight_global_scale.detach().reshape(1, 1) if scheme is NVFP4 else None
     return QuantTensor(w, scales.view(scheme.scale_dtype) if scales.dtype is torch.uint8 else scales, scheme, above)
 
@@ -116,6 +119,7 @@ def _packed_integers(kernel: Any, layer: Any) -> QuantTensor:
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], QuantScheme | str], Callable[[Any, Any], QuantTensor]]] = {
     "fp8": ("FP8ScaledMMLinearKernel", _fp8, _matrix),
+    "int8": ("Int8ScaledMMLinearKernel", lambda config: INT8_CHANNEL, _matrix),
     "mp": ("MPLinearKernel", _grouped, _packed_integers),
     "nvfp4": ("NvFp4LinearKernel", lambda config: NVFP4, _matrix),
     "mxfp4": ("MxFp4LinearKernel", lambda config: MXFP4, _matrix),
@@ -126,16 +130,18 @@ matrix of a loaded layer."""
 
 
 def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -> None:
-    """Append our kernels to those of vLLM for CPUs. release: whether vLLM's weights are freed once they are packed."""
+    """Add our kernels to those of vLLM for CPUs. release: whether vLLM's weights are freed once they are packed."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
 
     for kind, (base, scheme_of, matrix_of) in KINDS.items():
         made = kernel_over(getattr(linear, base), scheme_of, matrix_of, say, release)
         linear.register_linear_kernel(made, PlatformEnum.CPU, kind)
+    if not torch.cpu._is_amx_tile_supported():  # vLLM asks the same: its kernels for integers are fast with AMX only
+        for kernels in (linear._POSSIBLE_KERNELS, linear._POSSIBLE_INT8_KERNELS):
+            kernels[PlatformEnum.CPU].insert(0, kernels[PlatformEnum.CPU].pop())
     here = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
-    made = next(each for each in here if hasattr(each, "of_moe_mk"))
-    here.remove(made)
+    made = here.pop()
     here.insert(next((at for at, each in enumerate(here) if "Torch" in each.__name__), len(here)), made)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(made)  # a registry without a function
     for name in REQUANTISING:
@@ -195,9 +201,14 @@ def kernel_over(
 
         def process_weights_after_loading(self, layer: Any) -> None:
             q = matrix_of(self, layer)
+            if q.shape[1] % STEP:  # a configuration of INT8 has no shape
+                raise UnsupportedError(
+                    f"{layer.prefix} in moe_mk",
+                    [_inputs(q.shape[1]), f"start with VLLM_DISABLED_KERNELS={type(self).__name__}"],
+                )
             self.linear = PackedLinear(q, layer.prefix)
             layer.register_buffer(ENTRY, self.linear.entry, persistent=False)
-            say("moe_mk: linear layers (%s) by cpu_native, for which vLLM has no kernel here", self.scheme.name)
+            say("moe_mk: linear layers (%s) by cpu_native", self.scheme.name)
             if self.releases and not layer.prefix.endswith(KEPT):
                 for tensor in layer.parameters(recurse=False):
                     if tensor.dim() == 2 and tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -215,11 +226,15 @@ def kernel_over(
 
 def _against(config: Any) -> str | None:
     """Why a layer of this shape or dtype is not computed; None: it is."""
-    dtype = getattr(config, "input_dtype", getattr(config, "act_type", torch.bfloat16))
+    dtype = getattr(config, "input_dtype", getattr(config, "act_type", torch.get_default_dtype()))  # the model's
     shape = getattr(config, "partition_weight_shape", getattr(config, "weight_shape", None))
     if dtype is not torch.bfloat16:
         return f"multiplies tokens in bf16, they are {dtype}; start with --dtype bfloat16"
     inputs = None if shape is None else shape[0 if hasattr(config, "partition_weight_shape") else 1]
     if inputs is not None and inputs % STEP:
-        return f"multiplies a multiple of {STEP} inputs, the layer has {inputs}"
+        return _inputs(inputs)
     return None
+
+
+def _inputs(number: int) -> str:
+    return f"multiplies a multiple of {STEP} inputs, the layer has {number}"

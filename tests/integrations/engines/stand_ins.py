@@ -131,12 +131,14 @@ class Vllm:
 
         self.layer = RoutedExperts
         self.kernels: dict[str, list[type]] = {"fp8": [type("CPUFp8", (), {}), type("PerTensorTorchFP8", (), {})]}
+        self.kernels |= {kind: [type("CPU" + kind.title(), (), {})] for kind in ("mp", "int8")}
         blocks: list[type] = []
 
         def register_linear_kernel(kernel_class: type, platform: str, kernel_type: str = "mp") -> None:
             self.kernels.setdefault(kernel_type, []).append(kernel_class)
 
-        kinds = ("FP8ScaledMMLinearKernel", "MPLinearKernel", "NvFp4LinearKernel", "MxFp4LinearKernel")
+        kinds = ("FP8ScaledMMLinearKernel", "Int8ScaledMMLinearKernel", "MPLinearKernel", "NvFp4LinearKernel")
+        kinds += ("MxFp4LinearKernel", "Mxfp8LinearKernel")
         layers = "vllm.model_executor.layers"
         self.modules: dict[str, dict[str, object]] = {
             "vllm": {"envs": SimpleNamespace(VLLM_PLUGINS=plugins)},
@@ -146,9 +148,11 @@ class Vllm:
             "vllm.model_executor.custom_op": {"op_registry_oot": registry},
             f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase},
             "vllm.model_executor.kernels.linear": {
-                **{name: type(name, (LinearKernel,), {}) for name in (*kinds, "Mxfp8LinearKernel")},
+                **{name: type(name, (LinearKernel,), {}) for name in kinds},
                 "register_linear_kernel": register_linear_kernel,
                 "_POSSIBLE_FP8_KERNELS": {"cpu": self.kernels["fp8"]},
+                "_POSSIBLE_INT8_KERNELS": {"cpu": self.kernels["int8"]},
+                "_POSSIBLE_KERNELS": {"cpu": self.kernels["mp"]},
                 "_POSSIBLE_FP8_BLOCK_KERNELS": {"cpu": blocks},
             },
         }

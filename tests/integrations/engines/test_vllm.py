@@ -67,7 +67,7 @@ def test_it_is_inert_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, plugins
     host = Vllm(plugins)
     put_in(monkeypatch, host.modules)
     assert not door.register()
-    assert not host.registry and list(host.kernels) == ["fp8"]
+    assert not host.registry and all(not hasattr(k, "of_moe_mk") for each in host.kernels.values() for k in each)
 
 
 def test_it_may_be_loaded_twice_and_does_not_push_another_plugin_out(enabled: Vllm) -> None:
@@ -75,6 +75,9 @@ def test_it_may_be_loaded_twice_and_does_not_push_another_plugin_out(enabled: Vl
     assert list(enabled.registry) == [name for _, name in door.PLUGGABLE]
     names = [kernel.__name__ for kernel in enabled.kernels["fp8"]]
     assert names == ["CPUFp8", "MoeMkLinearKernel", "PerTensorTorchFP8"]
+    for kind in ("mp", "int8"):
+        ours = [hasattr(kernel, "of_moe_mk") for kernel in enabled.kernels[kind]]
+        assert ours == ([False, True] if torch.cpu._is_amx_tile_supported() else [True, False])
     enabled.registry["RoutedExperts"] = type("Hpu", (), {"__module__": "hpu"})
     del enabled.registry["GptOssRoutedExperts"], enabled.registry["TransformersRoutedExperts"]
     with pytest.raises(ConfigError, match=r"RoutedExperts is replaced by hpu\.Hpu already; name one of the two"):
@@ -163,7 +166,7 @@ def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) 
 @NEEDS_COMPILER
 @pytest.mark.timeout(300)  # the first one compiles the kernels
 @pytest.mark.parametrize(
-    "kind", ["bf16", "fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4_g32_zp", "int8_row"]
+    "kind", ["bf16", "fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4_g32_zp", "int8", "int8_row"]
 )
 def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> None:
     scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
@@ -182,6 +185,24 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     given = (wide, linear.entry, w.shape[0])
     torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
+
+
+def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
+    # q, k and v of 4, 2 and 2 rows, each with one scale.
+    layer = SimpleNamespace(
+        weight=torch.arange(8, dtype=torch.int8)[:, None].repeat(1, 64),
+        weight_scale=torch.tensor([0.5, 2.0, 3.0]),
+        logical_widths=[4, 2, 2],
+    )
+    (kernel,) = [each for each in enabled.kernels["int8"] if hasattr(each, "of_moe_mk")]
+    made: Any = kernel(SimpleNamespace())  # type: ignore[call-arg]
+    q = vllm_linear._matrix(made, layer)
+    assert q.dequantize(torch.float32)[:, 0].tolist() == [0.0, 0.5, 1.0, 1.5, 8.0, 10.0, 18.0, 21.0]
+    layer.prefix, layer.weight = "layers.0.qkv_proj", layer.weight[:, :40].contiguous()
+    with pytest.raises(
+        UnsupportedError, match=r"qkv_proj in moe_mk\n.*has 40\n.*VLLM_DISABLED_KERNELS=MoeMkLinearKernel"
+    ):
+        made.process_weights_after_loading(layer)
 
 
 def test_a_model_of_vllm_loads_a_layer_as_it_loads_its_own_parameters() -> None:
@@ -223,13 +244,11 @@ def test_the_entry_point_leads_here() -> None:
 COMPILED = [["bf16"], ["fp8 blocks"], ["int4 groups"]]
 EAGER = [
     ["fp8 tensors", "fp8 channels", "int4 groups with zeros", "int8 groups"],
-    ["gptq", "awq", "gpt-oss"],
+    ["gptq", "awq", "int8", "gpt-oss"],
     ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
 ]
-OWN_LINEAR = frozenset(
-    {"fp8 blocks", "fp8 tensors", "fp8 channels", "int8 groups", "nvfp4", "nvfp4 of modelopt", "mxfp4"}
-)
-"""Formats of linear layers that vLLM does not compute on a CPU without AMX. It rounds tokens to INT8 for "int8"."""
+ITS_LINEAR = frozenset({"bf16", "gpt-oss"})
+"""Models whose linear layers vLLM computes on a CPU without AMX: those in bf16."""
 WITHIN = 4.0
 """Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
 
@@ -256,7 +275,7 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
-        if name in OWN_LINEAR and not torch.cpu._is_amx_tile_supported():
+        if name not in ITS_LINEAR and not torch.cpu._is_amx_tile_supported():
             assert calls["linear"] == 2 * layers, "q, k and v together, and o, of each layer"
 
 
