@@ -22,8 +22,10 @@ from moe_mk.config.keys import (
     FACTOR,
     FLAG,
     LIMIT,
+    LIMITS,
     NAMES,
     SECTION,
+    TRUE,
     WORD,
     Kind,
     is_empty,
@@ -33,30 +35,39 @@ from moe_mk.config.keys import (
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
-DEEPSEEK_LIKE = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1", "nemotron_h")
-SOFTMAX_GROUPED = ("deepseek_v2",)
+DEEPSEEK_LIKE = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "dots1",
+    "nemotron_h",
+    "kimi_linear",
+)
+SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 PLAIN_SOFTMAX = ("qwen3_moe", "qwen3_vl_moe", *SHARED_GATED, "mixtral", "olmoe")
 SHARED_WIDTHS = {
     **dict.fromkeys(SHARED_GATED, "shared_expert_intermediate_size"),
+    **dict.fromkeys(("step3p5", "step3p7"), "share_expert_dim"),
     "nemotron_h": "moe_shared_expert_intermediate_size", "minimax_m3": "shared_intermediate_size",
 }  # fmt: skip
 """The key of the width of the shared experts, in families that state one."""
 MINIMAX = ("minimax_m2", "minimax_m3")
-RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe")
+STEP = ("step3p5", "step3p7")
+RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP)
 """Whatever the configuration states."""
-ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX)
-"""Without dense layers, so that `intermediate_size` is that of an expert."""
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4")
+"""`intermediate_size` is that of an expert: there are no dense layers, or theirs has another key."""
 GPT_OSS = ("gpt_oss",)
+LLAMA4 = ("llama4",)
 DEEPSEEK_V4 = ("deepseek_v4",)
-FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS)
-WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe")
+FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4)
+WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3")
 """Multimodal models, whose text_config describes the layers."""
 UNSUPPORTED = {
     "gemma4": "a norm and a scale of its own before the router, and a scale for each expert",
-    "llama4": "routing weights that multiply the input of experts",
-    "step3p7": "clamps that differ between layers, and between routed and shared experts",
-    "kimi_k3": "a norm in its latent projections, and the activation SiTU",
     "longcat_flash": "experts that return their input",
 }
 """Families whose layers have a part that is not computed here, with that part."""
@@ -65,6 +76,19 @@ SECOND = "hf_quant_config.json"
 
 _V3 = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1}
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
+_OF_STEP = {
+    "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "moe_router_activation": "scoring_func",
+    "moe_router_scaling_factor": "routed_scaling_factor", "use_moe_router_bias": "use_routing_bias",
+}  # fmt: skip
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "kimi_linear": {
+        "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
+        "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
+    },
+    **dict.fromkeys(STEP, _OF_STEP),
+}  # fmt: skip
+"""Keys of a family with the meaning of a key that others have, and that key."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(FAMILIES, _ONE),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _V3),
@@ -85,6 +109,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": _ONE | {"n_shared_experts": 2, "topk_method": "greedy"},
     "deepseek_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.5},
+    **dict.fromkeys(STEP, _ONE | {"n_shared_experts": 1, "use_routing_bias": True}),
+    "kimi_linear": _ONE
+    | {
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "latent_moe_use_norm": False,
+        "activation_situ_beta": 1.0,
+    },
+    "mistral4": _ONE | {"n_shared_experts": 1, "topk_method": "group_limited_greedy"},
+    "llama4": _ONE | {"n_shared_experts": 1},
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 }
 """Of each family's configuration class."""
@@ -132,6 +166,17 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
         "n_shared_experts": COUNT_OR_NONE, "shared_intermediate_size": COUNT, "dense_intermediate_size": COUNT,
         "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
     },
+    **dict.fromkeys(STEP, _COMMON | {
+        "hidden_act": _SILU, "moe_intermediate_size": COUNT, "share_expert_dim": COUNT, "n_shared_experts": COUNT,
+        "use_routing_bias": FLAG, "routed_scaling_factor": FACTOR, "norm_expert_weight": TRUE,
+        "swiglu_limits": LIMITS, "swiglu_limits_shared": LIMITS,
+    }),
+    "kimi_linear": _COMMON | _GROUPED | {
+        "hidden_act": ("'silu' or 'situ'", lambda v: v in ("silu", "situ")), "moe_latent_size": COUNT_OR_NONE,
+        "latent_moe_use_norm": FLAG, "rms_norm_eps": FACTOR, "activation_situ_beta": FACTOR,
+        "activation_situ_linear_beta": FACTOR, "use_grouped_topk": FLAG,
+    },
+    "llama4": _COMMON | {"intermediate_size": COUNT, "interleave_moe_layer_step": COUNT, "moe_layers": ANY},
     "mixtral": _COMMON | {"intermediate_size": COUNT},
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
     "gpt_oss": _COMMON | {
@@ -146,6 +191,9 @@ _OTHER_PARTS = {
         "moe_shared_expert_overlap",
     ),
     "minimax_m3": ("sparse_attention_config",),
+    **dict.fromkeys(STEP, ("moe_layers_enum", "moe_every_n_layer", "need_fp32_gate", "use_moe", "mlp_bias",
+                           "use_head_wise_attn_gate")),
+    "llama4": ("intermediate_size_mlp", "floor_scale"),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": SOFTMAX_GROUPED,
@@ -199,8 +247,9 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
             "another family is declared by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer), and "
             "moe_mk.integrations.transformers.register() runs the model's own blocks"
         )
+    hf, problems = _renamed(hf, family)
     harmless = CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
-    problems = wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless) + _contradictions(hf, family)
+    problems += wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless) + _contradictions(hf, family)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     stated = {**DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
@@ -223,7 +272,8 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
     """The router's settings as read, each with its key in a config.json or the family whose default it is."""
     text = hf.get("text_config")
     hf = text if isinstance(text, Mapping) else hf
-    family, router = _family_of(hf), settings_from_hf(hf, where)["router"]
+    family, router = _family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
+    hf = _renamed(hf, family)[0]
     keys = {"scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
             "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor"}  # fmt: skip
     return {
@@ -234,6 +284,19 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
 def _family_of(hf: Mapping[str, Any]) -> str:
     """The model type, of a text_config that of the model itself."""
     return str(hf.get("model_type", "")).removesuffix("_text")
+
+
+def _renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+    """The configuration with the keys that others have, and keys that then have two values."""
+    known = _RENAMED.get(family, {})
+    found = {key: value for key, value in hf.items() if key not in known or value is None}
+    stated = {key: hf[key] for key in known if hf.get(key) is not None}
+    differ = [
+        f"{key} is {value!r} and {known[key]} is {found[known[key]]!r}, which differ"
+        for key, value in stated.items()
+        if found.get(known[key]) not in (None, value)
+    ]
+    return found | {known[key]: value for key, value in stated.items()}, differ
 
 
 def _of_wrapper(hf: Mapping[str, Any], text: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -267,6 +330,12 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
             problems.append(f"{key} is null, and {family} has groups; state 1 for none")
         elif key not in hf and (not other or default != 1 or hf.get(other) is not None):
             problems.append(f"{key} is absent, which every {family} states; its class has {default}")
+    if family == "kimi_linear" and hf.get("hidden_act") == "situ" and hf.get("activation_situ_beta") is None:
+        problems.append("hidden_act is 'situ' and activation_situ_beta is absent")
+    if family == "kimi_linear" and hf.get("use_grouped_topk") is False and hf.get("n_group") not in (None, 1):
+        problems.append(f"use_grouped_topk is false and num_expert_group is {hf['n_group']!r}")
+    if family == "llama4" and hf.get("num_experts_per_tok") not in (None, 1):
+        problems.append(f"num_experts_per_tok is {hf['num_experts_per_tok']!r}, one expert a token is supported")
     method = hf.get("topk_method")
     if method is None and family in SOFTMAX_GROUPED and hf.get("n_group") not in (None, 1):
         problems.append(f"n_group is {hf['n_group']!r} and topk_method is absent: state group_limited_greedy or greedy")
@@ -287,6 +356,14 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
     if family == "minimax_m3":
         activation, clamped = "swiglu_oai", {key: hf[key] for key in ("swiglu_limit", "swiglu_alpha")}
+    if family == "kimi_linear" and hf.get("hidden_act") == "situ":
+        activation = "situ"
+        clamped = {"swiglu_limit": hf.get("activation_situ_linear_beta"), "swiglu_alpha": hf["activation_situ_beta"]}
+    if family == "kimi_linear" and hf.get("moe_latent_size") and hf["latent_moe_use_norm"]:
+        clamped["latent_norm"] = _first(hf, where, "rms_norm_eps")
+    if family in STEP:
+        clamped = _step_limits(hf, where, layer)
+        activation = clamped.pop("activation")
     shared: dict[str, Any] = {}
     if family in SHARED_WIDTHS and hf["n_shared_experts"]:
         shared["shared_intermediate_size"] = _first(hf, where, SHARED_WIDTHS[family])
@@ -297,7 +374,7 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         "gated": family != "nemotron_h",
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
         "latent_size": hf.get("moe_latent_size") or None,
-        "stacks_transposed": family == "qwen3_vl_moe",
+        "stacks_transposed": family in ("qwen3_vl_moe", "llama4"),
         "hidden_size": _first(hf, where, "hidden_size"),
         "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
@@ -312,26 +389,51 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "top_k": _first(hf, where, "num_experts_per_tok", "experts_per_token"),
         "num_expert_group": hf["n_group"],
         "topk_group": hf["topk_group"],
-        "renormalize": True if family in RENORMALISED else _first(hf, where, "norm_topk_prob"),
+        "renormalize": family in RENORMALISED or (family not in LLAMA4 and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"],
     }
-    if family in GPT_OSS:
+    if family in LLAMA4:
+        router |= {"scoring_func": "sigmoid", "has_correction_bias": False, "weight_on_input": True}
+    elif family in GPT_OSS:
         # The softmax over the chosen logits is that over all of them, renormalised.
         router |= {"scoring_func": "softmax", "has_logit_bias": True}
     elif family in DEEPSEEK_V4:
         router |= {"scoring_func": "sqrtsoftplus", "has_correction_bias": True}
-    elif family in MINIMAX:
+    elif family in STEP or family in MINIMAX:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": hf["use_routing_bias"]}
     elif family in DEEPSEEK_LIKE:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
     else:
         router |= {"scoring_func": "softmax", "has_correction_bias": False}
+    if family == "mistral4" and hf["n_group"] > 1:
+        router["group_score"] = "two_best"
     if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":
         router |= {"num_expert_group": 1, "topk_group": 1}
     stated = hf.get("scoring_func")
     if stated is not None and stated != router["scoring_func"]:
         raise ConfigError(f"{where}: scoring_func={stated!r} is not what {family} uses ({router['scoring_func']!r})")
     return router
+
+
+def _step_limits(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
+    """The activations of routed and shared experts: clamped after SiLU in the layers that have a limit other than 0.
+
+    Raises ConfigError where no layer is named and the layers with experts have different limits.
+    """
+    found = []
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        limits = hf.get(key)
+        if limits and layer is not None and layer >= len(limits):
+            raise ConfigError(f"{where}: {key} has {len(limits)} entries, none for layer {layer}")
+        several = slice(hf.get("first_k_dense_replace") or 0, None)
+        part = several if layer is None else slice(layer, layer + 1)
+        here = {limit or 0 for limit in limits[part]} if limits else {0}
+        if len(here) > 1:
+            raise ConfigError(f"{where}: {key} has {sorted(here)} in different layers; name one: from_hf(..., layer=N)")
+        found.append(here.pop())
+    routed, shared = (("silu_limit", limit) if limit else ("silu", None) for limit in found)
+    own = {} if routed == shared else {"shared_activation": shared[0], "shared_swiglu_limit": shared[1]}
+    return {"activation": routed[0], "swiglu_limit": routed[1], **own}
 
 
 def _quant(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:

@@ -255,6 +255,15 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
     formats = {each["format"] for each in (quant, group) if each.get("format") not in (None, "mixed-precision")}
     if len(formats) > 1:
         problems.append(f"format is {' and '.join(sorted(formats))}, which differ")
+    if formats == {"mxfp4-pack-quantized"}:
+        fitting = {
+            "num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (32,), "dynamic": (False, None),
+            "symmetric": (True, None), "actorder": (None, False), "scale_dtype": ("torch.uint8", None),
+            "zp_dtype": (None,),
+        }  # fmt: skip
+        problems += _others(weights, fitting, "weights.")
+        problems += [] if is_empty(tokens) else [f"input_activations are {tokens!r} with MXFP4 weights"]
+        return {"weights": "mxfp4"}, problems
     if formats == {"pack-quantized"}:
         return _pack_quantized(weights, tokens)
     kind = "int8" if weights.get("type") == "int" else "fp8"

@@ -31,6 +31,11 @@ PAIR: Kind = (
     lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(type(each) is int and each >= 1 for each in v),
 )
 COLUMNS: Kind = ("a whole number of columns, or -1", lambda v: type(v) is int and (v >= 1 or v == -1))
+TRUE: Kind = ("true", lambda v: v is True)
+LIMITS: Kind = (
+    "a list of limits of at least 0, or null",
+    lambda v: isinstance(v, list | tuple) and len(v) > 0 and all(each is None or LIMIT[1](each) for each in v),
+)
 ANY: Kind = ("any value", lambda v: True)
 
 _CHANGES_LAYER = re.compile(
@@ -56,7 +61,7 @@ GGUF = frozenset({
 """The same of the keys of an architecture in GGUF files. Widths of shared experts are read from their tensors."""
 _OTHERS = re.compile(
     r"(?:attn|attention|rope|index|indexer|vision|audio|mtp|nextn|hc|linear|ssm|mamba|q|k|v|o|qk|kv|head|embedding|logits?"
-    r"|rms|sliding|initializer|lm|yarn|projector|mm|image|video)[_.]"
+    r"|rms|sliding|initializer|lm|mla|yarn|projector|mm|image|video)[_.]"
 )
 """Prefixes of other parts of a model."""
 

@@ -42,7 +42,9 @@ Size = Field(ge=1, le=2**31 - 1)
 """Limited by 32-bit counters in kernels."""
 Experts = Field(ge=1, le=2**16)
 """Every rank holds tables of all experts."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai", "silu_limit", "situ"]
+LIMITED = ("swiglu_limit", "swiglu_oai", "silu_limit", "situ")
+"""Activations with a swiglu_limit, that of situ optional."""
 
 
 class ModelConfig(Settings):
@@ -57,9 +59,14 @@ class ModelConfig(Settings):
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
     activation: Activation = "silu"
     swiglu_limit: float | None = Field(default=None, gt=0)
-    """Clamp of swiglu_limit and swiglu_oai: the gate from above, up on both sides."""
+    """Clamp of the gate from above and of up on both sides: before SiLU (swiglu_limit, swiglu_oai) or after it
+    (silu_limit). situ: the soft limit of up, limit * tanh(up / limit); None for none."""
     swiglu_alpha: float = Field(default=1.702, gt=0)
-    """The factor inside the sigmoid of swiglu_oai."""
+    """The factor inside the sigmoid of swiglu_oai; the soft limit of the gate in situ."""
+    shared_activation: Activation | None = None
+    """The activation of shared experts where it is not that of the routed ones, as in Step-3.7."""
+    shared_swiglu_limit: float | None = Field(default=None, gt=0)
+    """The limit of shared_activation."""
     gated: bool = True
     """Whether experts have a gate: down(act(gate(x)) * up(x)). Others are down(act(up(x))), as Nemotron-3's."""
     expert_bias: bool = False
@@ -69,6 +76,9 @@ class ModelConfig(Settings):
     latent_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Width that routed experts read and write where it is not hidden_size: tokens are projected to it before dispatch
     and back after combine, as in Nemotron-3 Super. Router and shared experts work on hidden_size."""
+    latent_norm: float | None = Field(default=None, gt=0)
+    """The epsilon of an RMS norm of the summed outputs of experts in latent_size, before they are projected back, as in
+    Kimi-K3; None: no norm. Needs latent_size."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out), as Qwen3-VL writes them."""
     total_params_b: float | None = Field(default=None, gt=0)
@@ -84,13 +94,31 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _limit_agrees(self) -> Self:
-        clamps = self.activation in ("swiglu_limit", "swiglu_oai")
-        if clamps != (self.swiglu_limit is not None):
-            needed = "needs a swiglu_limit" if clamps else "has no clamp; drop the limit or use swiglu_limit"
-            raise ValueError(f"swiglu_limit={self.swiglu_limit} but activation={self.activation!r} {needed}")
-        if clamps and not self.gated:
-            raise ValueError(f"activation={self.activation!r} multiplies a gate by up; gated=False needs another one")
+        stated: dict[str, tuple[str | None, float | None]] = {
+            "": (self.activation, self.swiglu_limit),
+            "shared_": (self.shared_activation, self.shared_swiglu_limit),
+        }
+        for which, (activation, limit) in stated.items():
+            clamps = activation in LIMITED
+            if clamps != (limit is not None) and activation != "situ":
+                needed = (
+                    f"needs a {which}swiglu_limit" if clamps else "has no clamp; drop the limit or use swiglu_limit"
+                )
+                raise ValueError(f"{which}swiglu_limit={limit} but {which}activation={activation!r} {needed}")
+            if clamps and not self.gated:
+                raise ValueError(
+                    f"{which}activation={activation!r} multiplies a gate by up; gated=False needs another one"
+                )
+        if self.shared_activation is not None and not self.num_shared_experts:
+            raise ValueError(f"shared_activation={self.shared_activation!r} but num_shared_experts=0; drop it")
         return self
+
+    def of_shared(self) -> ModelConfig:
+        """The same with the activation of the shared experts as that of all."""
+        if self.shared_activation is None:
+            return self
+        own = {"activation": self.shared_activation, "swiglu_limit": self.shared_swiglu_limit}
+        return self.model_copy(update=own)
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
@@ -146,6 +174,11 @@ class RouterConfig(Settings):
     has_logit_bias: bool = False
     """Whether a bias is added to the logits, for both selection and routing weights."""
     renormalize: bool = True
+    group_score: Literal["auto", "two_best"] = "auto"
+    """The score of a group of experts. auto: the sum of its two best with a correction bias, else its best. two_best:
+    the sum of the two best also without a bias, as in Mistral 4."""
+    weight_on_input: bool = False
+    """Whether the routing weight multiplies the input of the expert, not its output, as in Llama 4; with top_k = 1."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers); None:
@@ -272,6 +305,11 @@ class MoEConfig(Settings):
             problems.append(
                 f"router.topk_group={r.topk_group} groups of {per_group} experts leave {r.topk_group * per_group} "
                 f"to choose router.top_k={r.top_k} from; keep {-(-r.top_k // per_group)} groups or more"
+            )
+        if r.weight_on_input and r.top_k > 1:
+            problems.append(
+                f"router.weight_on_input=True but router.top_k={r.top_k}: a token is sent to all of its experts as one "
+                "row, so that it can be multiplied by one weight only; use top_k=1"
             )
         return problems + self._hash_problems() + self._training_problems()
 

@@ -53,7 +53,9 @@ class MonolithicExperts(ABC):
         """All reasons why these experts cannot run the problem."""
         text = "routes inside, by scores alone; this layer chooses experts by token id"
         by_id = [] if problem.config.router.hash_vocabulary is None else [Reason("routing", text)]
-        return [*reasons_of_traits(cls.traits, problem), *by_id]
+        text = "routes inside, and this layer multiplies the input of experts by routing weights"
+        on_input = [Reason("routing", text)] if problem.config.router.weight_on_input else []
+        return [*reasons_of_traits(cls.traits, problem), *by_id, *on_input]
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

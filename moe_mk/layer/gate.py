@@ -34,6 +34,7 @@ class Gate:
     def __init__(self, decision: Decision, dtype: torch.dtype, device: torch.device) -> None:
         self.decision, self.dtype, self.device = decision, dtype, device
         self.router_dtype = decision.problem.config.router.router_dtype
+        self._two_best = decision.problem.config.router.group_score == "two_best"
         self._invariant = decision.problem.config.kernel.invariant
         self.weight_EH: Tensor | None = None
         self.bias_E: Tensor | None = None
@@ -60,6 +61,8 @@ class Gate:
         """
         wide = keeps_gate_in_f32(self.decision) or (self._native and weight_EH.dtype is not torch.bfloat16)
         self.weight_EH = weight_EH.to(device=self.device, dtype=torch.float32 if wide else self.dtype).contiguous()
+        if bias_E is None and self._two_best:  # a bias of 0 changes how groups are scored and nothing else
+            bias_E = torch.zeros(weight_EH.shape[0], dtype=torch.float32, device=self.device)
         self.bias_E = None if bias_E is None else bias_E.to(device=self.device, dtype=torch.float32)
         self.logit_bias_E = None if logit_bias_E is None else logit_bias_E.to(device=self.device, dtype=torch.float32)
 

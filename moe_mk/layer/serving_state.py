@@ -118,8 +118,11 @@ class Backends:
             return None
         if kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(kernel, InvariantKernel):
             return None
-        routed, own = kernel.experts.context, shared.experts.context
-        if (routed.compute, routed.hidden_size) != (own.compute, own.hidden_size) or shared.gate_H is not None:
+        routed, own = (
+            (each.compute, each.hidden_size, each.activation, each.swiglu_limit)
+            for each in (kernel.experts.context, shared.experts.context)
+        )
+        if routed != own or shared.gate_H is not None or self.config.router.weight_on_input:
             return None
         return kernel.experts.fuse_shared_experts(laid_out, shared.weights)
 
@@ -144,8 +147,8 @@ class ServingState:
     """How often weights were loaded before it was built."""
     swaps: int = 0
     """How often backends were replaced before it was used."""
-    latent: tuple[Tensor, Tensor] | None = None
-    """The projections of tokens to the width of the experts and back, in the layer's dtype."""
+    latent: tuple[Tensor, ...] | None = None
+    """The projections of tokens to the width of the experts and back, in the layer's dtype, and the norm's weight."""
 
     @cached_property
     def is_partial(self) -> bool:
@@ -172,20 +175,36 @@ class ServingState:
     @cached_property
     def may_be_native(self) -> bool:
         """Whether a native call may make a forward of plain tokens, if the backends have one."""
-        return self.latent is None and (self.is_direct or self.is_exchanged)
+        plain = self.latent is None and not self.backends.config.router.weight_on_input
+        return plain and (self.is_direct or self.is_exchanged)
 
     def routed(self, x_TH: Tensor, physical: Routing, logits_TE: Tensor | None, weights: Any) -> Flight[Tensor]:
         """The routed experts on tokens, with the projections around them. Linear: partial sums stay partial sums.
 
+        A norm is not linear: partial sums are added up before it, and one of the ranks that have the sum returns it.
+
         weights: in the layout of the backend, with shared experts where they are fused.
         """
-        in_TH = x_TH if self.latent is None else _project(x_TH, self.latent[0])
+        in_TH, config = x_TH, self.backends.config
+        if config.router.weight_on_input:
+            in_TH = (x_TH.to(torch.float32) * physical.weights_TK).to(x_TH.dtype)
+            physical = replace(physical, weights_TK=torch.ones_like(physical.weights_TK))
+        in_TH = in_TH if self.latent is None else _project(in_TH, self.latent[0])
         if isinstance(self.kernel, MonolithicKernel):
             assert logits_TE is not None, "it routes inside"
             y_TH = yield from self.kernel.steps(in_TH, logits_TE, self.backends.gate.bias_E, self.laid_out)
         else:
             y_TH = yield from self.kernel.steps(in_TH, physical, weights)
-        return y_TH if self.latent is None else _project(y_TH.to(x_TH.dtype), self.latent[1])
+        if self.latent is None:
+            return y_TH
+        if (eps := config.model.latent_norm) is None:
+            return _project(y_TH.to(x_TH.dtype), self.latent[1])
+        grid, partial = self.grid, self.is_partial
+        y_TH = yield from grid.late_reduce(y_TH, self.kernel.spans, partial_over_ep=partial)
+        wide_TH = y_TH.to(torch.float32)
+        wide_TH = wide_TH * torch.rsqrt(wide_TH.pow(2).mean(1, keepdim=True) + eps) * self.latent[2].to(torch.float32)
+        y_TH = _project(wide_TH.to(x_TH.dtype), self.latent[1])
+        return y_TH if grid.tp.rank == 0 and (grid.ep.rank == 0 or not partial) else torch.zeros_like(y_TH)
 
     def loaded(
         self, weights: LayerWeights, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
@@ -200,8 +219,7 @@ class ServingState:
         backends.gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         latent = self.latent
         if weights.latent is not None:
-            down, up = (each.to(device, dtype).contiguous() for each in weights.latent)
-            latent = down, up
+            latent = tuple(each.to(device, dtype).contiguous() for each in weights.latent)
         return replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1, latent=latent)
 
     def released(self, name: str) -> ServingState:

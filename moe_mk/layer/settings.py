@@ -175,6 +175,7 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         gated=model.gated,
         has_shared_gate=model.shared_gate,
         latent_size=model.latent_size,
+        has_latent_norm=model.latent_norm is not None,
         stacks_transposed=model.stacks_transposed,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,

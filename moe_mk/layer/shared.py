@@ -61,13 +61,19 @@ def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
     config, quant = problem.config, problem.config.model.quant
     backend = "reference" if chosen in MONOLITHIC else chosen
     context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
-    context = replace(context, hidden_size=problem.token_size)
+    own_model = config.model.of_shared()
+    config = config.model_copy(update={"model": own_model})
+    context = replace(
+        context, hidden_size=problem.token_size, activation=own_model.activation, swiglu_limit=own_model.swiglu_limit
+    )
+    alone = config
     if quant.shared_scheme is not None:
         # Activations of plain weights are not rounded, and those of FP8 weights only where the routed ones' are.
         own = None if isinstance(decision.compute, Plain) else quant.shared_activations
         context = replace(context, compute=own or problem.dtype)
         stored = {"weights": quant.shared, "block": quant.block, "scale": quant.scale}
         alone = config.with_(quant=stored, activations="checkpoint" if own else "plain", wire="auto")
+    if quant.shared_scheme is not None or config.model.shared_activation is not None:
         backends = (backend, "torch_cpu", "reference")
         able = (b for b in backends if not EXPERTS[b].reasons_against(replace(problem, config=alone)))
         backend = next(able, "reference")

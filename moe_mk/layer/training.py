@@ -180,8 +180,12 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "then `moe-mk convert`": model.quant.weights not in ("bf16", "fp16", "fp32"),
         f"model.latent_size = {model.latent_size}: projections around the experts are not trained; set it to null":
             model.latent_size is not None,
+        "router.weight_on_input = true: weights of inputs are not trained; set it to false": router.weight_on_input,
+        "router.group_score = two_best is not trained; set it to auto": router.group_score != "auto",
         "model.gated = false: experts without a gate are not trained; set it to true": not model.gated,
         "model.shared_gate = true: a gate of the shared experts is not trained; set it to false": model.shared_gate,
+        "model.shared_activation is another one than that of the routed experts; set it to null":
+            model.shared_activation is not None,
         "model.expert_bias = true: biases of experts are not trained; set it to false": model.expert_bias,
         "router.has_logit_bias = true: a bias of the logits is not trained; set it to false": router.has_logit_bias,
         "router.hash_vocabulary fixes the experts of every token, so that no router is trained; set it to null":

@@ -14,7 +14,7 @@ from moe_mk.weights.inspect import describe_block, kind_of_scheme
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.layer_weights import LayerWeights
-from moe_mk.weights.names import Convention, block_prefixes, layer_of, recognise
+from moe_mk.weights.names import Convention, block_prefixes, layer_of, local_names, recognise
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import TensorSource
 
@@ -41,7 +41,7 @@ def load_layer(
     _expect_owned(owned, spec)
     spec.slice_of(spec.intermediate_size, tp_rank, tp_size)
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
-    local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
+    local = local_names(source.names(), prefix)
     convention = recognise(local)
     expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"

@@ -14,7 +14,7 @@ import torch
 from moe_mk.errors import WeightError
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.completeness import some
-from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role, recognise
+from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role, local_names, recognise
 from moe_mk.weights.source import TensorSource
 
 PROJECTIONS = ("gate", "up", "down")
@@ -40,7 +40,7 @@ def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = 
     some experts have a scale, and for scales that are not finite and positive.
     """
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
-    local = {name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)}
+    local = set(local_names(source.names(), prefix))
     names = input_scale_names(local)
     if not names:
         return None

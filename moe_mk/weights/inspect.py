@@ -33,7 +33,7 @@ from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors, unnamed_parts
-from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
+from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource, TensorSource
 
@@ -77,6 +77,7 @@ class LayerFacts:
     has_shared_gate: bool = False
     latent_size: int | None = None
     """The width that routed experts read and write where it is not hidden_size."""
+    has_latent_norm: bool = False
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out)."""
     table: tuple[int, int] | None = None
@@ -95,7 +96,7 @@ class LayerFacts:
             down_scheme=scheme_of_kind(self.down) if self.down else None, gptq_v2=self.gptq_v2,
             shared_scheme=scheme_of_kind(self.shared) if self.shared else None, gated=self.gated,
             has_shared_gate=self.has_shared_gate, stacks_transposed=self.stacks_transposed,
-            latent_size=self.latent_size,
+            latent_size=self.latent_size, has_latent_norm=self.has_latent_norm,
         )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def describe_block(
     source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object]
 ) -> LayerFacts:
     """Describe the block under a prefix from its headers. block, quantization: what config.json states of them."""
-    local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
+    local = local_names(source.names(), prefix)
     convention = recognise(local)
     entries, unreadable = _entries(source, prefix, local)
     parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
@@ -210,7 +211,8 @@ def describe_block(
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         spec is not None and spec.gptq_v2, spec is None or spec.gated, Part(Role.SHARED_GATE) in parts,
-        None if spec is None else spec.latent_size, spec is not None and spec.stacks_transposed,
+        None if spec is None else spec.latent_size, Part(Role.LATENT, "norm") in parts,
+        spec is not None and spec.stacks_transposed,
         None if spec is None else spec.table,
     )  # fmt: skip
 
@@ -242,7 +244,7 @@ def _guess(
     router, shared = parts.get(Part(Role.ROUTER)), parts.get(Part(Role.SHARED, "down"))
     if convention.blocks_apart and len(shape) == 4:
         shape = (*shape[:2], shape[2] * shape[3])
-    if len(shape) != (3 if convention.fused else 2):
+    if len(shape) != (3 if convention.fused or convention.stacked else 2):
         return None, f"down projections have shape {list(shape)}"
     both = parts.get(Part(Role.EXPERT, "gate_up"))
     turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
@@ -257,7 +259,7 @@ def _guess(
             "matrices are stored transposed"
         )
     num_experts = (
-        router.shape[0] if router is not None and router.shape else shape[0] if convention.fused else 1 + max(experts)
+        router.shape[0] if router is not None and router.shape else shape[0] if len(shape) == 3 else 1 + max(experts)
     )
     scheme = _scheme(dtype, shape[-2:], parts, block)
     if scheme is None:
@@ -277,7 +279,7 @@ def _guess(
             Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             table=_table_of(parts), shared_scheme=shared_scheme, gated=_is_gated(parts),
             has_shared_gate=Part(Role.SHARED_GATE) in parts, stacks_transposed=turned,
-            latent_size=None if latent is None else shape[-2],
+            latent_size=None if latent is None else shape[-2], has_latent_norm=Part(Role.LATENT, "norm") in parts,
         )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)

@@ -54,7 +54,8 @@ class LayerReader:
         shared_gate_H = self._vector(Part(Role.SHARED_GATE)).flatten().clone() if has_gate else None
         latent = None
         if self.spec.latent_size is not None:
-            latent = self._vector(Part(Role.LATENT, "down")).clone(), self._vector(Part(Role.LATENT, "up")).clone()
+            parts = ("down", "up", "norm") if self.spec.has_latent_norm else ("down", "up")
+            latent = tuple(self._vector(Part(Role.LATENT, each)).clone() for each in parts)
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
@@ -88,10 +89,13 @@ class LayerReader:
             gate, up = (self._half(both, expert, which, share) for which in ("gate", "up"))
             biases = self._biases(both, down, expert, share) if self.spec.has_expert_bias else None
             return SlotWeights(gate, up, self._matrix(down, 1, *share, row=expert), biases)
-        *gates, up = (self._matrix(Part(role, p, expert), 0, *share) for p in self.spec.wide)
+        row = expert if role is Role.EXPERT and self.convention.stacked else None
+        of = None if row is not None else expert
+        *gates, up = (self._matrix(Part(role, p, of), 0, *share, row=row) for p in self.spec.wide)
         has_biases = self.spec.has_expert_bias and self.convention.holds(role, "bias")
         biases = self._biases_apart(expert, share) if has_biases else None
-        return SlotWeights(gates[0] if gates else None, up, self._matrix(Part(role, "down", expert), 1, *share), biases)
+        down_HI = self._matrix(Part(role, "down", of), 1, *share, row=row)
+        return SlotWeights(gates[0] if gates else None, up, down_HI, biases)
 
     def _packed_mlp(self, role: Role, expert: int | None, share: tuple[int, int]) -> SlotWeights:
         """An expert of packed integers. Where columns of down are ordered by activation, so are rows of gate and up."""

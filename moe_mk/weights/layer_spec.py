@@ -60,6 +60,8 @@ class LayerSpec:
     """Whether the shared experts have a gate of one logit a token."""
     latent_size: int | None = None
     """The width that routed experts read and write; None: hidden_size."""
+    has_latent_norm: bool = False
+    """Whether outputs of experts are normalised in latent_size."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
     table: tuple[int, int] | None = None
@@ -78,6 +80,8 @@ class LayerSpec:
                 f"num_shared_experts={self.num_shared_experts} and shared_intermediate_size="
                 f"{self.shared_intermediate_size} must both be zero or both be positive"
             )
+        if self.has_latent_norm and self.latent_size is None:
+            wrong.append("a norm of the outputs (model.latent_norm) needs their width (model.latent_size)")
         if self.gate_up_order not in ORDERS:
             wrong.append(f"gate_up_order={self.gate_up_order!r} must be one of {', '.join(ORDERS)}")
         if not isinstance(self.scheme, Plain | BlockedScheme | Gguf):
@@ -176,6 +180,8 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     if spec.latent_size is not None:
         sizes = {"down": (spec.latent_size, spec.hidden_size), "up": (spec.hidden_size, spec.latent_size)}
         router += [Expected(Part(Role.LATENT, which), shape, FLOATS) for which, shape in sizes.items()]
+        if spec.has_latent_norm:
+            router.append(Expected(Part(Role.LATENT, "norm"), (spec.latent_size,), FLOATS))
     of = _Matrices(spec, convention)
     experts = (
         of.fused()

@@ -56,8 +56,9 @@ class LayerWeights:
     """f32, added to the router's logits; None if the layer has none."""
     shared_gate_H: Tensor | None = None
     """The gate of the shared experts in the dtype of the checkpoint; None where their output is added as it is."""
-    latent: tuple[Tensor, Tensor] | None = None
-    """The projections of tokens to the width of the experts and back, (outputs, inputs), in the checkpoint's dtype."""
+    latent: tuple[Tensor, ...] | None = None
+    """The projections of tokens to the width of the experts and back, (outputs, inputs), and the weight of the norm
+    before the second where there is one, in the checkpoint's dtype."""
     table_XK: Tensor | None = None
     """The experts of every token of the vocabulary; None if the layer chooses by scores."""
 
@@ -128,7 +129,7 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
         out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
     if weights.shared_gate_H is not None:
         out[OFFICIAL.spell(Part(Role.SHARED_GATE))] = weights.shared_gate_H[None]
-    for which, projection in zip(("down", "up"), weights.latent or (), strict=False):
+    for which, projection in zip(("down", "up", "norm"), weights.latent or (), strict=False):
         out[OFFICIAL.spell(Part(Role.LATENT, which))] = projection
     if weights.table_XK is not None:
         out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK

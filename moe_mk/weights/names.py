@@ -15,7 +15,10 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-_PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.)")
+_PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.|moe\.(?:gate|up|down)_proj\.)")
+_IN_LAYER = re.compile(r"(?:^|\.)\d+\.$")
+_OF_BLOCK = ("experts.", "moe.", "share_expert.")
+"""How local names of a block start whose prefix is that of its whole decoder layer."""
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
@@ -48,6 +51,11 @@ class Part:
     "" for the values and their scales."""
 
 
+_LATENT = {
+    "down": "fc1_latent_proj.weight", "up": "fc2_latent_proj.weight", "norm": "latent_norm.weight"
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Convention:
     """A naming convention. Templates contain {e}, the expert, and {p}, the name of the projection."""
@@ -72,8 +80,8 @@ class Convention:
     """The experts of every token of the vocabulary, in layers that choose by token id."""
     shared_gate: str = "shared_expert_gate.weight"
     """The weights of one logit a token, whose sigmoid multiplies the shared experts' output."""
-    latent: str = "fc{p}_latent_proj.weight"
-    """The projections of tokens to the width of the experts ("down") and back ("up")."""
+    latent: Mapping[str, str] = field(default_factory=lambda: _LATENT)
+    """The projections of tokens to the width of the experts ("down") and back ("up"), and the "norm" before it."""
     order: str = "gate_up"
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     packing: str = ""
@@ -98,7 +106,7 @@ class Convention:
         if part.role in names:
             return names[part.role]
         if part.role is Role.LATENT:
-            return self.latent.format(p=_LATENT[part.projection])
+            return self.latent[part.projection]
         if part.role is Role.SHARED:
             template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
         else:
@@ -114,7 +122,7 @@ class Convention:
             if found is not None:
                 groups = found.groupdict()
                 expert = groups.get("e")
-                projection = words.get(groups.get("p", ""), "")
+                projection = words.get(groups.get("p", ""), like.projection)
                 return replace(like, projection=projection, expert=None if expert is None else int(expert))
         return None
 
@@ -123,7 +131,6 @@ class Convention:
         return extra in (self.shared_extras if role is Role.SHARED else self.expert_extras)
 
 
-_LATENT = {"down": "1", "up": "2"}
 _PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _FUSED_PROJ = {"gate_up": "gate_up_proj", "down": "down_proj"}
 _W123 = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -239,6 +246,28 @@ GGUF_FUSED = replace(
     GGUF_NAMES, name="gguf_fused", expert_words={"gate_up": "gate_up", "down": "down"}, expert_extras={}
 )
 MINIMAX_M3 = replace(MIXTRAL, name="minimax_m3", shared_words=_PROJ)
+KIMI_K3 = replace(
+    MIXTRAL, name="kimi_k3", bias="gate.e_score_correction_bias", shared_words=_PROJ,
+    expert="experts.{e}.{p}.weight_packed", expert_scale="experts.{e}.{p}.weight_scale",
+    latent={"down": "routed_expert_down_proj.weight", "up": "routed_expert_up_proj.weight",
+            "norm": "routed_expert_norm.weight"},
+)  # fmt: skip
+KIMI_LINEAR = replace(KIMI_K3, name="kimi_linear", expert=MIXTRAL.expert, expert_scale=MIXTRAL.expert_scale)
+LLAMA4 = replace(
+    FUSED,
+    name="llama4",
+    prefix="language_model.model.layers.{N}.feed_forward.",
+    router="router.weight",
+    shared="shared_expert.{p}.weight",
+    shared_scale="shared_expert.{p}.weight_scale_inv",
+)
+STEP = Convention(
+    name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
+    expert="moe.{p}.weight", expert_scale="moe.{p}.weight_scale_inv",
+    shared="share_expert.{p}.weight", shared_scale="share_expert.{p}.weight_scale_inv",
+    expert_words=_PROJ, shared_words=_PROJ,
+)  # fmt: skip
+"""One tensor a projection of all experts, next to the shared expert."""
 _SCALED_W123 = tuple(
     _renamed(f"{like.name}_scaled", SCALED, {}, prefix=like.prefix, bias=like.bias, expert_words=_W123,
              shared=like.shared, shared_scale=like.shared_scale, shared_words=_W123, shared_extras={})
@@ -250,7 +279,7 @@ CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
         OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
-        *_SCALED_W123, MINIMAX_M3,
+        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
     )
 }  # fmt: skip
 
@@ -273,7 +302,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
         (it.table, Part(Role.TABLE), {}),
         (it.shared_gate, Part(Role.SHARED_GATE), {}),
-        (it.latent, Part(Role.LATENT), {word: projection for projection, word in _LATENT.items()}),
+        *((name, Part(Role.LATENT, which), {}) for which, name in it.latent.items()),
     ]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 
@@ -291,8 +320,20 @@ def recognise(local_names: Iterable[str], among: Sequence[Convention] = ()) -> C
 
 def block_prefixes(names: Iterable[str]) -> list[str]:
     """The prefixes of all MoE blocks among the names of a checkpoint, in order of layer."""
-    found = {match[1] for name in names if ("experts." in name or "_exps." in name) and (match := _PREFIX.match(name))}
+    found = {
+        match[1]
+        for name in names
+        if any(word in name for word in ("experts.", "_exps.", "moe.")) and (match := _PREFIX.match(name))
+    }
     return sorted(found, key=lambda prefix: (-1 if (layer := layer_of(prefix)) is None else layer, prefix))
+
+
+def local_names(names: Iterable[str], prefix: str) -> list[str]:
+    """The names below a prefix without it; of a prefix that is a decoder layer's, those of its MoE block alone."""
+    local = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    if not _IN_LAYER.search(prefix) or prefix.startswith("blk."):
+        return local
+    return [name for name in local if name.startswith(_OF_BLOCK)]
 
 
 def layer_of(prefix: str) -> int | None:

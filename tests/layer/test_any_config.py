@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_mk import MoEConfig, MoELayer
+from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.config.moe import LIMITED
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.lab.testing.bits import equal_bits
 from moe_mk.lab.verify import Answer, verify
+from moe_mk.lab.verify.dense import dense_layer
+from moe_mk.layer.settings import layer_spec_of
 from moe_mk.weights import MappingSource, load_layer
 from tests.layer.any_tensors import tensors_of
 
@@ -27,7 +32,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     flag = st.booleans()
     groups, per_group = draw(st.sampled_from([(1, 1), (1, 5), (2, 3), (4, 2), (3, 1)]))
     kept = draw(st.integers(1, groups))
-    activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai"]))
+    activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", *LIMITED]))
     hashed = draw(st.sampled_from([None, None, None, 5]))
     kinds = ["bf16", "fp32", "fp8_block", "fp8_channel", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"]
     weights = draw(st.sampled_from(kinds))
@@ -35,19 +40,26 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     model = {
         "hidden_size": draw(WIDTHS), "moe_intermediate_size": draw(WIDTHS), "num_experts": groups * per_group,
         "num_shared_experts": draw(st.integers(0, 2)), "activation": activation, "expert_bias": draw(flag),
-        "swiglu_limit": 1.5 if activation.startswith("swiglu") else None,
-        "latent_size": draw(st.sampled_from([None, None, 48, 64])),
-        "gated": activation.startswith("swiglu") or draw(flag),
+        "swiglu_limit": 1.5 if activation in LIMITED else None,
+        "latent_size": draw(st.sampled_from([None, None, 48, 64])), "swiglu_alpha": draw(st.sampled_from([0.7, 1.702])),
+        "gated": activation in LIMITED or draw(flag),
         "quant": {"weights": weights, "block": (side, side)},
     }  # fmt: skip
     if model["num_shared_experts"]:
         model["shared_gate"] = draw(flag)
+        if model["gated"] and draw(flag):
+            own = draw(st.sampled_from(["silu", *LIMITED]))
+            model |= {"shared_activation": own, "shared_swiglu_limit": 0.7 if own in LIMITED else None}
         model["quant"]["shared"] = draw(st.sampled_from(["same", "same", "bf16", "fp8_block"]))
     router = {
         "top_k": draw(st.integers(1, kept * per_group)), "num_expert_group": groups, "topk_group": kept,
         "scoring_func": draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])), "renormalize": draw(flag),
+        "group_score": draw(st.sampled_from(["auto", "two_best"])) if hashed is None else "auto",
         "has_correction_bias": draw(flag) and hashed is None, "has_logit_bias": draw(flag), "hash_vocabulary": hashed,
     }  # fmt: skip
+    router["weight_on_input"] = router["top_k"] == 1 and draw(flag)
+    if model["latent_size"]:
+        model["latent_norm"] = draw(st.sampled_from([None, 1e-5]))
     kernel = {
         "experts": draw(st.sampled_from(["auto", "reference", "torch_cpu"])), "tiles": draw(st.sampled_from([1, 3])),
         "fused_router": draw(flag), "activations": draw(st.sampled_from(["auto", "plain"])),
@@ -95,6 +107,47 @@ def test_any_change_of_a_setting_is_a_setting_or_a_refusal(
     key = data.draw(st.sampled_from(sorted(stated[group])))
     with suppress(ConfigError):
         MoEConfig.parse({**stated, group: {**stated[group], key: value}}, "drawn")
+
+
+EQUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clamps": (
+        {
+            "activation": "silu_limit", "swiglu_limit": 0.3, "num_shared_experts": 1, "shared_activation": "situ",
+            "shared_swiglu_limit": 0.5, "swiglu_alpha": 0.7,
+        },
+        {},
+    ),
+    "latent norm": (
+        {"activation": "situ", "swiglu_alpha": 0.7, "latent_size": 32, "latent_norm": 1e-5, "num_shared_experts": 1}, {}
+    ),
+    "weight on the input": ({"num_shared_experts": 1}, {"top_k": 1, "weight_on_input": True, "renormalize": False}),
+    "groups by two": ({}, {"num_expert_group": 4, "topk_group": 2, "group_score": "two_best"}),
+}  # fmt: skip
+GRIDS: dict[str, dict[str, Any]] = {
+    "ep": {"ep": 2, "prepare_finalize": "all_to_all"}, "tp": {"tp": 2},
+    "ep replicated": {"ep": 2, "tokens": "replicated", "prepare_finalize": "replicated"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_an_equation_holds_over_two_ranks(name: str) -> None:
+    model, router = EQUATIONS[name]
+    model = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "quant": {"weights": "fp32"}} | model
+    config = MoEConfig.parse({"model": model, "router": {"top_k": 3} | router}, "a test")
+    tensors = tensors_of(layer_spec_of(config), 1)
+    x_TH = torch.randn((6, 64), generator=torch.Generator().manual_seed(1))
+    whole = load_layer(MappingSource(tensors), 0, layer_spec_of(config), owned=range(8), prefix="")
+    expected = dense_layer(x_TH, config, whole).y_TH
+    for grid, sizes in GRIDS.items():
+        world = ThreadWorld(2)
+        names = ["tp" if grid == "tp" else "ep"] * 2
+        groups = [ParallelGroups(**{n: comm}) for n, comm in zip(names, world.communicators(), strict=True)]
+        layers = [MoELayer(config.with_(**sizes), dtype=torch.float32, groups=each) for each in groups]
+        tokens = [x_TH[:2], x_TH[2:]] if grid == "ep" else [x_TH, x_TH]
+        jobs = [partial(each.load_weights(tensors), mine) for each, mine in zip(layers, tokens, strict=True)]
+        found = world.together(jobs)
+        for y_TH in [torch.cat(found)] if grid == "ep" else found:
+            torch.testing.assert_close(y_TH.double(), expected, rtol=1e-4, atol=1e-4, msg=f"{name}, {grid}")
 
 
 def test_what_is_drawn_reaches_every_type_of_weights() -> None:

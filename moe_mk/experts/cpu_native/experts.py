@@ -151,6 +151,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": Activation.RELU2,
     "swiglu_limit": Activation.SILU,
     "swiglu_oai": Activation.SWIGLU_OAI,
+    "silu_limit": Activation.SILU_LIMIT,
+    "situ": Activation.SITU,
 }
 
 

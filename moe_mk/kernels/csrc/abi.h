@@ -20,7 +20,7 @@ enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumSca
 enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3, kInt8PartRows = 4 };
 enum Given : int32_t { kGivenIds = 1, kWideIds = 2, kSkipOthers = 4 };  // bits, see moe_mk_layer
-enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
+enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4, kSiluLimit = 5, kSitu = 6 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 

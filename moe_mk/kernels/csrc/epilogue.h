@@ -19,6 +19,13 @@ inline f32x16 erf16(f32x16 x) {
   return x < f32x16{} ? -value : value;
 }
 
+// limit * tanh(x / limit) = x for small x, by a series where 2 sigmoid(2 z) - 1 would cancel.
+inline f32x16 soft_limit16(f32x16 x, float limit) {
+  const f32x16 z = x / limit, square = z * z;
+  const f32x16 series = z * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
+  return limit * (square < splat(0.04f) ? series : 2.0f * sigmoid16(2.0f * z) - 1.0f);
+}
+
 inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
   switch (spec.kind) {
     case kGeluErf: return 0.5f * x * (1.0f + erf16(x * 0.70710678f));
@@ -28,6 +35,7 @@ inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
       return positive * positive;
     }
     case kSwigluOai: return x * sigmoid16(spec.alpha * x);
+    case kSitu: return soft_limit16(x, spec.alpha) * sigmoid16(x);
     default: return x * sigmoid16(x);
   }
 }
@@ -56,12 +64,16 @@ inline void activate(const ActivationSpec& spec, const float* totals, const floa
     store(h + 16, narrow(apply(spec, second)));
     return;
   }
-  if (clamp) {
-    first = at_most(first, spec.limit);
+  if (clamp && spec.kind == kSitu) {
+    second = soft_limit16(second, spec.limit);
+  } else if (clamp) {
+    if (spec.kind != kSiluLimit) first = at_most(first, spec.limit);
     second = at_least(at_most(second, spec.limit), -spec.limit);
   }
   if (spec.kind == kSwigluOai) second += 1.0f;
-  store(h, narrow(apply(spec, first) * second));
+  first = apply(spec, first);
+  if (clamp && spec.kind == kSiluLimit) first = at_most(first, spec.limit);
+  store(h, narrow(first * second));
 }
 
 inline void accumulate(const float* totals, const float* scale, const float* bias, float weight, float* sum) {

@@ -14,13 +14,18 @@ from moe_mk.kernels.native.packed import PackedMatrix
 
 
 class Activation(IntEnum):
-    """`Activation` of csrc/abi.h; gated kinds multiply by `up`, SWIGLU_OAI by `up + 1`."""
+    """`Activation` of csrc/abi.h; gated kinds multiply by `up`, SWIGLU_OAI by `up + 1`.
+
+    SILU_LIMIT clamps the gate after SiLU, others before it; the limits of SITU are those of tanh.
+    """
 
     SILU = 0
     GELU_ERF = 1
     GELU_TANH = 2
     RELU2 = 3
     SWIGLU_OAI = 4
+    SILU_LIMIT = 5
+    SITU = 6
 
 
 class Rounding(IntEnum):

@@ -36,7 +36,7 @@ from moe_mk.kernels.triton.weight_formats import (
     with_row_scales,
 )
 
-CLAMPED = ("swiglu_limit", "swiglu_oai")
+CLAMPED = ("swiglu_limit", "swiglu_oai", "silu_limit", "situ")
 
 
 def grouped_w13(

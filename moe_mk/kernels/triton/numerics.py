@@ -112,12 +112,24 @@ def activate(x, NAME: tl.constexpr):
 
 
 @triton.jit
+def soft_limit(x, LIMIT: tl.constexpr):
+    """LIMIT * tanh(x / LIMIT), by tanh(z) = 2 sigmoid(2 z) - 1: exact to an ulp of LIMIT."""
+    return LIMIT * (2.0 / (1.0 + tl.exp(x * (-2.0 / LIMIT))) - 1.0)
+
+
+@triton.jit
 def hidden_of(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr):
     """Both sums of the first product to a value of the second, in f32: `activation` of kernels/reference/activation.py.
 
     LIMIT: the gate is clamped from above and up from both sides; 0: no clamp. NaN stays NaN.
     """
-    if LIMIT > 0.0:
+    if NAME == "silu_limit":
+        gate = activate(gate, "silu")
+    if NAME == "situ":
+        gate = soft_limit(gate, ALPHA) / (1.0 + tl.exp(-gate))
+        if LIMIT > 0.0:
+            up = soft_limit(up, LIMIT)
+    elif LIMIT > 0.0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up)
@@ -125,6 +137,8 @@ def hidden_of(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.const
         return activate(up, NAME)
     elif NAME == "swiglu_oai":
         return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    elif NAME == "silu_limit" or NAME == "situ":
+        return gate * up
     elif NAME == "swiglu_limit":
         return activate(gate, "silu") * up
     else:

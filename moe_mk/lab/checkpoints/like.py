@@ -33,13 +33,14 @@ SMALL = 256
 """Hidden size and widths: a multiple of every block."""
 _WIDTHS = (
     "moe_intermediate_size", "intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "share_expert_dim",
 )  # fmt: skip
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _NAMES = {
     "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
     "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
-    "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss",
+    "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
+    "step3p5": "step", "step3p7": "step",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {
@@ -50,6 +51,7 @@ _SCALED = {
 _PREFIXES = {
     "nemotron_h": "backbone.layers.{N}.mixer.", "qwen3_5_moe": "model.language_model.layers.{N}.mlp.",
     "qwen3_vl_moe": "model.language_model.layers.{N}.mlp.", "kimi_k25": "language_model.model.layers.{N}.mlp.",
+    "kimi_k3": "language_model.model.layers.{N}.block_sparse_moe.",
 }  # fmt: skip
 
 
@@ -84,12 +86,18 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with small sizes and everything else as it is."""
     if isinstance(text := hf.get("text_config"), Mapping):
         return {**hf, "text_config": small(text)}
-    top_k = hf.get("num_experts_per_tok") or hf.get("experts_per_token") or 1
-    groups = hf.get("n_group") or 1
+    top_k = (
+        hf.get("num_experts_per_tok")
+        or hf.get("experts_per_token")
+        or hf.get("moe_top_k")
+        or hf.get("num_experts_per_token")
+        or 1
+    )
+    groups = hf.get("n_group") or hf.get("num_expert_group") or 1
     experts = groups * max(2, -(-2 * top_k // groups))
     sizes = {
         "hidden_size": SMALL,
-        "moe_latent_size": SMALL // 2,
+        **dict.fromkeys(("moe_latent_size", "routed_expert_hidden_size"), SMALL // 2),
         **dict.fromkeys(_WIDTHS, SMALL),
         **dict.fromkeys(_EXPERTS, experts),
     }
@@ -106,6 +114,8 @@ def convention_of(config: MoEConfig) -> Convention:
         return CONVENTIONS[f"{start}compressed_tensors{one_shared}"]
     if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
         return CONVENTIONS[_SCALED.get(name, "scaled")]
+    if name == "kimi_linear" and scheme.family == "mxfp4":
+        return CONVENTIONS["kimi_k3"]
     if name.startswith("fused") and not isinstance(scheme, Plain):
         name = name.replace("fused", "official")
     return CONVENTIONS[name]

@@ -169,7 +169,10 @@ def dense_layer(
     biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
     chosen_TK = _chosen(biased_TE, config.router, weights.table_XK, token_ids_T) if ids_TK is None else ids_TK
     weights_TK = _weights(scores_TE, chosen_TK, config.router)
-    own, x = x, x if weights.latent is None else x @ weights.latent[0].cpu().double().T
+    own = x
+    if config.router.weight_on_input:
+        x, weights_TK = x * torch.from_numpy(weights_TK).double(), np.ones_like(weights_TK)
+    x = x if weights.latent is None else x @ weights.latent[0].cpu().double().T
     y_TH = torch.zeros_like(x)
     hit = np.unique(chosen_TK[chosen_TK >= 0]).tolist()
     for number, expert in enumerate(hit):
@@ -178,11 +181,13 @@ def dense_layer(
         y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model)
         if on_progress:
             on_progress("verify", number + 1, len(hit))
+    if (eps := config.model.latent_norm) is not None and weights.latent is not None:
+        y_TH = y_TH / torch.sqrt(y_TH.pow(2).mean(1, keepdim=True) + eps) * weights.latent[2].cpu().double()
     x, y_TH = own, y_TH if weights.latent is None else y_TH @ weights.latent[1].cpu().double().T
     if weights.shared is not None:
         gate_H = weights.shared_gate_H
         factor_T1 = 1.0 if gate_H is None else 1 / (1 + torch.exp(-(x @ gate_H.cpu().double()[:, None])))
-        y_TH += factor_T1 * _mlp(x, weights.shared, config.model)
+        y_TH += factor_T1 * _mlp(x, weights.shared, config.model.of_shared())
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
 
 
@@ -223,8 +228,9 @@ def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
 
 
 def num_counted(router: RouterConfig, num_experts: int) -> int:
-    """The number of scores in the score of a group: the best, or the two best with a bias."""
-    return min(2 if router.has_correction_bias else 1, num_experts // router.num_expert_group)
+    """The number of scores in the score of a group: the best, or the two best with a bias or by `group_score`."""
+    two = router.has_correction_bias or router.group_score == "two_best"
+    return min(2 if two else 1, num_experts // router.num_expert_group)
 
 
 def group_worth(biased_E: Array, router: RouterConfig) -> list[float]:
@@ -273,8 +279,14 @@ def _affine(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor, model: ModelConfig) -> Tensor:
+    if model.activation == "situ":
+        soft = up if model.swiglu_limit is None else model.swiglu_limit * torch.tanh(up / model.swiglu_limit)
+        return soft * model.swiglu_alpha * torch.tanh(gate / model.swiglu_alpha) / (1.0 + torch.exp(-gate))
     if model.swiglu_limit is None:
         return _ACTIVATIONS[model.activation](gate) * up
+    if model.activation == "silu_limit":
+        gate = gate / (1.0 + torch.exp(-gate))
+        return torch.clamp(gate, max=model.swiglu_limit) * torch.clamp(up, -model.swiglu_limit, model.swiglu_limit)
     gate, up = torch.clamp(gate, max=model.swiglu_limit), torch.clamp(up, -model.swiglu_limit, model.swiglu_limit)
     if model.activation == "swiglu_oai":
         return (up + 1.0) * gate / (1.0 + torch.exp(-model.swiglu_alpha * gate))

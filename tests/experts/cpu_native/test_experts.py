@@ -55,6 +55,8 @@ def context(activation: str = "silu", dtype: object = BF16, **more: object) -> E
         ("silu", {}),
         ("swiglu_limit", {"swiglu_limit": 0.7}),
         ("swiglu_oai", {"swiglu_limit": 0.9, "swiglu_alpha": 1.702}),
+        ("silu_limit", {"swiglu_limit": 0.1}),
+        ("situ", {"swiglu_limit": 0.9, "swiglu_alpha": 0.5}),
     ],
 )
 def test_clamps_and_biases_equal_the_reference(activation: str, clamp: dict[str, float], biases: bool) -> None:

@@ -38,10 +38,15 @@ def test_clamped_swiglu_is_its_formula(name: str, limit: float | None) -> None:
     up = torch.linspace(4, -5, 49, dtype=torch.float64).view(7, 7)
     expected = []
     for g, u in zip(gate.flatten().tolist(), up.flatten().tolist(), strict=True):
+        if name == "situ":
+            u = u if limit is None else limit * math.tanh(u / limit)
+            expected.append(1.702 * math.tanh(g / 1.702) / (1 + math.exp(-g)) * u)
+            continue
         if limit is not None:
-            g, u = min(g, limit), max(-limit, min(u, limit))
+            g, u = g if name == "silu_limit" else min(g, limit), max(-limit, min(u, limit))
         sigmoid = 1 / (1 + math.exp(-(1.702 if name == "swiglu_oai" else 1.0) * g))
-        expected.append(g * sigmoid * (u + 1 if name == "swiglu_oai" else u))
+        hidden = g * sigmoid if limit is None or name != "silu_limit" else min(g * sigmoid, limit)
+        expected.append(hidden * (u + 1 if name == "swiglu_oai" else u))
     got = activation(name, gate, up, alpha=1.702, limit=limit)
     torch.testing.assert_close(got.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
 

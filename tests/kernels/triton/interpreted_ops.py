@@ -127,6 +127,7 @@ def test_scales_may_lie_column_by_column() -> None:
 ACTIVATIONS: list[tuple[str, float, float | None]] = [
     *((name, 1.0, 0.5) for name in ("silu", "gelu", "gelu_tanh", "relu2")),  # take no notice of a limit
     ("swiglu_limit", 1.0, 0.7), ("swiglu_limit", 1.0, None), ("swiglu_oai", 1.702, 0.9), ("swiglu_oai", 0.5, None),
+    ("silu_limit", 1.0, 0.2), ("silu_limit", 1.0, None), ("situ", 0.5, 0.9), ("situ", 0.5, None),
 ]  # fmt: skip
 """Names, slopes and limits, which many of the values are beyond."""
 
