@@ -47,6 +47,6 @@ class FusedMoEKernel:
         with self.spans.span("permute"):
             local = permute(tokens, into=self.experts.traits.consumes)
         with self.spans.span("experts"):
-            output = self.experts.run(local, weights)
+            output = self.experts(local, weights)
         with self.spans.span("reduce"):
             return weight_and_reduce(output, local, until=self.prepare_finalize.traits.wants)

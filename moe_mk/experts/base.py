@@ -10,9 +10,8 @@ A backend is independent of communication. To add one, register a class:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -124,14 +123,20 @@ class FusedExperts(ABC):
 
     traits: ClassVar[ExpertsTraits]
 
-    def __init_subclass__(cls, **settings: object) -> None:
-        """Let `run` record which class ran, so that a backend which delegates to another is visible in the report."""
-        super().__init_subclass__(**settings)
-        if "run" in vars(cls):
-            cls.run = _noted(cls.run)  # type: ignore[assignment]
-
     def __init__(self, context: ExpertsContext) -> None:
         self.context = context
+
+    @without_autocast
+    def __call__(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """`run` outside of autocast, recorded by class: a backend that calls another one is visible in the report."""
+        output = self.run(tokens, weights)
+        if isinstance(tokens, RowTokens):
+            x = tokens.x_RH
+        else:
+            x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
+        num_bytes = x.values.nbytes if x.scales is None else x.num_bytes
+        self.context.spans.ledger.ran("experts", type(self), num_bytes + output.y.nbytes)
+        return output
 
     @abstractmethod
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
@@ -188,9 +193,6 @@ class FusedExperts(ABC):
         return default_workspace_bytes(problem, rows)
 
 
-Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
-
-
 class LayerCall(Protocol):
     """What `FusedExperts.fuse_layer` returns."""
 
@@ -214,25 +216,6 @@ class LayerCall(Protocol):
         `routes`; else int32, to be written, or None. skip: ids that are neither -1 nor of an expert are skipped;
         otherwise raises ShapeError for them, with nothing counted.
         """
-
-
-def _noted(run: Run) -> Run:
-    """A `run` outside of autocast that records which class ran; of a call through super(), only the derived class."""
-
-    @wraps(run)
-    @without_autocast
-    def noted(self: FusedExperts, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        output = run(self, tokens, weights)
-        if type(self).run is noted:
-            if isinstance(tokens, RowTokens):
-                x = tokens.x_RH
-            else:
-                x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
-            num_bytes = x.values.nbytes if x.scales is None else x.num_bytes
-            self.context.spans.ledger.ran("experts", type(self), num_bytes + output.y.nbytes)
-        return output
-
-    return noted
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:

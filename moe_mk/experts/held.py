@@ -24,7 +24,7 @@ class HeldExperts(FusedExperts):
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Run the backend."""
-        return self.inner.run(tokens, weights)
+        return self.inner(tokens, weights)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Requantise, then convert to the layout of the backend. The stored weights are not changed.

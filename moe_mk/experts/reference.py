@@ -135,4 +135,4 @@ class ReferenceMonolithic(MonolithicExperts):
         slots_RK = tables.local_slots(tables.to_physical(ids_RK, salt=0), self.context.rank)
         x = self.context.experts.dtype.quantize(x_RH)
         tokens = RowTokens(x, slots_RK, weights_RK, self.context.experts.num_slots)
-        return ReferenceExperts(self.context.experts).run(tokens, weights).y
+        return ReferenceExperts(self.context.experts)(tokens, weights).y

@@ -51,7 +51,7 @@ class SharedExperts:
             same = x_TH.dtype is self.dtype.dtype
             x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
             tokens = permute(RowTokens(x, ids_TK, weights_TK, 1), self.experts.traits.consumes)
-            output = self.experts.run(tokens, self.weights)
+            output = self.experts(tokens, self.weights)
             return weight_and_reduce(output, tokens, until=OutputStage.REDUCED).y
 
 

@@ -52,7 +52,7 @@ class Lazy(FusedExperts):
         self.other = ReferenceExperts(context)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        return self.other.run(tokens, weights)
+        return self.other(tokens, weights)
 
 
 @pytest.fixture

@@ -155,11 +155,11 @@ class Failing:
     def __init__(self, experts: Any) -> None:
         self.experts, self.traits, self.calls = experts, experts.traits, 0
 
-    def run(self, *given: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         self.calls += 1
         if self.calls == 2:
             raise ValueError("no second tile")
-        return self.experts.run(*given)
+        return self.experts(*given)
 
 
 @pytest.mark.row(42)

@@ -128,8 +128,8 @@ class MeetingExperts:
     def __init__(self, experts: Any, meetings: dict[str, Meeting]) -> None:
         self.experts, self.traits, self.meetings, self._count = experts, experts.traits, meetings, 0
 
-    def run(self, *given: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         name, self._count = f"M{self._count}", self._count + 1
         if name in self.meetings:
             self.meetings[name].wait()
-        return self.experts.run(*given)
+        return self.experts(*given)

@@ -183,7 +183,7 @@ class _Rank:
         tokens = yield from self.transport.prepare(scene.x_TH[cut], routing)
         local = permute(tokens, into=(self.layout,) if isinstance(tokens, RowTokens) else self.experts.traits.consumes)
         self.seen["dispatch"] = self._by_expert(local, _rows_of(local).dequantize(torch.float32))
-        output = self.experts.run(local, self.weights)
+        output = self.experts(local, self.weights)
         self.seen["experts"] = self._by_expert(local, output.y) if output.stage is OutputStage.RAW else None
         reduced = weight_and_reduce(output, local, until=self.transport.traits.wants)
         self.seen["reduce"] = self._by_rank(local, reduced)
