@@ -37,17 +37,17 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 38,
+    "short ones, no plugins": 34,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_280,
-    "library lines": 52_790,
+    "core lines": 26_240,
+    "library lines": 52_760,
     "test lines": 69_140,
     "tool and benchmark lines": 10_810,
     "long files": 0,
-    "frames at EP=1": 18,
+    "frames at EP=1": 14,
     "files at EP=1": 8,
-    "frames at EP=2": 70,
+    "frames at EP=2": 40,
     "files at EP=2": 16,
 }
 """The most of each; they may only be lowered. The library is what an engine imports, in Python: all but the lab."""
