@@ -1,13 +1,15 @@
-"""Places between measured points, and what stands in the names of tuned files."""
+"""Places between measured points, and what stands in the names of tuned files and in the files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from moe_mk.config.tuned import Case, between, load_measured, nearest, top_k_in
+from moe_mk.config.tuned import Case, TunedPoint, between, load_measured, nearest, top_k_in, tuned_path
 from moe_mk.errors import ConfigError
+from moe_mk.lab.tuning import save_measured
 
 
 @pytest.mark.parametrize(("at", "index"), [(1, 0), (3, 0), (5, 1), (16, 1), (0.5, None), (17, None)])
@@ -40,6 +42,16 @@ def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
     assert top_k_in(pattern, pattern) is None and top_k_in(pattern.replace("*", "2x"), pattern) is None
 
 
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    points = TunedPoint(4, {"threads": 1}, 10.0), TunedPoint(64, {"threads": 2}, 160.0)
+    path = tuned_path("AMD EPYC 9654, 96 cores", "cpu_native", "H64", tmp_path)
+    assert path == tmp_path / "AMD_EPYC_9654_96_cores" / "cpu_native" / "H64.json"
+    save_measured(path, points[::-1], {"torch": "x"})
+    assert load_measured(path, "moe-mk tune x") == points
+    assert json.loads(path.with_suffix(".meta.json").read_text()) == {"torch": "x"}
+    assert sorted(file.name for file in path.parent.iterdir()) == ["H64.json", "H64.meta.json"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -48,8 +60,14 @@ def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
         '{"points": [{"tokens": 1, "parameters": {}, "microseconds": 1e400}]}',
         f'{{"points": [{{"tokens": 1{"0" * 400}, "parameters": {{}}, "microseconds": 1}}]}}',
         '{"points": {"a": 1}}',
+        "{}",
+        "[]",
+        "nothing",
+        '{"points": [{"tokens": 0, "parameters": {}, "microseconds": 1}]}',
+        '{"points": [{"tokens": 1, "parameters": {}, "microseconds": -1}]}',
+        '{"points": [' + ", ".join(['{"tokens": 1, "parameters": {}, "microseconds": 1}'] * 2) + "]}",
     ],
-    ids=["brackets", "endless tokens", "an endless time", "tokens of 400 digits", "no list"],
+    ids=["brackets", "endless", "endless time", "400 digits", "no list", "empty", "list", "text", "0", "-1", "twice"],
 )
 def test_a_file_without_points_that_can_be_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "case.json").write_text(text, encoding="utf-8")
