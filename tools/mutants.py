@@ -61,7 +61,7 @@ ROOMS = (
     "weights", "placement", "rebalance", "oracle", "config",
 )  # fmt: skip
 """Packages of which `--random` takes changes."""
-RANDOM_LIMIT_S = 60.0
+RANDOM_LIMIT_S = 120.0
 """Seconds that the tests of a change made by machine may take; one that hangs is noticed."""
 LIMIT_S = 240.0
 """Seconds that the tests of a mutant may take. A slow test and one that hangs look the same, so neither counts."""
@@ -71,7 +71,7 @@ RECORD = Path("build/mutants")
 """Folder of the recordings: which lines each test executes."""
 AT_IMPORT = "tests/architecture/test_defaults"
 """Tests of what runs at import, of any file."""
-TESTS, TESTS_S = 120, 30.0
+TESTS, TESTS_S = 400, 25.0
 """Tests that judge a change made by machine, and their seconds."""
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 OWN = ("moe_mk", "tests", "tools")

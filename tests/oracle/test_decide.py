@@ -271,3 +271,10 @@ def test_native_experts_round_tokens_to_fp8_with_the_scales_of_the_checkpoint() 
     asked = problem(quant={"weights": "fp8_channel"}, activations="checkpoint")
     reported = [reason.text for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
     assert reported == ["rounds tokens to FP8 with a scale for 128 values only, not to fp8_token"]
+
+
+def test_a_sum_over_all_ranks_at_once_is_not_invariant() -> None:
+    pinned: dict[str, Any] = {"tokens": "replicated", "experts": "reference", "prepare_finalize": "replicated"}
+    assert oracle.select(problem(ep=4, **pinned)).chosen.prepare_finalize == "replicated"
+    with pytest.raises(UnsupportedError, match=r"adds the parts of all ranks in one all-reduce .kernel.invariant = f"):
+        oracle.select(problem(ep=4, invariant=True, **pinned))

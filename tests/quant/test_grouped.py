@@ -63,12 +63,16 @@ def test_bytes_are_those_that_were_promised(scheme: Grouped, shape: tuple[int, .
             assert torch.equal(q[part].dequantize(torch.float32), alone)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("low", "high"), [(1, 14), (0, 14), (-4, 10), (-13, 1), (-14, 0), (-14, -2)])
-def test_groups_with_zero_points_hold_zero_and_both_extremes(low: int, high: int) -> None:
-    # 14 steps of 1 from min(low, 0) to max(high, 0), and a shorter group with a step of 0.5: all values are codes.
-    x = torch.cat((torch.linspace(low, high, 32).round(), torch.tensor([-7.0, -3.5])))[None]
-    q = GROUPED["int4_g32_zp"].quantize(x)
-    assert q.zeros is not None and q.zeros.tolist() == [[-min(low, 0), 14]]
+def test_groups_with_zero_points_hold_zero_and_both_extremes(bits: int, low: int, high: int) -> None:
+    # 14 or 254 steps of 1 from min(low, 0) to max(high, 0), and a shorter group with a step of 0.5: all are codes.
+    top = 2**bits - 2
+    low, high = (edge + (top - 14) * (1 if edge > 0 else -1) if abs(edge) == 14 else edge for edge in (low, high))
+    high = low + top if low < 0 < high else high
+    x = torch.cat((torch.linspace(low, high, 32).round(), torch.tensor([-top / 2, -top / 4])))[None]
+    q = GROUPED[f"int{bits}_g32_zp"].quantize(x)
+    assert q.zeros is not None and q.zeros.tolist() == [[-min(low, 0), top]]
     assert q.scales is not None and q.scales.tolist() == [[1.0, 0.5]]
     assert torch.equal(q.dequantize(torch.float32), x)
 

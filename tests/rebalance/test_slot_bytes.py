@@ -10,14 +10,16 @@ from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
 from moe_mk.weights import SlotWeights
+from moe_mk.weights.expert_weights import SlotBiases
 
 SCHEMES = [BF16, weight_scheme((16, 8)), FP8_128x128_UE8M0]
 
 
-def expert(scheme: QuantScheme, *, gated: bool = True, seed: int = 0) -> SlotWeights:
+def expert(scheme: QuantScheme, *, gated: bool = True, biased: bool = False, seed: int = 0) -> SlotWeights:
     draw = torch.Generator().manual_seed(seed)
     gate, up, down = (scheme.quantize(torch.randn(shape, generator=draw)) for shape in ((24, 40), (24, 40), (40, 24)))
-    return SlotWeights(gate if gated else None, up, down)
+    biases = SlotBiases(*(torch.randn(size, generator=draw) for size in (24, 24, 40))) if biased else None
+    return SlotWeights(gate if gated else None, up, down, biases)
 
 
 def test_size_by_hand() -> None:
@@ -26,11 +28,13 @@ def test_size_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("chunk", [1, 7, 960, 10_000])
-def test_what_lands_is_equal_to_the_bit_and_owns_its_memory(scheme: QuantScheme, gated: bool, chunk: int) -> None:
-    sent, size = expert(scheme, gated=gated), num_bytes(expert(scheme, gated=gated))
-    incoming = ReceivedExpert(expert(scheme, gated=gated, seed=1))
+@pytest.mark.parametrize(("gated", "biased"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("chunk", [7, 960, 10_000])
+def test_what_lands_is_equal_to_the_bit_and_owns_its_memory(
+    scheme: QuantScheme, gated: bool, biased: bool, chunk: int
+) -> None:
+    sent = expert(scheme, gated=gated, biased=biased)
+    size, incoming = num_bytes(sent), ReceivedExpert(expert(scheme, gated=gated, biased=biased, seed=1))
     for start in range(0, size, chunk):
         incoming.write(read_bytes(sent, start, min(start + chunk, size)))
     assert incoming.received == size

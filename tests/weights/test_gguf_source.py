@@ -53,6 +53,12 @@ def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str
         assert torch.equal(decoded(q), matrix.double()), "two decoders agree"
 
 
+def test_a_layer_that_a_model_does_not_have_is_refused_with_those_it_has(written: Callable[[str], Path]) -> None:
+    folder = written("q4_k")
+    with pytest.raises(WeightError, match=r"layer 7.*\[1\]|layer 7.*: 1"):
+        stated(config_of(folder, 1), folder, 7)
+
+
 def three(slot: SlotWeights) -> list:
     return [slot.gate_IH, slot.up_IH, slot.down_HI]
 

@@ -20,7 +20,9 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.verify.dense import decoded
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED, grouped
+from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import LayerWeights, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
 from moe_mk.weights.dialects import quantization_config
@@ -178,6 +180,13 @@ def test_awq_zero_points_of_symmetric_weights_are_all_the_middle() -> None:
 def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
     with pytest.raises(ConfigError, match=f"{packing} packs 8 numbers of 4 bits into a word.* 12 x 128"):
         packed_shapes(packing, GROUPED["int4_g32"], 12, 128)
+    for scheme, columns, problem in (
+        (GGUF["q4_k"], 300, "300"),
+        (MXFP4, 48, "48 col"),
+        (GROUPED["int4_g32"], 64, "64"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            packed_shapes("gguf", scheme, 8, columns)
 
 
 @pytest.mark.row(167)

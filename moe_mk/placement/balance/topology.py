@@ -67,7 +67,7 @@ def _next_feasible(name: str, asked: int, divisions: Sequence[Division], at_leas
         return all(parts > 0 and size > 0 and size % parts == 0 for size, parts in sizes)
 
     largest = max([period, *(size for _, size, by, _ in divisions if by == name)])
-    return next(filter(fits, range(first, first + largest + 1)), None)
+    return next(filter(fits, range(first, first + largest)), None)
 
 
 MOST = 65536
