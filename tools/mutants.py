@@ -13,7 +13,8 @@ proven by tests that would not notice. Exit code 1 if one survives, cannot be ap
 test.
 
 `--random` changes comparisons, numbers, operators, guards, conversions, calls, keys and errors of a room. build/mutants
-records once which lines the quick tests execute, in whichever process; `--record tests/quant` brings some up to date.
+records once which lines the quick tests execute, in whichever process; `--record tests/quant` brings some up to date,
+with their thorough cases.
 A change is judged by the fastest tests that execute its line, one case of every test first. A test that fails or hangs,
 or an import that fails, kills it. `tests/equivalent.yaml` has those that change nothing, with the reason: they are left
 out of the sample.
@@ -326,7 +327,7 @@ def record(root: Path, tests: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="moe-mk-record-") as name:
         copy = copied(root, Path(name))
         shutil.copytree(copy / "moe_mk", folder / "moe_mk", ignore=shutil.ignore_patterns("csrc"))
-        command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", QUICK, *tests]
+        command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", QUICK if tests == ["tests"] else NOT_RUN, *tests]
         settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", OUTPUT: str(folder / "tests.json")}
         subprocess.run(command, cwd=copy, env=os.environ | settings, check=False)
     return folder / "tests.json"
