@@ -13,8 +13,7 @@ proven by tests that would not notice. Exit code 1 if one survives, cannot be ap
 test.
 
 `--random` changes comparisons, numbers, operators, guards, conversions, calls, keys and errors of a room. build/mutants
-records once which lines the quick tests execute, in whichever process; `--record tests/quant` brings some up to date,
-with their thorough cases.
+records once which lines quick tests execute, in whichever process; `--record tests/quant` adds those of all its cases.
 A change is judged by the fastest tests that execute its line, one case of every test first. A test that fails or hangs,
 or an import that fails, kills it. `tests/equivalent.yaml` has those that change nothing, with the reason: they are left
 out of the sample.
@@ -147,7 +146,6 @@ OPERATORS: Mapping[type[ast.AST], type[ast.AST]] = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amin": "amax", "amax": "amin"}
 CONVERSIONS = ("contiguous", "clone", "clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "abs", "float", "copy")
 """Methods whose call is left out."""
-
 
 LEFT_ALONE = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 DTYPES = {"float32": "bfloat16", "float64": "float32"}
@@ -301,7 +299,7 @@ class Record:
             function = test.split("[")[0]
             seen[function] += 1
             is_named, is_of_room = named in test or test.startswith(AT_IMPORT), test.startswith(room)
-            turn = 1 if is_named else seen[function] // 4 if is_of_room else seen[function]
+            turn = 0 if is_named else seen[function] // 4 if is_of_room else seen[function]
             cases.append((turn, not is_named, not is_of_room, self.seconds[test], test))
         order = [test for *_, test in sorted(cases)]  # all cases of the module's, some of the room's, one of others
         spent = accumulate(self.seconds[test] for test in order)
@@ -327,7 +325,8 @@ def record(root: Path, tests: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="moe-mk-record-") as name:
         copy = copied(root, Path(name))
         shutil.copytree(copy / "moe_mk", folder / "moe_mk", ignore=shutil.ignore_patterns("csrc"))
-        command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", QUICK if tests == ["tests"] else NOT_RUN, *tests]
+        marks = QUICK if tests == ["tests"] else NOT_RUN
+        command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", marks, *tests]
         settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", OUTPUT: str(folder / "tests.json")}
         subprocess.run(command, cwd=copy, env=os.environ | settings, check=False)
     return folder / "tests.json"

@@ -152,7 +152,8 @@ def test_an_equation_holds_over_two_ranks(name: str) -> None:
 
 def test_what_is_drawn_reaches_every_type_of_weights() -> None:
     """The property would hold of refusals alone."""
-    model = {"hidden_size": 100, "moe_intermediate_size": 160, "num_experts": 3}
+    shared = {"num_shared_experts": 1, "shared_gate": True}
+    model = {"hidden_size": 100, "moe_intermediate_size": 160, "num_experts": 3, **shared}
     for weights in ("bf16", "fp8_block", "fp8_channel", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"):
         data = {"model": {**model, "quant": {"weights": weights, "block": (32, 32)}}, "router": {"top_k": 2}}
         layer = MoELayer(MoEConfig.parse({**data, "kernel": {"experts": "reference"}}, "a test"))

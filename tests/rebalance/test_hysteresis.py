@@ -23,6 +23,7 @@ def test_by_hand() -> None:
     limits = Thresholds(1.2, 1.1, dwell=3)
     # above high: fires. 1.15 is between: stays hot, fires again when rested. Below low it is calm.
     assert fired([1.15, 1.3, 1.15, 1.15, 1.15, 1.05, 1.15, 1.15, 1.15, 1.21], limits) == [1, 4, 9]
+    assert fired([1.2, 1.3, 1.1, 1.1, 1.1, 1.1], limits) == [1, 4], "high is not above, low is not below"
 
 
 @pytest.mark.row(133)

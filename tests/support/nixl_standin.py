@@ -65,7 +65,7 @@ class nixl_agent:
         return self.memory
 
     def deregister_memory(self, memory: Regions, backends: list[str]) -> None:
-        assert memory is self.memory and backends == ["UCX"]
+        assert memory is self.memory and backends == ["UCX"] and not self.known
         self.memory = []
         del AGENTS[self.name]
 
