@@ -121,6 +121,10 @@ def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
     assert not layer.expert_load.any() and not layer.report().stages
     strided_TH = torch.cat((tokens(3), tokens(3)), 1)[:, HIDDEN:]
     assert torch.equal(layer(strided_TH), layer(tokens(3)))
+    prepared, load_E = layer._prepared, layer.expert_load
+    assert prepared is not None and prepared.call_for(tokens(3), load_E, None) is not None
+    for x_TH, counted in ((strided_TH, load_E), (tokens(3), load_E.int()), (tokens(3), load_E[:-1])):
+        assert prepared.call_for(x_TH, counted, None) is None
 
 
 def test_two_micro_batches_and_two_threads_at_once(layer: MoELayer) -> None:

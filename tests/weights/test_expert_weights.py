@@ -290,6 +290,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: dict[str, object], 
         ExpertWeights.from_engine(**(of_engine("fp8_block", "gate_up")[1] | change))
 
 
+def test_scales_of_plain_values_are_refused() -> None:
+    given, ones = {"w13": torch.randn(2, 8, 4), "w2": torch.randn(2, 4, 4)}, torch.ones(2)
+    for name in ("w2_scale", "w13_scale", "w2_global_scale", "w13_global_scale"):
+        with pytest.raises(
+            ShapeError, match=rf"{name[: name.index('_')]} has a scale but torch.float32 values without"
+        ):
+            ExpertWeights.from_engine(**given, **{name: ones})
+
+
 ENGINE_KINDS = [*KINDS, "int4_g32", "int4_g32_zp", "int8_row_zp"]
 BAD = (0.0, -1.0, float("inf"), float("-inf"), float("nan"))
 
