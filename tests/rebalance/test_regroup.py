@@ -187,6 +187,14 @@ def test_ranks_that_noticed_the_loss_at_different_steps_go_on_at_one() -> None:
     assert serves_right(left)
 
 
+def test_layers_of_different_groups_have_no_manager() -> None:
+    two, three = group(2)[0].layer, group(3)[0].layer
+    with pytest.raises(ConfigError, match=r"layers and their groups have \[2, 3\] ranks; they must all have the same"):
+        RebalanceManager([two, three])
+    with pytest.raises(ConfigError, match="no layers were passed"):
+        RebalanceManager([])
+
+
 def test_what_is_reported_of_a_loss_counts_sole_copies() -> None:
     with pytest.warns(
         RebalanceWarning, match=r"ranks \[0\] are lost and with them the only copies of 2 experts in 1 l"
