@@ -44,6 +44,9 @@ DEEPSEEK_LIKE = (
     "dots1",
     "nemotron_h",
     "kimi_linear",
+    "glm5_next",
+    "hy_v4",
+    "bailing_hybrid",
 )
 SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
@@ -64,7 +67,7 @@ GPT_OSS = ("gpt_oss",)
 LLAMA4 = ("llama4",)
 DEEPSEEK_V4 = ("deepseek_v4",)
 FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4)
-WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3")
+WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next")
 """Multimodal models, whose text_config describes the layers."""
 UNSUPPORTED = {
     "gemma4": "a norm and a scale of its own before the router, and a scale for each expert",
@@ -80,12 +83,13 @@ _OF_STEP = {
     "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "moe_router_activation": "scoring_func",
     "moe_router_scaling_factor": "routed_scaling_factor", "use_moe_router_bias": "use_routing_bias",
 }  # fmt: skip
+_OF_KIMI = {
+    "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
+}  # fmt: skip
 _RENAMED: Mapping[str, Mapping[str, str]] = {
-    "kimi_linear": {
-        "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
-        "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
-    },
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI),
     **dict.fromkeys(STEP, _OF_STEP),
 }  # fmt: skip
 """Keys of a family with the meaning of a key that others have, and that key."""
@@ -119,6 +123,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mistral4": _ONE | {"n_shared_experts": 1, "topk_method": "group_limited_greedy"},
     "llama4": _ONE | {"n_shared_experts": 1},
+    "glm5_next": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0},
+    "hy_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0},
+    "bailing_hybrid": _V3,
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 }
 """Of each family's configuration class."""
@@ -176,6 +183,7 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
         "latent_moe_use_norm": FLAG, "rms_norm_eps": FACTOR, "activation_situ_beta": FACTOR,
         "activation_situ_linear_beta": FACTOR, "use_grouped_topk": FLAG,
     },
+    **dict.fromkeys(("glm5_next", "hy_v4"), _COMMON | _GROUPED | {"hidden_act": _SILU, "swiglu_limit": LIMIT}),
     "llama4": _COMMON | {"intermediate_size": COUNT, "interleave_moe_layer_step": COUNT, "moe_layers": ANY},
     "mixtral": _COMMON | {"intermediate_size": COUNT},
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
@@ -194,10 +202,11 @@ _OTHER_PARTS = {
     **dict.fromkeys(STEP, ("moe_layers_enum", "moe_every_n_layer", "need_fp32_gate", "use_moe", "mlp_bias",
                            "use_head_wise_attn_gate")),
     "llama4": ("intermediate_size_mlp", "floor_scale"),
+    "bailing_hybrid": ("layer_group_size", "kda_safe_gate"),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
-_TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": SOFTMAX_GROUPED,
-                 "group_limited_greedy": SOFTMAX_GROUPED}  # fmt: skip
+_TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": ("deepseek_v2",),
+                 "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
     ("n_routed_experts", "num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"),
     ("intermediate_size", "moe_intermediate_size"), ("torch_dtype", "dtype"),
@@ -337,7 +346,7 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
     if family == "llama4" and hf.get("num_experts_per_tok") not in (None, 1):
         problems.append(f"num_experts_per_tok is {hf['num_experts_per_tok']!r}, one expert a token is supported")
     method = hf.get("topk_method")
-    if method is None and family in SOFTMAX_GROUPED and hf.get("n_group") not in (None, 1):
+    if method is None and family == "deepseek_v2" and hf.get("n_group") not in (None, 1):
         problems.append(f"n_group is {hf['n_group']!r} and topk_method is absent: state group_limited_greedy or greedy")
     if method is not None and family not in _TOPK_METHODS.get(str(method), ()):
         fitting = [name for name, families in _TOPK_METHODS.items() if family in families]
@@ -361,6 +370,10 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         clamped = {"swiglu_limit": hf.get("activation_situ_linear_beta"), "swiglu_alpha": hf["activation_situ_beta"]}
     if family == "kimi_linear" and hf.get("moe_latent_size") and hf["latent_moe_use_norm"]:
         clamped["latent_norm"] = _first(hf, where, "rms_norm_eps")
+    if family in ("glm5_next", "hy_v4") and hf["swiglu_limit"]:
+        activation, clamped = "swiglu_limit", {"swiglu_limit": hf["swiglu_limit"]}
+        if family == "hy_v4" and hf["n_shared_experts"]:
+            clamped["shared_activation"] = "silu"
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")

@@ -47,8 +47,8 @@ _GROUPS = {(256, 7168): (8, 4), (384, 7168): (1, 1), (160, 5120): (8, 3), (64, 2
 """(groups, groups kept) by (experts, hidden size) of DeepSeek-V3 and R1, Kimi-K2, DeepSeek-V2, and -V2-Lite and
 Moonlight, as n_group and topk_group of their config.json.
 
-Converters state them since October 2025. The loader of llama.cpp reads both keys as optional and routes
-over all experts without them, which differs from the models of the first and the third entry.
+The loader of llama.cpp reads both keys as optional and routes over all experts without them, which differs from the
+models of the first and the third entry.
 Source: `load_hparams` in src/llama-model.cpp (github.com/ggml-org/llama.cpp), config.json of the models.
 """
 

@@ -261,6 +261,7 @@ LLAMA4 = replace(
     shared="shared_expert.{p}.weight",
     shared_scale="shared_expert.{p}.weight_scale_inv",
 )
+LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
 STEP = Convention(
     name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
     expert="moe.{p}.weight", expert_scale="moe.{p}.weight_scale_inv",
@@ -279,7 +280,7 @@ CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
         OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
-        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
+        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
     )
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ _NAMES = {
     "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
     "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
     "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
-    "step3p5": "step", "step3p7": "step",
+    "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {
