@@ -95,6 +95,8 @@ class MoELayer(WithoutParameters):
     """The ranks that hold slices of the same experts."""
     dp = Part[Communicator]("state.grid.dp")
     """The ranks whose expert loads are summed."""
+    on_lost_expert = Part[str]("state.backends.config.parallel.on_lost_expert")
+    """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
     router = Part[Router]("routing.router")
     """Chooses experts by scores; may be replaced."""
     hash_router = Part[HashRouter | None]("routing.hash_router")
@@ -220,11 +222,6 @@ class MoELayer(WithoutParameters):
     def live(self) -> LivePlacement:
         """Changes of the placement and of the backends while the layer serves; `rebalance` calls these."""
         return LivePlacement(self)
-
-    @property
-    def on_lost_expert(self) -> str:
-        """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
-        return self.config.parallel.on_lost_expert
 
     @property
     def dropped_assignments(self) -> int:
@@ -541,13 +538,8 @@ class MoELayer(WithoutParameters):
             check_hidden_states(hidden_states, self.dtype, self.device, hidden_size, max_num_tokens)
         return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A second layer over the same groups, with weights of its own."""
-        return copied(self, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Settings and weights. Raises ConfigError for process groups, which cannot be pickled."""
-        return pickled(self)
+    __deepcopy__ = copied
+    __reduce__ = pickled
 
     def extra_repr(self) -> str:
         """The chosen backends and sizes."""
