@@ -123,6 +123,7 @@ def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
     assert torch.equal(layer(strided_TH), layer(tokens(3)))
     prepared, load_E = layer._prepared, layer.expert_load
     assert prepared is not None and prepared.call_for(tokens(3), load_E, None) is not None
+    assert layer(tokens(2)) is not None and layer._prepared is prepared, "made once"
     for x_TH, counted in ((strided_TH, load_E), (tokens(3), load_E.int()), (tokens(3), load_E[:-1])):
         assert prepared.call_for(x_TH, counted, None) is None
 

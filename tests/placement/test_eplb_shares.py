@@ -15,7 +15,7 @@ from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
 from moe_mk.placement.balance.policies import cluster_fill, clusters_of
 from moe_mk.placement.balance.shares import balance_of, copies_of, equal_shares, gpu_time, poured_shares
-from moe_mk.placement.balance.spread import fill_empty, num_twins, spread, swap_refined
+from moe_mk.placement.balance.spread import fill_empty, imbalance, num_twins, spread, swap_refined
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import Topology, plan, resplit
 
@@ -221,3 +221,9 @@ def test_empty_slots_get_the_heaviest_expert_per_copy_that_is_not_there_yet():
 
 def test_equal_shares_count_copies():
     assert equal_shares(np.array([[0, 1, 0, 0, -1]]), 2).tolist() == [[1 / 3, 1, 1 / 3, 1 / 3, 0]]
+
+
+def test_imbalance_by_hand_and_of_no_load() -> None:
+    # Speeds 1 and 3 with 2 slots each: 2 and 6 are even; 4 and 4 take 4 where 8 over 4 are 2.
+    piece = np.array([[1.0, 1.0, 2.0, 4.0], [4.0, 0.0, 4.0, 0.0], [0.0] * 4])
+    assert imbalance(piece, sites_of(2, 2, (1.0, 3.0))).tolist() == [1.0, 2.0, 1.0]
