@@ -78,7 +78,7 @@ def test_any_layer_gives_what_the_reference_gives(stated: dict[str, Any], count:
         return
     tensors = tensors_of(layer.spec, seed)
     layer.load_weights(tensors)
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed + 1000)  # not that of the tensors, which starts with the gate
     x_TH = torch.randn((count, config.model.hidden_size), generator=draw).to(layer.dtype)
     vocabulary = config.router.hash_vocabulary
     ids_T = None if vocabulary is None else torch.randint(vocabulary, (count,), generator=draw)
@@ -135,7 +135,8 @@ def test_an_equation_holds_over_two_ranks(name: str) -> None:
     model = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "quant": {"weights": "fp32"}} | model
     config = MoEConfig.parse({"model": model, "router": {"top_k": 3} | router}, "a test")
     tensors = tensors_of(layer_spec_of(config), 1)
-    x_TH = torch.randn((6, 64), generator=torch.Generator().manual_seed(1))
+    # Not the seed of the tensors: a token would equal a row of the gate, and have one expert of weight 1.
+    x_TH = torch.randn((12, 64), generator=torch.Generator().manual_seed(2))
     whole = load_layer(MappingSource(tensors), 0, layer_spec_of(config), owned=range(8), prefix="")
     expected = dense_layer(x_TH, config, whole).y_TH
     for grid, sizes in GRIDS.items():
@@ -143,7 +144,7 @@ def test_an_equation_holds_over_two_ranks(name: str) -> None:
         names = ["tp" if grid == "tp" else "ep"] * 2
         groups = [ParallelGroups(**{n: comm}) for n, comm in zip(names, world.communicators(), strict=True)]
         layers = [MoELayer(config.with_(**sizes), dtype=torch.float32, groups=each) for each in groups]
-        tokens = [x_TH[:2], x_TH[2:]] if grid == "ep" else [x_TH, x_TH]
+        tokens = [x_TH[:5], x_TH[5:]] if grid == "ep" else [x_TH, x_TH]
         jobs = [partial(each.load_weights(tensors), mine) for each, mine in zip(layers, tokens, strict=True)]
         found = world.together(jobs)
         for y_TH in [torch.cat(found)] if grid == "ep" else found:
