@@ -42,7 +42,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 26_260,
     "library lines": 52_780,
-    "test lines": 69_220,
+    "test lines": 69_240,
     "tool and benchmark lines": 10_810,
     "long files": 0,
     "frames at EP=1": 14,

@@ -79,6 +79,12 @@ def through_fp8(x: Tensor, rounding: Rounding = Rounding.FP8) -> Tensor:
 
 
 def activate(mode: ExpertsMode, gate: Tensor, up: Tensor | None) -> Tensor:
+    if mode.activation is Activation.SITU:
+        assert up is not None
+        soft = mode.alpha * torch.tanh(gate / mode.alpha) * torch.sigmoid(gate)
+        return soft * (mode.limit * torch.tanh(up / mode.limit) if mode.limit > 0 else up)
+    if mode.activation is Activation.SILU_LIMIT:
+        gate = functional.silu(gate)
     if mode.limit > 0:
         gate = gate.clamp(max=mode.limit)
         up = None if up is None else up.clamp(-mode.limit, mode.limit)
@@ -88,6 +94,7 @@ def activate(mode: ExpertsMode, gate: Tensor, up: Tensor | None) -> Tensor:
         Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
         Activation.RELU2: lambda x: functional.relu(x).square(),
         Activation.SWIGLU_OAI: lambda x: x * torch.sigmoid(mode.alpha * x),
+        Activation.SILU_LIMIT: lambda x: x,
     }
     acted = kinds[mode.activation](gate)
     if up is None:
