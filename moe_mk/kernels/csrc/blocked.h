@@ -46,6 +46,18 @@ inline const float* tile_scales(const Columns& w, int pair, int tile) {
   return w.scales == nullptr ? nullptr : w.scales + (size_t(pair) * 2 + tile) * w.num_blocks;
 }
 
+// How far ahead a stream of weights prefetches: at the end of its last pair the beginning of what is multiplied next, so that a
+// stream does not begin with the latency of memory. Streams of one task end, and begin, equally far apart.
+struct StreamAhead {
+  ptrdiff_t near, far;
+  int turn;  // the first step that prefetches far
+
+  StreamAhead(const Columns& w, int pair, int pairs)
+      : near(w.prefetch), far(w.after == nullptr ? near : near + (w.after - (w.data + pairs * w.pair_bytes))),
+        turn(pair + 1 < pairs ? w.num_steps : w.num_steps - int(w.prefetch / w.step_bytes)) {}
+  inline __attribute__((always_inline)) ptrdiff_t at(int step) const { return step < turn ? near : far; }
+};
+
 // Memory to prefetch while a group is multiplied: `lines` cache lines every four k pairs, 0: none.
 struct Ahead {
   const uint8_t* data;

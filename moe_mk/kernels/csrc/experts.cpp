@@ -57,8 +57,8 @@ bool run_down(Layer& layer) {
   return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, ThreadScratch& buffers) {
     auto* sums = reinterpret_cast<float*>(layer.pool->arena(member, kSums, sum_bytes));
     if (sums == nullptr) return false;
-    const int first = int(task) * size;
-    down_projection(layer, {layer, first, std::min(size, pairs - first), sums}, buffers);
+    const int first = int(task) * size, next = first + c.threads * size;
+    down_projection(layer, {layer, first, std::min(size, pairs - first), next < pairs ? next : -1, sums}, buffers);
     return true;
   });
 }
@@ -68,8 +68,9 @@ bool run_layer(Layer& layer) {
   if (!prepare_inputs(layer) || !tile_inputs(layer) || !place_hidden(layer)) return false;
   const std::vector<Task> tasks = up_tasks(layer);
   const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, ThreadScratch& buffers) {
-    const Task& t = tasks[task];
-    up_projection(layer, *t.set, t.slot, t.first, t.count, buffers);
+    const Task &t = tasks[task], *next = size_t(task + c.threads) < tasks.size() ? &tasks[task + c.threads] : nullptr;
+    const uint8_t* after = next == nullptr ? nullptr : layer.start(next->set->w13, next->slot, next->first);
+    up_projection(layer, *t.set, t.slot, t.first, t.count, after, buffers);
     return true;
   });
   return first_half && (!c.quantize || quantize_all_hidden(layer)) && run_down(layer);

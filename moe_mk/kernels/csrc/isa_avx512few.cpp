@@ -38,7 +38,7 @@ struct Sums {
 // One step of k from `first` to `last` of its lines: decode each tile's rows, multiply every row of x with them.
 template <int N, int P, typename Decode>
 inline __attribute__((always_inline)) void dot_lines(const Decode& decode, size_t apart, const uint8_t* at, int first, int last,
-                                                      const Rows& rows, int step, int ahead, Sums<N, P>& sums) {
+                                                      const Rows& rows, int step, ptrdiff_t ahead, Sums<N, P>& sums) {
   constexpr int kRows = Decode::kRows;
 #pragma GCC unroll 8
   for (int line = first; line < last; ++line) {
@@ -67,7 +67,7 @@ template <int N, int P, typename Decode, typename Scales>
 void few(const Columns& w, int pair, int apart, const Rows& rows, float* totals) {
   constexpr int kLines = kStep / 2 / Decode::kRows, kPart = kLines / Scales::kPerStep;
   const Decode decode;
-  const int ahead = w.prefetch;
+  const StreamAhead ahead(w, pair, P == 2 ? apart : w.num_pairs);
   Sums<N, P> sums;
   sums.clear(sums.open);
   sums.clear(sums.all);
@@ -77,8 +77,8 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, float* totals)
     const int steps = w.num_steps - step0 < w.steps_per_block ? w.num_steps - step0 : w.steps_per_block;
     for (int s = step0; s < step0 + steps; ++s)
       for (int part = 0; part < Scales::kPerStep; ++part) {
-        dot_lines<N, P>(decode, apart * w.pair_bytes, data + s * w.step_bytes, part * kPart, (part + 1) * kPart, rows, s, ahead,
-                        sums);
+        dot_lines<N, P>(decode, apart * w.pair_bytes, data + s * w.step_bytes, part * kPart, (part + 1) * kPart, rows, s,
+                        ahead.at(s), sums);
 #pragma GCC unroll 4
         for (int t = 0; t < (Scales::kGrouped ? 2 * P : 0); ++t) {
           const uint8_t* from = group_scales(w, pair + (t >> 1) * apart, s) + part * kPairColumns + (t & 1) * kTileColumns;

@@ -104,6 +104,7 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
   const int part_steps = w.part_pairs / (kStep / 2), num_parts = row_parts(w), base = FourBits && Minima ? 0 : code_base(w);
   const size_t pair_apart = apart * w.pair_bytes;
   const ScalesAhead scales_ahead(w);
+  const StreamAhead ahead(w, pair, P == 2 ? apart : w.num_pairs);
   alignas(64) float scales[P][kSuperSteps * kPairColumns], minima[P][kSuperSteps * kPairColumns];
   __m512i open[N][2 * P];
   __m512 all[N][2 * P];
@@ -126,13 +127,14 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
       }
       for (int s = step0 + done; s < step0 + last; ++s) {
         const uint8_t* from = data + s * w.step_bytes;
+        const ptrdiff_t far = ahead.at(s);
 #pragma GCC unroll 8
         for (int line = 0; line < kLines; ++line) {
           __m512i weights[2 * P][kQuads];
 #pragma GCC unroll 4
           for (int t = 0; t < 2 * P; ++t) {
             const uint8_t* tile = from + (t >> 1) * pair_apart + line * 128 + (t & 1) * 64;
-            _mm_prefetch(reinterpret_cast<const char*>(tile + w.prefetch), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(tile + far), _MM_HINT_T0);
             unsigned_codes<FourBits>(tile, weights[t]);
           }
 #pragma GCC unroll 4

@@ -22,7 +22,7 @@ struct PartSums {
 // Decodes lines First to Last of one step of each tile and multiplies every row of x with them.
 template <int First, int Last, int N, int P, typename Decode>
 inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const uint8_t* at, size_t apart, const uint8_t* const* x,
-                                                      int ahead, PartSums<N, P>& sums) {
+                                                      ptrdiff_t ahead, PartSums<N, P>& sums) {
   constexpr int kRows = Decode::count(First), kRow = Decode::first(First);
   // Tile by tile: rows of one are four registers.
 #pragma GCC unroll 4
@@ -45,6 +45,7 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, const float* s
   const int part_steps = w.part_pairs * 2 / kStep, num_sums = w.num_steps;
   const size_t pair_apart = apart * w.pair_bytes;
   const ScalesAhead scales_ahead(w);
+  const StreamAhead ahead(w, pair, P == 2 ? apart : w.num_pairs);
   alignas(64) float scales[P][kSuperSteps * Decode::kPerStep * kPairColumns], minima[P][Minima ? kSuperSteps * kPairColumns : 16];
   PartSums<N, P> sums;
 #pragma GCC unroll 4
@@ -79,10 +80,10 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, const float* s
       const uint8_t *at = data + s * w.step_bytes, *x[N];
       for (int m = 0; m < N; ++m) x[m] = reinterpret_cast<const uint8_t*>(rows.bf16(m)) + size_t(s) * kRowBytes;
       constexpr int kHalf = Decode::kLines / Decode::kPerStep;
-      dot_lines<0, kHalf>(decode, at, pair_apart, x, w.prefetch, sums);
+      dot_lines<0, kHalf>(decode, at, pair_apart, x, ahead.at(s), sums);
       if constexpr (Decode::kPerStep == 2) {
         close(s);
-        dot_lines<kHalf, Decode::kLines>(decode, at, pair_apart, x, w.prefetch, sums);
+        dot_lines<kHalf, Decode::kLines>(decode, at, pair_apart, x, ahead.at(s), sums);
         close(s);
       } else if (--left == 0 || s + 1 == step0 + steps) {
         close(s);

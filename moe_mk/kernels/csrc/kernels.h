@@ -55,6 +55,7 @@ struct Columns {
   int streamed_rows = kStreamedRows, tile_rows = kIntegerTileRows;
   int few_part_rows = 0;       // up to this many rows AMX multiplies weights in parts by VDPBF16PS
   int exact_rows = 0;          // up to this many rows AMX multiplies the scales of parts into sums, above into weights
+  const uint8_t* after = nullptr;  // what this thread probably multiplies next; null: unknown
 
   bool must_be_decoded() const { return format != kBf16; }
 };

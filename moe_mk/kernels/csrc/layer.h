@@ -200,6 +200,8 @@ struct Layer {
     const int most = call.task_pairs != 0 ? call.task_pairs : kMaxPairs;
     return reads_tiles() && rows > streamed_rows() ? std::min(most, kPanelPairs) : most;
   }
+  // Where the weights of some columns begin.
+  const uint8_t* start(const Matrix& matrix, int slot, int first) const { return matrix.columns(slot, first, 1, 0, 0).data; }
   size_t gather_bytes() const { return call.gather_kib != 0 ? size_t(call.gather_kib) << 10 : built_in_gather_bytes(); }
   Columns columns(const Matrix& matrix, int slot, int first, int count) const {
     Columns w = matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());

@@ -15,11 +15,13 @@ void multiply(const Layer& layer, const Columns& w, const Rows& rows, const Thre
 int rows_at_a_time(const TiledRows& tiles) { return tiles.data != nullptr ? kMaxTiledRows : kMaxRows; }
 
 // Phase 1 of one task.
-void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const ThreadScratch& buffers) {
+void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const uint8_t* after,
+                   const ThreadScratch& buffers) {
   const MoeMkExperts& c = layer.call;
   const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
   const int64_t x_blocks = layer.row_scales(set.w13), begin = set.plan.offset[slot];
-  const Columns w = layer.columns(set.w13, slot, first, count);
+  Columns w = layer.columns(set.w13, slot, first, count);
+  w.after = after;
   const int wide = c.gated ? kTileColumns : kPairColumns;
   for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {
     const TiledRows tiles = set.tiles_of_x(slot, done);
@@ -50,7 +52,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
 // Sums of one block of output columns: [R][count * 32] f32; a row with a single term is written directly.
 struct OutputBlock {
   const Layer& layer;
-  int first, count;
+  int first, count, next;  // next: the first pair of the block that this thread probably computes next; -1: none
   float* sums;
 
   int columns() const {
@@ -97,8 +99,11 @@ void down_projection(const Layer& layer, const OutputBlock& block, const ThreadS
   if (!layer.one_term()) std::memset(block.sums, 0, size_t(layer.call.num_rows) * block.count * kPairColumns * 4);
   for (const Set& set : layer.sets) {
     const int64_t h_blocks = layer.row_scales(set.w2);
-    for (int slot : set.plan.active) {
-      const Columns w = layer.columns(set.w2, slot, block.first, block.count);
+    for (size_t i = 0; i < set.plan.active.size(); ++i) {
+      const int slot = set.plan.active[i];
+      Columns w = layer.columns(set.w2, slot, block.first, block.count);
+      if (i + 1 < set.plan.active.size()) w.after = layer.start(set.w2, set.plan.active[i + 1], block.first);
+      else if (block.next >= 0) w.after = layer.start(set.w2, set.plan.active[0], block.next);
       for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {
         const TiledRows tiles = set.tiles_of_h(slot, done);
         n = std::min(rows_at_a_time(tiles), all - done);
