@@ -47,10 +47,6 @@ class OnePlanner:
         return None if self.planner.outbox is None else PlanMessage.decode(self.planner.outbox)
 
 
-def measured(one: OnePlanner) -> float:
-    return measure_balance(one.history.load("all"), one.ledger).step_over_ideal
-
-
 def test_without_a_wish_nothing_is_planned() -> None:
     one = OnePlanner().saw(8, 1, 1)
     assert not one.think() and one.finish() is None and one.planner.reason == ""
@@ -112,8 +108,8 @@ def test_shares_are_solved_anew_once_a_window_where_it_may_pay() -> None:
 @pytest.mark.parametrize("gain,announced", [(0.5, True), (0.51, False)])
 def test_new_shares_are_announced_if_they_gain_as_much_as_asked(gain: float, announced: bool) -> None:
     one = OnePlanner(resplit_gain=gain).saw(4, 4, 0)
-    assert measured(one) == 1.5  # 2 + 4 tokens on rank 0, 4 a rank are ideal
-    one.planner.wanted = False
+    # 2 + 4 tokens on rank 0, 4 a rank are ideal.
+    assert measure_balance(one.history.load("all"), one.ledger).step_over_ideal == 1.5
     one.think(uneven=9.0)
     assert (one.finish() is not None) == announced
     if not announced:

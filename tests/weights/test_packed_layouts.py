@@ -180,12 +180,8 @@ def test_awq_zero_points_of_symmetric_weights_are_all_the_middle() -> None:
 def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
     with pytest.raises(ConfigError, match=f"{packing} packs 8 numbers of 4 bits into a word.* 12 x 128"):
         packed_shapes(packing, GROUPED["int4_g32"], 12, 128)
-    for scheme, columns, problem in (
-        (GGUF["q4_k"], 300, "300"),
-        (MXFP4, 48, "48 col"),
-        (GROUPED["int4_g32"], 64, "64"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
+    for scheme, columns in ((GGUF["q4_k"], 300), (MXFP4, 48), (GROUPED["int4_g32"], 64)):
+        with pytest.raises(ConfigError, match=str(columns)):
             packed_shapes("gguf", scheme, 8, columns)
 
 
