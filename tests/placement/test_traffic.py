@@ -45,11 +45,11 @@ def test_chances_sum_to_one_for_experts_that_are_somewhere() -> None:
 
 
 def test_only_copies_with_a_share_on_living_ranks_are_reached() -> None:
-    # Rank 1 of node 0 is dead. Expert 0: one living copy of two; expert 1 has no share on node 0; slot 4 is empty.
-    slots, share = np.array([0, 1, 0, 0, -1, 1]), np.array([0.25, 0.0, 0.75, 0.0, 1.0, 1.0], np.float32)
+    # Rank 1 of node 0 is dead. Expert 0: one living copy with a share; expert 1 has none on node 0, expert 2 nowhere.
+    slots, share = np.array([0, 1, 0, 2, -1, 1]), np.array([0.25, 0.0, 0.75, 0.0, 1.0, 1.0], np.float32)
     topology = Topology(4, 2, (2, 1, 1, 2), alive=(True, False, True, True))
-    chance = node_chances(slots, share, 2, topology, "share")
-    assert chance.tolist() == [[[1, 0], [0, 1], [0, 0]]] * 3
+    chance = node_chances(slots, share, 3, topology, "share")
+    assert chance.tolist() == [[[1, 0], [0, 1], [0, 0], [0, 0]]] * 3
 
 
 @given(st.integers(0, 200))

@@ -148,14 +148,14 @@ def test_a_call_allocates_nothing_beyond_the_plan(tokens: int, hidden: int, top_
 
 
 @pytest.mark.row(141)
-@pytest.mark.parametrize("quant_mode,num_bytes", [(0, 1440 + 3040), (2, 1248 + 3040)])
+@pytest.mark.parametrize("quant_mode,num_bytes", [(0, 1680 + 3328), (2, 1392 + 3328)])
 def test_the_plan_by_hand(quant_mode: int, num_bytes: int) -> None:
-    # 3 tokens x 2 choices leave and, since a rank has 2 experts, 2 ranks x 3 tokens x 2 rows arrive at most; a row of 8
+    # 3 tokens x 3 choices leave and, since a rank has 2 experts, 2 ranks x 3 tokens x 2 rows arrive at most; a row of 8
     # elements is 16 bytes and 4 of its weight, or 8 bytes, 4 of its scale and 4 of its weight in INT8.
-    # Out: 4 * 6 * 20 + 4 * 12 * 20 = 1440, less in INT8. Back: 3 * 12 * 16 + 3 * 6 * 16 + 3 * 4 * 8 * 4 = 1248.
-    # Indices of 8 bytes: 12 * (6 + 12 + 3) + 16 * 4 experts * 2 ranks are 380.
+    # Out: 4 * 9 * 20 + 4 * 12 * 20 = 1680, less in INT8. Back: 3 * 12 * 16 + 3 * 9 * 16 + 3 * 4 * 8 * 4 = 1392.
+    # Indices of 8 bytes: 12 * (9 + 12 + 3) + 16 * 4 experts * 2 ranks are 416.
     options = replace(FOUR, quant_mode=quant_mode)
-    plan = plan_distribute(options, ranks=2, num_tokens=3, hidden_size=8, top_k=2, dtype=torch.bfloat16)
+    plan = plan_distribute(options, ranks=2, num_tokens=3, hidden_size=8, top_k=3, dtype=torch.bfloat16)
     assert (plan.rows, plan.num_bytes) == (12, num_bytes)
 
 
