@@ -128,7 +128,7 @@ def _settings(name: str, parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
         "num_experts": facts.num_experts,
         "num_shared_experts": 0 if shared is None else 1,
         "shared_intermediate_size": None if shared is None else shared.up_proj.weight.shape[0],
-        "activation": facts.activation,
+        **({} if facts.activation is None else facts.activation.settings()),
         "quant": quant,
     }
     return {"model": model, "router": _router_settings(parts, facts)}

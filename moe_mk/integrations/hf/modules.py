@@ -8,6 +8,7 @@ The activation of a module is determined by a test, because its name and flags m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,28 +28,83 @@ WIDTH = 96
 """Columns of a probe: of the gate, and of the up projection."""
 SPREADS = (1.0, 8.0, 100.0, 3000.0)
 """Standard deviations of its rows, so that a clamp shows."""
+FAR = 1e6
+"""Beyond every limit of an activation."""
+_SILU_1 = 1 / (1 + math.exp(-1))
 CLOSE = 1e-5
 """Relative; two ways to write one activation differ by an ulp or two of f32."""
 
 
-def activation_of(compute: Callable[[Tensor], Tensor], *, gated: bool, device: torch.device) -> str | None:
-    """The name of the activation that `compute` implements, or None if it is unknown.
+@dataclass(frozen=True)
+class Act:
+    """An activation with the parameters that `kernels.reference.activation` takes."""
+
+    name: str
+    alpha: float = 1.0
+    limit: float | None = None
+
+    def settings(self) -> dict[str, object]:
+        """Keys of `MoEConfig.model`."""
+        limits = {"swiglu_limit": self.limit, "swiglu_alpha": self.alpha} if self.limit is not None else {}
+        return {"activation": self.name, **limits}
+
+
+def activation_of(compute: Callable[[Tensor], Tensor], *, gated: bool, device: torch.device) -> Act | None:
+    """The activation that `compute` implements, or None if it is unknown.
 
     compute: (N, 2I) gate columns, then up columns, to (N, I); ungated (N, I) to (N, I).
     """
     probe = _probe(2 * WIDTH if gated else WIDTH, device)
     try:
-        got = compute(probe.clone())
+        got, candidates = compute(probe.clone()), [Act(name) for name in ACTIVATIONS]
+        candidates += _limited(compute, device) if gated else []
     except unless_signalled(
         RuntimeError, TypeError, ValueError, AttributeError
     ):  # it expects other shapes or dtypes: unknown
         return None
     gate, up = probe.chunk(2, dim=-1) if gated else (None, probe)
-    for name in ACTIVATIONS:
-        expected = activation(name, gate, up)
+    for each in candidates:
+        expected = activation(each.name, gate, up, alpha=each.alpha, limit=each.limit)
         if got.shape == expected.shape and torch.allclose(got.float(), expected, rtol=CLOSE, atol=CLOSE):
-            return name
+            return each
     return None
+
+
+def _limited(compute: Callable[[Tensor], Tensor], device: torch.device) -> list[Act]:
+    """The limited activations with the parameters that the function would have as one of them.
+
+    Measured at a gate of 1, which is below most limits, and far beyond any. What is measured wrongly does not
+    fit later.
+    """
+    pairs = [(1.0, 0.0), (1.0, 1.0), (1.0, FAR), (1.0, -FAR), (FAR, 1.0)]
+    probe = torch.tensor(pairs, dtype=torch.float32, device=device).repeat_interleave(WIDTH, dim=1)
+    none, one, most, least, widest = compute(probe)[:, 0].double().tolist()
+    up = (most - least) / 2  # the limit times the factor of the gate
+    found = []
+    for name, factor in (("swiglu_limit", _SILU_1), ("silu_limit", _SILU_1), ("swiglu_oai", none)):
+        limit = _rounded(up / factor) if factor else 0.0
+        if 0 < limit < FAR / 2 and 0 < factor < 1:
+            alpha = _rounded(math.log(none / (1 - none))) if name == "swiglu_oai" else 1.0
+            found.append(Act(name, alpha, limit))
+    for limit in _soft_limits(up / one) if one else ():
+        found.append(Act("situ", _rounded(widest / (limit * math.tanh(1 / limit))), limit))
+    return found
+
+
+def _soft_limits(ratio: float) -> list[float]:
+    """The l with l / (l tanh(1 / l)) = ratio, by bisection, where there is one."""
+    low, high = 1e-3, FAR
+    if not 1 / math.tanh(1 / low) <= ratio <= 1 / math.tanh(1 / high):
+        return []
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if 1 / math.tanh(1 / middle) < ratio else (low, middle)
+    return [_rounded(low)]
+
+
+def _rounded(value: float) -> float:
+    """A parameter without the error of its measurement: published ones have at most four digits."""
+    return float(f"{value:.4g}")
 
 
 def _probe(columns: int, device: torch.device) -> Tensor:
@@ -82,7 +138,7 @@ class ModuleFacts:
     """Whether gate and up columns alternate."""
     biased: bool
     post_norm: bool
-    activation: str | None
+    activation: Act | None
     """A known activation, or None: the module has a custom gate."""
     scheme: QuantScheme
     device: torch.device

@@ -19,7 +19,7 @@ from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.files import read_json
-from moe_mk.integrations.hf.modules import activation_of, free_weights, is_experts
+from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_experts
 from moe_mk.integrations.hf.op import routing_of
 from moe_mk.integrations.hf.plan import check_settings, top_k_of
 from moe_mk.layer import MoELayer
@@ -336,7 +336,7 @@ def _module_reasons(module: nn.Module, facts: LayerFacts) -> list[str]:
     return [*reasons, *(f"it has {what}, which packed experts do not compute" for what, has in features.items() if has)]
 
 
-def _activation_of(module: nn.Module) -> str | None:
+def _activation_of(module: nn.Module) -> Act | None:
     compute = module._apply_gate if module.has_gate else module.act_fn
     return activation_of(compute, gated=bool(module.has_gate), device=torch.device("cpu"))  # type: ignore[arg-type]
 
@@ -350,7 +350,7 @@ def _described(model: nn.Module, module: nn.Module, facts: LayerFacts) -> dict[s
             "moe_intermediate_size": facts.intermediate_size,
             "num_experts": facts.num_experts,
             "num_shared_experts": 0,
-            "activation": _activation_of(module),
+            **(_activation_of(module) or Act("silu")).settings(),
             "quant": {"weights": facts.kind, "down": facts.down or None},
         },
         "router": {"top_k": top_k_of(owner, facts.num_experts), "has_correction_bias": False},

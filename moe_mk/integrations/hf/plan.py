@@ -31,7 +31,7 @@ from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.integrations.engine_experts import direct_call
-from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, free_weights, tensors_of, weights_of
+from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.prepared import can_be_called, record_as_stages
@@ -286,7 +286,7 @@ def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str,
         "hidden_size": facts.hidden_size,
         "moe_intermediate_size": facts.intermediate_size,
         "num_experts": num_experts,
-        "activation": facts.activation or "silu",
+        **(facts.activation or Act("silu")).settings(),
         "quant": quant,
     }
     parallel = {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,10 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.modules import activation_of, facts_of
+from moe_mk.integrations.hf.modules import Act, activation_of, facts_of
 from moe_mk.integrations.hf.tiny import tiny_model
-from moe_mk.integrations.transformers import (
-    prepare,
-)
+from moe_mk.integrations.transformers import prepare
+from moe_mk.kernels.reference.activation import CLAMPED, activation
 from tests.integrations.hf.cases import deepseek, experts_of
 from tests.integrations.hf.classes import EXPERTS, HIDDEN, experts_classes, tiny_call
 
@@ -28,19 +29,20 @@ from tests.integrations.hf.classes import EXPERTS, HIDDEN, experts_classes, tiny
         ("NemotronHExperts", (), "relu2"),
         ("AriaExperts", ("transposed weights",), "silu"),
         ("MuseSparkExperts", ("a norm after each expert",), "silu"),
-        ("DeepseekV4Experts", ("a custom gate",), None),
-        (
-            "GptOssExperts",
-            ("transposed weights", "interleaved gate and up", "biases", "a custom gate"),
-            None,
-        ),
+        ("DeepseekV4Experts", (), Act("swiglu_limit", 1.0, 7.0)),
+        ("MiniMaxM3VLExperts", (), Act("swiglu_oai", 1.702, 7.0)),
+        ("Inkling2Experts", (), Act("situ", 5.0, 4.0)),
+        ("GptOssExperts", ("transposed weights", "interleaved gate and up", "biases", "a custom gate"), None),
     ],
 )
-def test_what_a_module_is_is_found_by_trying(name: str, oddities: tuple[str, ...], activation: str | None) -> None:
+def test_what_a_module_is_is_found_by_trying(
+    name: str, oddities: tuple[str, ...], activation: str | Act | None
+) -> None:
     if name not in {cls.__name__ for cls in experts_classes()}:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     facts = facts_of(experts_of(name))
-    assert (facts.oddities, facts.activation, facts.canonical) == (oddities, activation, not oddities)
+    wanted = Act(activation) if isinstance(activation, str) else activation
+    assert (facts.oddities, facts.activation, facts.canonical) == (oddities, wanted, not oddities)
     assert (facts.num_experts, facts.hidden_size) == (EXPERTS, HIDDEN)
 
 
@@ -50,8 +52,25 @@ def test_a_clamp_in_a_gate_is_noticed() -> None:
         return torch.nn.functional.silu(gate) * up
 
     assert activation_of(clamped, gated=True, device=torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", CLAMPED)
+def test_the_parameters_of_a_limited_activation_are_measured(name: str, seed: int) -> None:
+    draw = random.Random(f"{name} {seed}")
+    # Beyond 10 a clamp after SiLU is one before it.
+    limit = float(f"{draw.uniform(1.5, 8 if name == 'silu_limit' else 30):.3g}")
+    alpha = float(f"{draw.uniform(0.5, 8):.3g}") if name in ("swiglu_oai", "situ") else 1.0
+
+    def compute(x: Tensor) -> Tensor:
+        return activation(name, *x.chunk(2, dim=-1), alpha=alpha, limit=limit)
+
+    assert activation_of(compute, gated=True, device=torch.device("cpu")) == Act(name, alpha, limit)
+
+
+def test_an_activation_without_a_clamp_is_found() -> None:
     plain = lambda x: torch.nn.functional.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]  # noqa: E731
-    assert activation_of(plain, gated=True, device=torch.device("cpu")) == "silu"
+    assert activation_of(plain, gated=True, device=torch.device("cpu")) == Act("silu")
 
 
 def test_what_cannot_be_computed_is_named_before_any_work() -> None:
