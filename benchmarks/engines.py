@@ -34,7 +34,10 @@ CASES = {"batch 1": (1, 16, 32), "batch 4": (4, 16, 32), "batch 16": (16, 16, 16
 """Sequences, tokens of each prompt, new tokens of each."""
 LONGEST, MOST = 1024, 16
 """Tokens of a sequence, and sequences, that an engine has room for."""
-USUAL = ("vllm", "vllm+moe_mk", "vllm+zentorch", "vllm+zentorch+moe_mk", "transformers", "transformers+moe_mk")
+USUAL = (
+    "vllm", "vllm+moe_mk", "vllm+zentorch", "vllm+zentorch+moe_mk",
+    "transformers", "transformers+moe_mk", "transformers+moe_mk+blocks",
+)  # fmt: skip
 Generate = Callable[[Sequence[Sequence[int]], int], object]
 """Called with prompts and the number of new tokens."""
 

@@ -18,6 +18,7 @@ from moe_mk.integrations.engine_experts import EngineWeights
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import kind_of
 from moe_mk.quant.kinds import BLOCK_KINDS, scheme_of_kind
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.packed_layouts import unpack
 
 LAYERS = "vllm.model_executor.layers"
@@ -186,13 +187,18 @@ def _stems(found: MoeFormat, method: Any) -> Iterable[tuple[str, str]]:
 
 
 def _unpacked(name: str, packing: str, quant: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Stacks of packed integers in the layout of their scheme."""
+    """Stacks of packed integers in the layout of their scheme; views where rows of all experts are one matrix."""
     words, scheme = parts[""], scheme_of_kind(quant)
-    given = {part: tensor for part, tensor in parts.items() if tensor is not None}
-    each = [
-        unpack(packing, scheme, {part: (f"{name}_{part}", stack.detach()[e]) for part, stack in given.items()}).q
-        for e in range(words.shape[0])
-    ]
+    given = {part: tensor.detach() for part, tensor in parts.items() if tensor is not None}
+
+    def of(rows: Mapping[str, Tensor]) -> QuantTensor:
+        return unpack(packing, scheme, {part: (f"{name}_{part}", tensor) for part, tensor in rows.items()}).q
+
+    if packing == "compressed_tensors" and ("zeros" not in given or words.shape[1] == 8 * given["zeros"].shape[1]):
+        q = of({part: stack.flatten(0, 1) for part, stack in given.items()})
+        held = {"": q.values, "scale": q.scales, "zeros": q.zeros}
+        return {k: None if t is None else t.view(words.shape[0], -1, t.shape[-1]) for k, t in held.items()}
+    each = [of({part: stack[e] for part, stack in given.items()}) for e in range(words.shape[0])]
     zeros = [q.zeros for q in each if q.zeros is not None]
     scales = [q.scales for q in each if q.scales is not None]
     return {

@@ -257,7 +257,7 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
     program = [sys.executable, "-m", "tests.integrations.engines.vllm_host", str(folder), *arguments]
-    done = subprocess.run(program, env=os.environ, capture_output=True, text=True, timeout=115)
+    done = subprocess.run(program, env=os.environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     facts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     return {each["name"]: each for each in facts}
@@ -285,3 +285,16 @@ def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
     alone, ours = hosted(tmp_path, "--alone", "--eager", "bf16"), hosted(tmp_path, "--eager", "bf16")
     assert alone["bf16"]["calls"]["experts"] == 0
     assert alone["bf16"]["equal"] == ours["bf16"]["equal"]
+
+
+@pytest.mark.external
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # three processes import vLLM
+@pytest.mark.parametrize(("option", "experts", "width"), [("--tp", 8, 64), ("--ep", 4, 128)])
+def test_two_ranks_of_vllm_generate_the_tokens_of_transformers(
+    tmp_path: Path, option: str, experts: int, width: int
+) -> None:
+    found = hosted(tmp_path, "--eager", option, "bf16")["bf16"]
+    assert found["ranks"] == [[["cpu_native", experts, width, True]] * vllm_models.LAYERS] * 2
+    assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
+    assert found["equal"] >= 27, "of 36; the others are about as good"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_mk.integrations.engine_experts import EngineExperts
 from moe_mk.integrations.vllm_formats import FORMATS, weights_of
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.packed_layouts import pack
 from tests.integrations.engines.stand_ins import Activation, moe_config
+from tests.layer.native import NEEDS_COMPILER
 
 EXPERTS, HIDDEN, INNER = 2, 256, 128
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,3 +122,42 @@ def test_the_experts_are_those_that_were_quantised(name: str) -> None:
     assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
     held = {id(parameter) for parameter in layer.parameters()}
     assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
+
+
+@NEEDS_COMPILER
+@pytest.mark.thorough
+@pytest.mark.timeout(300)  # the first one compiles the kernels
+@pytest.mark.parametrize("name", ["UnquantizedFusedMoEMethod", "CompressedTensorsWNA16MoEMethod"])
+def test_the_peak_while_layers_are_packed_is_one_layer_above_the_end(name: str) -> None:
+    # Layers of about 100 MB: torch returns storages of more than 32 MB to the system.
+    hidden, inner, words = 1024, 512, name != "UnquantizedFusedMoEMethod"
+    method = SimpleNamespace(moe=moe_config(in_dtype=torch.bfloat16), num_bits=4, group_size=128, symmetric=True)
+    layers: list[Any] = []
+    for _ in range(2):
+        layer: Any = nn.Module()
+        vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
+        for side, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+            if words:
+                held = {"weight_packed": torch.full((128, n, k // 8), 0x59A6B7C8, dtype=torch.int32)}
+                held["weight_scale"] = torch.full((128, n, k // 128), 0.01, dtype=torch.bfloat16)
+            else:
+                held = {"weight": torch.full((32, n, k), 0.01, dtype=torch.bfloat16)}
+            for stem, tensor in held.items():
+                layer.register_parameter(f"{side}_{stem}", nn.Parameter(tensor, requires_grad=False))
+        layers.append(layer)
+    num_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
+    begin = _status("VmRSS")
+    packed = [
+        EngineExperts(f"layers.{at}", weights_of(layer, method, FORMATS[name]), top_k=2, release=True)
+        for at, layer in enumerate(layers)
+    ]
+    assert all(each.backend == "cpu_native" and each.is_released for each in packed)
+    above = (_status("VmHWM") - begin) / num_bytes
+    assert 0.5 < above < 1.5, "of a layer: the copy of one, and no second one"
+
+
+def _status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

@@ -1,8 +1,9 @@
 """Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER [--eager] [--alone] NAME...
+python vllm_host.py FOLDER [--eager] [--alone] [--tp] [--ep] NAME...
 
 Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
+--tp, --ep: on two ranks, each with a part of every expert, or with half of the experts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,21 @@ PROMPTS, TOKENS = [[5, 3, 8, 1], [7, 9, 11, 2, 40], [100, 3, 50]], 12
 ROUNDINGS = 8
 
 
-def generate(folder: Path, *, eager: bool, **more: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and their log probabilities for each prompt."""
+Made = list[tuple[list[int], list[float]]]
+"""Tokens and their log probabilities for each prompt."""
+
+
+def experts_of(model: Any) -> list[tuple[str, int, int, bool]]:
+    """In each rank of vLLM: the backend of each layer, its experts, their width, and whether vLLM's are freed."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    found = [method.experts_here for method in methods if hasattr(method, "experts_here")]
+    return [
+        (e.backend, e.num_experts, e.decision.problem.config.model.moe_intermediate_size, e.is_released) for e in found
+    ]
+
+
+def generate(folder: Path, *, eager: bool, **more: Any) -> tuple[Made, Any]:
+    """What it generates, and the experts of each rank."""
     import vllm
 
     engine = vllm.LLM(
@@ -31,10 +45,10 @@ def generate(folder: Path, *, eager: bool, **more: Any) -> list[tuple[list[int],
         (found,) = stated.outputs
         tokens = list(found.token_ids)
         made.append((tokens, [found.logprobs[at][token].logprob for at, token in enumerate(tokens)]))
-    return made
+    return made, engine.apply_model(experts_of)
 
 
-def compared(model: Any, made: list[tuple[list[int], list[float]]]) -> dict[str, float]:
+def compared(model: Any, made: Made) -> dict[str, float]:
     """How far transformers agrees, given the same tokens.
 
     behind: how much the chosen tokens are below the best at most, in log probability. off: how much their log
@@ -74,6 +88,7 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
     os.environ.update(
         VLLM_PLUGINS="" if "--alone" in options else "moe_mk", VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )  # fmt: skip
     import torch
 
@@ -98,8 +113,10 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
             model = vllm_models.write(name, folder / name)
             calls.clear()
             calls.update(experts=0, linear=0)
-            found = generate(folder / name, eager="--eager" in options)
-            facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls)}
+            parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": "--ep" in options}
+            more = parallel if {"--tp", "--ep"} & options else {}
+            found, ranks = generate(folder / name, eager="--eager" in options, **more)
+            facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
             print(json.dumps(facts | compared(model, found)), flush=True)
 
 
