@@ -32,6 +32,10 @@ class WeightError(MoEMKError, ValueError):
     """A checkpoint that is missing, incomplete, foreign or damaged."""
 
 
+class StoreError(WeightError):
+    """A store of packed experts that is missing, damaged, foreign, or changed while it is in use."""
+
+
 class UnsupportedError(MoEMKError, RuntimeError):
     """A request that is well formed but cannot be served here; carries every reason, not the first."""
 

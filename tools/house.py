@@ -37,12 +37,12 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 34,
+    "short ones, no plugins": 35,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_260,
-    "library lines": 52_820,
-    "test lines": 69_250,
+    "core lines": 26_780,
+    "library lines": 53_530,
+    "test lines": 69_620,
     "tool and benchmark lines": 10_810,
     "long files": 0,
     "frames at EP=1": 14,

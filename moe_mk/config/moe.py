@@ -212,6 +212,32 @@ class ParallelConfig(Settings):
     token are scaled to keep their sum."""
 
 
+class ResidencyConfig(Settings):
+    """Experts of which only some are in memory; the others are read from a store when they are needed."""
+
+    slots: int | None = Field(default=None, ge=1)
+    """Experts of a layer and rank in memory; or `bytes`."""
+    bytes: int | None = Field(default=None, ge=1)
+    """Memory for the experts of a layer and rank, at least one."""
+    store: Path
+    """The folder of the stores, one a layer and rank, named after what is in them; an absolute path. They are written
+    when a layer is loaded and used again by later processes."""
+    policy: str = "decayed"
+    """What makes room: decayed, lru, lfu, or a plugin of `moe_mk.residency_policies`."""
+
+    @model_validator(mode="after")
+    def _names_a_size(self) -> Self:
+        problems = []
+        if (self.slots is None) == (self.bytes is None):
+            both = "both are given" if self.slots is not None else "neither is given"
+            problems.append(f"residency takes slots or bytes, {both}")
+        if not self.store.is_absolute() or "\0" in str(self.store):
+            problems.append(f"residency.store={str(self.store)!r} is no absolute path")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
 class KernelConfig(Settings):
     """Selection of backends, and limits."""
 
@@ -232,6 +258,8 @@ class KernelConfig(Settings):
     cache_dir: Path | None = None
     """The folder of compiled CPU kernels, created for this user alone. None: ~/.cache/moe_mk/kernels, or a
     private temporary folder where that cannot be used."""
+    residency: ResidencyConfig | None = None
+    """Experts larger than memory, with experts that support it (cpu_native); None: all are in memory."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)

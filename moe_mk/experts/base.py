@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.external.device import without_autocast
@@ -75,6 +76,8 @@ class ExpertsTraits(Traits):
     """Whether the result of a row is bit-identical in every batch when kernel.batch_invariant is set."""
     copies_weights: bool = False
     """Whether `relayout` copies expert by expert on the host, so that one expert is held twice at a time."""
+    pages: bool = False
+    """Whether experts may be larger than memory, `kernel.residency`."""
     launches: int = 4
     """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
@@ -109,6 +112,8 @@ class ExpertsContext:
     """Whether native CPU kernels use threads of their own, not those of torch."""
     cache_dir: Path | None = None
     """The folder of compiled CPU kernels; None: as in `KernelConfig`."""
+    residency: ResidencyConfig | None = None
+    """Slots and store of experts larger than memory; None: all are in memory."""
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0
@@ -255,6 +260,9 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
         asked = "batch_invariant" if kernel.batch_invariant else "invariant"
         text = "gives a row other bits in other batches"
         reasons.append(Reason("batch_invariant", text, f"kernel.{asked} = false"))
+    if kernel.residency is not None and not traits.pages:
+        text = "keeps all experts in memory, and kernel.residency asks for a part of them"
+        reasons.append(Reason("residency", text, "kernel.experts = cpu_native, or kernel.residency = null"))
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
     needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]

@@ -15,6 +15,7 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.layer.gate import keeps_gate_in_f32
 from moe_mk.oracle.cost import expert_bytes, mlp_bytes
 from moe_mk.oracle.decide import INSIDE
+from moe_mk.oracle.memory import resident_experts
 from moe_mk.oracle.verdict import UNROUTED, Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
@@ -72,7 +73,15 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     expert = expert_bytes(problem)
     chosen = decision.chosen.experts
     packing = expert if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0
-    return MemoryReport(rank, num_slots, num_slots * expert, shared, gate, decision.buffer_bytes, packing)
+    return MemoryReport(
+        rank,
+        num_slots,
+        min(num_slots, resident_experts(problem)) * expert,
+        shared,
+        gate,
+        decision.buffer_bytes,
+        packing,
+    )
 
 
 @dataclass(frozen=True)

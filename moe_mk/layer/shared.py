@@ -62,9 +62,14 @@ def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
     backend = "reference" if chosen in MONOLITHIC else chosen
     context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
     own_model = config.model.of_shared()
-    config = config.model_copy(update={"model": own_model})
+    kernel = config.kernel.model_copy(update={"residency": None})
+    config = config.model_copy(update={"model": own_model, "kernel": kernel})
     context = replace(
-        context, hidden_size=problem.token_size, activation=own_model.activation, swiglu_limit=own_model.swiglu_limit
+        context,
+        hidden_size=problem.token_size,
+        activation=own_model.activation,
+        swiglu_limit=own_model.swiglu_limit,
+        residency=None,
     )
     alone = config
     if quant.shared_scheme is not None:

@@ -107,6 +107,7 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         batch_invariant=kernel.batch_invariant or kernel.invariant,
         own_threads=kernel.threads == "own",
         cache_dir=kernel.cache_dir,
+        residency=kernel.residency,
     )
 
 

@@ -33,8 +33,16 @@ class Buffers:
 
 
 def weights_bytes(problem: Problem) -> int:
-    """Bytes of this layer's experts on the rank with the most slots."""
-    return problem.slots * cost.expert_bytes(problem)
+    """Bytes in memory of this layer's experts on the rank with the most slots."""
+    return resident_experts(problem) * cost.expert_bytes(problem)
+
+
+def resident_experts(problem: Problem) -> int:
+    """Experts in memory on the rank with the most slots: all of them, or as many as `kernel.residency` states."""
+    residency = problem.config.kernel.residency
+    if residency is None:
+        return problem.slots
+    return min(problem.slots, residency.slots or max((residency.bytes or 0) // cost.expert_bytes(problem), 1))
 
 
 def buffers_of(

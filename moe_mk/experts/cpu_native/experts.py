@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import (
@@ -28,6 +29,7 @@ from moe_mk.experts.base import (
     FusedExperts,
     LayerCall,
 )
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordLayout, open_store, run_paged
 from moe_mk.experts.cpu_native.tuning import (
     CHOICES,
     MEASURED_BYTES,
@@ -46,6 +48,7 @@ from moe_mk.experts.cpu_native.weights import (
     storage_of,
     stored_as,
 )
+from moe_mk.experts.residency import POLICIES
 from moe_mk.kernels.native import (
     Activation,
     ExpertsCall,
@@ -53,7 +56,9 @@ from moe_mk.kernels.native import (
     FusedLayer,
     Gating,
     Given,
+    MatrixLayout,
     Native,
+    PackedMatrix,
     Places,
     Rounding,
     RowsOfExperts,
@@ -74,7 +79,7 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.weights.expert_weights import Weights, expect_one_width, stacked_biases
+from moe_mk.weights.expert_weights import SlotWeights, Weights, digest, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import release_pages
 
@@ -172,6 +177,7 @@ class CpuNativeExperts(FusedExperts):
         },
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
         mixed_weights=True,
+        pages=True,
         computes=("plain", "fp8", "int8"),
         weight_only_computes=("plain", "int8"),
         dtypes=frozenset({"bf16"}),
@@ -189,6 +195,8 @@ class CpuNativeExperts(FusedExperts):
 
     def __init__(self, context: ExpertsContext) -> None:
         super().__init__(context)
+        if context.residency is not None:
+            _ = POLICIES[context.residency.policy]  # raises ConfigError
         self.native = native_kernels(own_threads=context.own_threads, cache_dir=context.cache_dir)
         self.mode = ExpertsMode(
             ACTIVATIONS[context.activation],
@@ -228,8 +236,11 @@ class CpuNativeExperts(FusedExperts):
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Hidden rows of all assignments in bf16, and sums in f32."""
+        """Hidden rows of all assignments in bf16, and sums in f32; of paged experts the terms of the sums as well."""
         assignments = rows * problem.config.router.top_k
+        if problem.config.kernel.residency is not None:
+            terms = assignments * problem.config.model.hidden_size * (2 + 4 + 4)  # rows, outputs, terms
+            return terms + assignments * problem.intermediate * 2
         return assignments * problem.intermediate * 2 + rows * problem.config.model.hidden_size * 4
 
     @classmethod
@@ -248,19 +259,14 @@ class CpuNativeExperts(FusedExperts):
 
         on_progress: called with ("pack", bytes packed so far, total bytes) after each expert.
         """
-        if isinstance(weights, PackedExpertWeights):
+        if isinstance(weights, PackedExpertWeights | PagedExperts):
             return weights
         expect_one_width(weights, "cpu_native")
-        (scheme13, dtype13), (scheme2, dtype2) = stored_as(weights)
-        storage13, storage2 = storage_of(scheme13), storage_of(scheme2)
-        names = f"{scheme13.name} and {scheme2.name}"
-        assert storage13 is not None and storage2 is not None, (
-            f"{names} weights should have been rejected by the oracle"
-        )
-        hidden, inner = self.context.hidden_size, self.context.intermediate_size
+        residency = self.context.residency
+        if residency is not None and weights.num_slots:
+            return self._page(weights, residency, on_progress)
         bias13, bias2 = stacked_biases(weights)
-        layout13 = storage13.layout(inner, hidden, gated=weights.gated, scale_dtype=dtype13)
-        layout2 = storage2.layout(hidden, inner, gated=False, scale_dtype=dtype2)
+        (layout13, scheme13), (layout2, scheme2) = self._layouts(weights)
         packed = PackedExpertWeights(
             allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
             allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
@@ -269,15 +275,50 @@ class CpuNativeExperts(FusedExperts):
         )
         large = True
         for index in range(weights.num_slots):
-            slot = weights.slot(index)
             large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
-            pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
-            pack_matrix(packed.w2, index, [slot.down_HI], "w2", self.native)
-            release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
+            self._pack(weights.slot(index), index, packed.w13, packed.w2)
             if on_progress is not None:
                 on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         self._choose_parameters(packed)
         return packed
+
+    def _layouts(self, weights: Weights) -> tuple[tuple[MatrixLayout, QuantScheme], tuple[MatrixLayout, QuantScheme]]:
+        """Layout and scheme of w13 and of w2."""
+        (scheme13, dtype13), (scheme2, dtype2) = stored_as(weights)
+        storage13, storage2 = storage_of(scheme13), storage_of(scheme2)
+        names = f"{scheme13.name} and {scheme2.name}"
+        assert storage13 is not None and storage2 is not None, (
+            f"{names} weights should have been rejected by the oracle"
+        )
+        hidden, inner = self.context.hidden_size, self.context.intermediate_size
+        layout13 = storage13.layout(inner, hidden, gated=weights.gated, scale_dtype=dtype13)
+        return (layout13, scheme13), (storage2.layout(hidden, inner, gated=False, scale_dtype=dtype2), scheme2)
+
+    def _pack(self, slot: SlotWeights, index: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
+        """Pack one expert, and release its pages of a mapped checkpoint."""
+        pack_matrix(w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
+        pack_matrix(w2, index, [slot.down_HI], "w2", self.native)
+        release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
+
+    def _page(self, weights: Weights, residency: ResidencyConfig, on_progress: Progress | None) -> PagedExperts:
+        """Write the experts to a store unless it is there, and open it with empty slots."""
+        (layout13, scheme13), (layout2, scheme2) = self._layouts(weights)
+        biases = stacked_biases(weights)
+        layout = RecordLayout(layout13, layout2, biased=biases[0] is not None)
+        total = layout.num_bytes * weights.num_slots
+
+        def pack(expert: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
+            self._pack(weights.slot(expert), 0, w13, w2)
+            for matrix, bias_LX in zip((w13, w2), biases, strict=True):
+                if matrix.bias_LX is not None and bias_LX is not None:
+                    matrix.bias_LX[0].copy_(bias_LX[expert])
+            if on_progress is not None:
+                on_progress("pack", layout.num_bytes * (expert + 1), total)
+
+        store = open_store(residency, digest(weights), layout, weights.num_slots, pack)
+        cache = Cache(self.native, store, layout, residency)
+        self._parameters = str(cache)
+        return PagedExperts(cache, scheme13, scheme2)
 
     def parameters(self) -> str:
         """Where the parameters of the kernels are from, the cut-over that was measured, and the threads."""
@@ -318,9 +359,10 @@ class CpuNativeExperts(FusedExperts):
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """One native call for both: the threads continue from routed to shared experts without a separate sum."""
-        if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
+        if not isinstance(weights, PackedExpertWeights | PagedExperts) or not isinstance(shared, PackedExpertWeights):
             return None
-        matrices = (weights.w13, weights.w2, shared.w13, shared.w2)
+        routed = (weights.w13, weights.w2) if isinstance(weights, PackedExpertWeights) else weights.cache.matrices
+        matrices = (*routed, shared.w13, shared.w2)
         fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
         return replace(weights, shared=shared) if fits else None
 
@@ -347,7 +389,10 @@ class CpuNativeExperts(FusedExperts):
         return RowsOfExperts(self.native, stack_of(weights), mode_of_rows, by_rows, takes_fp8)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Apply the experts in the layout of the tokens."""
+        """Apply the experts in the layout of the tokens. Raises StoreError for paged experts that cannot be read."""
+        if isinstance(weights, PagedExperts):
+            mode = self._mode(tokens, weights)
+            return run_paged(self.native, tokens, weights, mode, self._codes, torch.get_num_threads())
         assert isinstance(weights, PackedExpertWeights)
         tuned, threads = self.tuned, torch.get_num_threads()
         mode = self.mode if tuned is not None and not tuned.points else self._mode(tokens, weights)
@@ -376,7 +421,7 @@ class CpuNativeExperts(FusedExperts):
         call = weights.calls[mode] = ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
         return call
 
-    def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
+    def _mode(self, tokens: Tokens, weights: PackedExpertWeights | PagedExperts) -> ExpertsMode:
         """The mode with the parameters for this number of rows; dropped assignments count as rows."""
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)

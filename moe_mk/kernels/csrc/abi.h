@@ -110,6 +110,11 @@ int32_t moe_mk_experts(const MoeMkExperts* call);
 // w2 of slot 0 alone: out [R][out_stride] = w2(x [R][x_stride]), with its bias. x is bf16, its columns a multiple of 32. Of
 // call: w2, x_stride, out_stride, top_k (1), num_slots, out_f32, batch_invariant, isa and the tuning parameters.
 int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows, void* out, int32_t threads);
+// The sums of moe_mk_experts over terms that calls with top_k 1, without weights, wrote in f32: the same bits. out
+// [R][num_columns], dense. terms [R][K][stride], readable up to a multiple of 32 columns; ids [R][K], -1: no term. The terms of
+// a row are added in ascending order of ids. weights [R][K]; null: all ones.
+int32_t moe_mk_sum_terms(const float* terms, const int32_t* ids, const float* weights, int64_t num_rows, int32_t top_k,
+                         int64_t num_columns, int64_t stride, void* out, int32_t out_f32, int32_t threads, int32_t isa);
 int32_t moe_mk_route(const MoeMkRoute* call);
 // x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
 // null: nothing is counted. given 0: ids (int32) and weights [T][K] of logical experts are written, if both are not null;

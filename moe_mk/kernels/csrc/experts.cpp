@@ -7,7 +7,9 @@
 // AMX). Writes h (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.7 MiB a thread.
 // Rows without a local expert are not read; their output is zero.
 #include <algorithm>
+#include <atomic>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "activations.h"
@@ -171,6 +173,40 @@ int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows
   ThreadPoolLease pool(threads);
   Layer layer = {c, *kernels, pool, sets, c.x_stride};
   return run_down(layer) ? kOk : kNoMemory;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
+}
+
+int32_t moe_mk_sum_terms(const float* terms, const int32_t* ids, const float* weights, int64_t num_rows, int32_t top_k,
+                         int64_t num_columns, int64_t stride, void* out, int32_t out_f32, int32_t threads, int32_t isa) try {
+  const Kernels* kernels = kernels_of(isa);
+  if (kernels == nullptr) return kNoIsa;
+  if (num_rows < 0 || top_k < 1 || num_columns < 1 || stride < up(num_columns, kPairColumns) || threads == 0) return kBadShape;
+  ThreadPoolLease pool(threads);
+  const int members = std::abs(threads);
+  std::vector<std::vector<int>> orders(members, std::vector<int>(top_k));
+  std::atomic<int64_t> next{0};
+  pool->run(members, [&](int member) {
+    std::vector<int>& order = orders[member];
+    for (int64_t row = next++; row < num_rows; row = next++) {
+      const int32_t* of_row = ids + row * top_k;
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return of_row[a] < of_row[b]; });
+      for (int64_t column = 0; column < num_columns; column += kPairColumns) {
+        float sums[kPairColumns] = {};
+        for (int k : order) {
+          if (of_row[k] < 0) continue;
+          const int64_t at = row * top_k + k;
+          kernels->accumulate(terms + at * stride + column, nullptr, nullptr, weights == nullptr ? 1.0f : weights[at], sums);
+        }
+        const int64_t count = std::min<int64_t>(kPairColumns, num_columns - column), to = row * num_columns + column;
+        if (out_f32) std::memcpy(static_cast<float*>(out) + to, sums, size_t(count) * 4);
+        else kernels->to_bf16(sums, static_cast<uint16_t*>(out) + to, count);
+      }
+    }
+    kernels->leave();
+  });
+  return kOk;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 }

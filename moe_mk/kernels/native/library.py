@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 
 class Isa(IntEnum):
@@ -113,6 +113,10 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "unpack_blocks": (c_int32, (*(c_void_p,) * 4, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "product": (c_int32, (POINTER(CExperts), c_void_p, c_int64, c_void_p, c_int32)),
+    "sum_terms": (
+        c_int32,
+        (*(c_void_p,) * 3, c_int64, c_int32, c_int64, c_int64, c_void_p, *(c_int32,) * 3),
+    ),
     "route": (c_int32, (POINTER(CRoute),)),
     "layer": (
         c_int32,

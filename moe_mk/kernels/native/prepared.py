@@ -212,7 +212,7 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
     layout, bias = packed.layout, packed.bias_LX
     if bias is not None:
         wide = layout.num_outputs * (2 if layout.gated else 1)
-        if bias.dtype != torch.float32 or tuple(bias.shape) != (packed.num_slots, wide) or not bias.is_contiguous():
+        if bias.dtype != torch.float32 or tuple(bias.shape) != (packed.num_slots, wide) or bias.stride(1) != 1:
             raise ShapeError(
                 f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(packed.num_slots, wide)} dense float32"
             )

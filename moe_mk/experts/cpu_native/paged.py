@@ -1,0 +1,407 @@
+"""Experts larger than memory: packed records in a store, and slots in memory for some of them.
+
+A call knows its experts when it begins. Those that are resident are multiplied while threads read the missing ones,
+which are multiplied as they arrive; where they are more than the slots, slots are used again in the same call. Every
+product is written in f32 and the terms of a row are added in the order of the experts, so that the result has the bits
+of a layer with all experts in memory, whatever arrives first.
+
+    record of one expert in the store and in a slot:
+    | w13 values | w13 scales | ... | w2 values | w2 scales | ... | zeros up to ALIGNMENT |
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.moe import ResidencyConfig
+from moe_mk.errors import ConfigError, StoreError
+from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
+from moe_mk.experts.residency import POLICIES, Policy
+from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix
+from moe_mk.kernels.native.packed import HUGE_PAGE
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.text import amount
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_store import ExpertStore, aligned, write_store
+from moe_mk.weights.expert_weights import SlotWeights
+
+READERS = 4
+"""Threads that read: as many requests as keep a disk busy."""
+LINE = 64
+"""Alignment of the parts of a record."""
+PAIR = 32
+PARTS = ("values_LB", "scales_LX", "output_scales_LX", "zeros_LX", "bias_LX")
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where the parts of one expert are in its record."""
+
+    layout13: MatrixLayout
+    layout2: MatrixLayout
+    biased: bool
+
+    def sizes(self, layout: MatrixLayout) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtypes of the parts of a matrix, in the order of PARTS; 0: there is none."""
+        of_blocks = torch.uint8 if layout.format.group or layout.format.has_parts else torch.float32
+        bias = layout.num_outputs * (2 if layout.gated else 1) * self.biased
+        sizes = [layout.slot_bytes, layout.slot_scales, layout.slot_output_scales, layout.slot_zeros, bias]
+        return list(zip(sizes, (torch.uint8, of_blocks, torch.float32, torch.uint8, torch.float32), strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a record, a multiple of the alignment of direct reads."""
+        parts = [*self.sizes(self.layout13), *self.sizes(self.layout2)]
+        return aligned(sum(-(-count * dtype.itemsize // LINE) * LINE for count, dtype in parts))
+
+    def matrices(self, records_SB: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
+        """Both projections as views of records, one expert a row."""
+        start, found = 0, []
+        for layout in (self.layout13, self.layout2):
+            views: list[Tensor | None] = []
+            for count, dtype in self.sizes(layout):
+                num_bytes = count * dtype.itemsize
+                views.append(records_SB[:, start : start + num_bytes].view(dtype) if count else None)
+                start += -(-num_bytes // LINE) * LINE
+            values, scales, outputs, zeros, bias = views
+            assert values is not None
+            found.append(PackedMatrix(layout, values, scales, bias, outputs, zeros))
+        return found[0], found[1]
+
+    def facts(self) -> dict[str, str]:
+        """What a store must have been written with."""
+        return {"w13": str(self.layout13), "w2": str(self.layout2), "biased": str(self.biased)}
+
+
+def records(num_records: int, layout: RecordLayout) -> Tensor:
+    """Memory for records, uint8 [S, bytes], zero, on an address that direct reads and large pages need."""
+    size = num_records * layout.num_bytes
+    whole = torch.zeros(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + size].view(num_records, layout.num_bytes)
+
+
+def _memory_of(record_B: Tensor) -> memoryview:
+    return memoryview((ctypes.c_uint8 * record_B.numel()).from_address(record_B.data_ptr())).cast("B")
+
+
+def open_store(
+    config: ResidencyConfig,
+    name: str,
+    layout: RecordLayout,
+    num_experts: int,
+    pack: Callable[[int, PackedMatrix, PackedMatrix], None],
+) -> ExpertStore:
+    """Open the store of these experts in the folder of the configuration, written before if there is none.
+
+    name: a digest of the experts in the format of the checkpoint. pack: writes one of them into slot 0.
+    Raises StoreError for a store that is damaged, foreign, or cannot be written.
+    """
+    slots_of(config, layout.num_bytes, num_experts)  # raises before anything is written
+    facts = layout.facts()
+    of_layout = blake2b(repr(sorted(facts.items())).encode(), digest_size=4).hexdigest()
+    path = Path(config.store) / f"{name[:32]}-{of_layout}.experts"
+    if not path.exists():
+        record = records(1, layout)
+        w13, w2 = layout.matrices(record)
+
+        def packed() -> Iterator[memoryview]:
+            for expert in range(num_experts):
+                pack(expert, w13, w2)
+                yield _memory_of(record[0])
+
+        write_store(path, facts, num_experts, layout.num_bytes, packed())
+    store = ExpertStore(path)
+    if store.facts != facts or store.record_bytes != layout.num_bytes or store.num_experts != num_experts:
+        store.close()
+        raise StoreError(
+            f"the store {path} holds other experts than its name states; delete it, and load the layer again"
+        )
+    return store
+
+
+def slots_of(config: ResidencyConfig, record_bytes: int, num_experts: int) -> int:
+    """Slots in memory, at most one an expert. Raises ConfigError where not one fits."""
+    if config.slots is not None:
+        return min(config.slots, num_experts)
+    assert config.bytes is not None
+    if config.bytes < record_bytes:
+        raise ConfigError(
+            f"kernel.residency.bytes={config.bytes} is less than one expert of {amount(record_bytes)}; "
+            f"give at least {record_bytes}"
+        )
+    return min(config.bytes // record_bytes, num_experts)
+
+
+class Cache:
+    """The slots of one layer and what is in them. One call at a time uses it."""
+
+    def __init__(self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig) -> None:
+        """Raises ConfigError for memory of less than one expert."""
+        self.store, self.layout, self.lock, self.config = store, layout, Lock(), config
+        slots = slots_of(config, layout.num_bytes, store.num_experts)
+        self.records_SB = records(slots, layout)
+        native.functions["advise_huge"](self.records_SB.data_ptr(), self.records_SB.numel())
+        self.matrices = layout.matrices(self.records_SB)
+        self.policy: Policy = POLICIES[config.policy](store.num_experts)
+        self.slot_of: dict[int, int] = {}
+        self.uses = self.hits = self.reads = 0
+        """Distinct experts of all calls, those that were resident, and records that were read."""
+        self._free = list(range(slots))
+        self._readers: ThreadPoolExecutor | None = None
+
+    def __str__(self) -> str:
+        held = f"{len(self.records_SB)} of {self.store.num_experts} experts in memory, {self.config.policy}"
+        return f"{held}; the others in {self.store.path}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the slots."""
+        return self.records_SB.numel()
+
+    def waves(self, experts: list[int]) -> Iterator[list[int]]:
+        """The experts of one call, ascending, in groups that are resident while the caller uses them.
+
+        First those that are here, the others as they arrive. Raises StoreError for a record that cannot be read or is
+        not what was written; the caller has not seen it then, and its slot is free. Called with the lock held.
+        """
+        self.policy.used(experts)
+        here = [expert for expert in experts if expert in self.slot_of]
+        missing = [expert for expert in experts if expert not in self.slot_of]
+        self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
+        reading: dict[int, _Reading] = {}
+        try:
+            self._read(missing, here, reading)
+            if here:
+                yield here
+            while missing or reading:
+                self._read(missing, (), reading)
+                assert reading, "no slot is free, and none can be taken"
+                yield self._arrived(reading)
+        finally:
+            for each in reading.values():
+                self._free.append(each.stop())
+
+    def _read(self, missing: list[int], kept: Collection[int], reading: dict[int, _Reading]) -> None:
+        """Begin to read missing experts, in order, as far as there are slots; those of `kept` experts are not taken."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
+        while missing:
+            if not self._free:
+                others = [expert for expert in self.slot_of if expert not in kept]
+                if not others:
+                    return
+                self._free.append(self.slot_of.pop(self.policy.victim(others)))
+            slot, expert = self._free.pop(), missing.pop(0)
+            reading[expert] = _Reading(self.store, expert, slot, _memory_of(self.records_SB[slot]), self._readers)
+            self.reads += 1
+
+    def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
+        """Wait for the next experts, and enter them into their slots."""
+        while True:
+            found = sorted(expert for expert, each in reading.items() if each.is_done)
+            if found:
+                break
+            wait([part for each in reading.values() for part in each.parts if not part.done()], None, FIRST_COMPLETED)
+        for expert in found:
+            reading[expert].check()
+            self.slot_of[expert] = reading.pop(expert).slot
+        return found
+
+
+class _Reading:
+    """One record on its way into a slot, in pieces; the thread that reads the last one checks the whole."""
+
+    def __init__(
+        self, store: ExpertStore, expert: int, slot: int, record: memoryview, readers: ThreadPoolExecutor
+    ) -> None:
+        self.slot, self._left, self._lock = slot, len(store.pieces()), Lock()
+
+        def read(start: int) -> None:
+            store.read_piece(expert, start, record)
+            with self._lock:
+                self._left -= 1
+                is_last = self._left == 0
+            if is_last:
+                store.check(expert, record)
+
+        self.parts: list[Future[None]] = [readers.submit(read, start) for start in store.pieces()]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all pieces were read, or failed."""
+        return all(part.done() for part in self.parts)
+
+    def check(self) -> None:
+        """Raise what a piece raised."""
+        for part in self.parts:
+            part.result()
+
+    def stop(self) -> int:
+        """Wait until nothing is written any more; returns the slot."""
+        for part in self.parts:
+            part.cancel()
+        wait(self.parts)
+        return self.slot
+
+
+@dataclass(frozen=True)
+class PagedExperts:
+    """Experts of which some are in slots; `slot` reads one from the store and unpacks it, bit for bit."""
+
+    cache: Cache
+    scheme: QuantScheme
+    down_scheme: QuantScheme
+    layout: str = LAYOUT
+    shared: PackedExpertWeights | None = None
+    """As in `PackedExpertWeights`."""
+    calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def num_slots(self) -> int:
+        """L, the physical experts of this rank."""
+        return self.cache.store.num_experts
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+        return self.cache.layout.layout13.gated
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.cache.num_bytes
+
+    def slot(self, index: int) -> SlotWeights:
+        """One expert in its stored format; a copy. Raises StoreError."""
+        record = records(1, self.cache.layout)
+        self.cache.store.read(index, _memory_of(record[0]))
+        w13, w2 = self.cache.layout.matrices(record)
+        return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Rows and the expert of each assignment, [R, K]; -1: none."""
+
+    x_RH: Tensor
+    scales_RX: Tensor | None
+    ids_RK: Tensor
+
+
+def run_paged(
+    native: Native,
+    tokens: Tokens,
+    weights: PagedExperts,
+    mode: ExpertsMode,
+    codes: Callable[[QuantTensor], tuple[Tensor, Tensor | None]],
+    threads: int,
+) -> ExpertOutput:
+    """`FusedExperts.run` with experts that are read when they are needed, bit for bit. Raises StoreError.
+
+    codes: rows and their scales as the kernels read them.
+    """
+    if isinstance(tokens, RowTokens):
+        given = Assignments(*codes(tokens.x_RH), tokens.ids_RK)
+        y = weighted_sums(native, weights, given, tokens.weights_RK, tokens.out_RH, mode, threads)
+        return ExpertOutput(y, OutputStage.REDUCED)
+    assert weights.shared is None, "shared experts are fused for RowTokens only"
+    counts = tokens.counts_L.to(torch.int64)
+    if isinstance(tokens, GroupedTokens):
+        x, scales = codes(tokens.x_NH)
+        ids = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), counts)
+        ids = torch.nn.functional.pad(ids, (0, x.shape[0] - ids.shape[0]), value=-1)
+    else:
+        x, scales = codes(tokens.x_LSH)
+        slots = torch.arange(x.shape[0], dtype=torch.int32, device="cpu").unsqueeze(1)
+        inside = torch.arange(x.shape[1], dtype=torch.int64, device="cpu") < counts.unsqueeze(1)
+        ids = torch.where(inside, slots, -1).reshape(-1)
+        scales = None if scales is None else scales.flatten(0, 1)
+    hidden = weights.cache.matrices[1].layout.num_outputs
+    y = torch.zeros((ids.shape[0], 1, hidden), dtype=torch.bfloat16, device="cpu")
+    flat = x.reshape(ids.shape[0], x.shape[-1])
+    terms(native, weights, Assignments(flat, scales, ids.unsqueeze(1)), y, mode, threads)
+    return ExpertOutput(y.view(*x.shape[:-1], hidden), OutputStage.RAW)
+
+
+def weighted_sums(
+    native: Native,
+    weights: PagedExperts,
+    given: Assignments,
+    weights_RK: Tensor,
+    out_RH: Tensor | None,
+    mode: ExpertsMode,
+    threads: int,
+) -> Tensor:
+    """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
+    rows, hidden = given.x_RH.shape[0], weights.cache.matrices[1].layout.num_outputs
+    ids_RK, weights_RK = given.ids_RK, weights_RK.to(torch.float32)
+    columns = ids_RK.shape[1] + (weights.shared is not None)
+    terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
+    if weights.shared is not None:
+        w13, w2 = weights.shared.w13, weights.shared.w2
+        first = torch.zeros((rows, 1), dtype=torch.int32, device="cpu")
+        ones = torch.ones((rows, 1), dtype=torch.float32, device="cpu")
+        into = terms_RKH[:, -1, :hidden]
+        ExpertsCall(native, w13, w2, None, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
+        ids_RK = torch.cat((ids_RK, torch.full_like(first, weights.num_slots)), 1)
+        weights_RK = torch.cat((weights_RK, ones), 1)
+    terms(native, weights, given, terms_RKH, mode, threads)
+    out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
+    ids_RK, weights_RK = ids_RK.contiguous(), weights_RK.contiguous()
+    sums_RH = out_RH if out_RH.is_contiguous() else torch.empty_like(out_RH, memory_format=torch.contiguous_format)
+    native.call(
+        "sum_terms",
+        terms_RKH.data_ptr(),
+        ids_RK.data_ptr(),
+        weights_RK.data_ptr(),
+        rows,
+        columns,
+        hidden,
+        terms_RKH.stride(1),
+        sums_RH.data_ptr(),
+        int(sums_RH.dtype is torch.float32),
+        native.threads(threads),
+        int(native.best),
+    )
+    return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
+
+
+def terms(
+    native: Native, weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: ExpertsMode, threads: int
+) -> None:
+    """Write the output of the expert of each assignment; of those without one nothing. terms_RKH: f32 or bf16."""
+    cache, hidden, top_k = weights.cache, weights.cache.matrices[1].layout.num_outputs, given.ids_RK.shape[1]
+    flat_X = given.ids_RK.reshape(-1)
+    into_XH = terms_RKH.view(-1, terms_RKH.shape[-1])[:, :hidden]
+    call = weights.calls.get(mode)
+    if call is None:
+        call = weights.calls[mode] = ExpertsCall(native, *cache.matrices, None, mode)
+    experts: list[int] = torch.unique(flat_X).tolist()
+    if experts and not -1 <= experts[0] <= experts[-1] < weights.num_slots:
+        native.check("experts", 1)
+    with cache.lock:
+        for wave in cache.waves([expert for expert in experts if expert >= 0]):
+            slot_E = torch.full((weights.num_slots + 1,), -1, dtype=torch.int32, device="cpu")
+            slot_E[wave] = torch.tensor([cache.slot_of[e] for e in wave], dtype=torch.int32, device="cpu")
+            slots_X = slot_E[flat_X.long()]  # -1 reads the last, which is -1
+            at_N = (slots_X >= 0).nonzero().squeeze(1)
+            row_N = at_N // top_k
+            scales = None if given.scales_RX is None else given.scales_RX[row_N]
+            y_NH = torch.empty((len(at_N), hidden), dtype=terms_RKH.dtype, device="cpu")
+            call(given.x_RH[row_N], scales, slots_X[at_N].unsqueeze(1), None, y_NH, threads)
+            into_XH.index_copy_(0, _places(at_N, top_k, terms_RKH.shape[1]), y_NH)
+
+
+def _places(at_N: Tensor, top_k: int, columns: int) -> Tensor:
+    """Where assignments of K columns are among terms of more columns."""
+    return at_N if columns == top_k else at_N // top_k * columns + at_N % top_k

@@ -1,0 +1,143 @@
+"""A store of packed experts appears whole, and no damaged record leaves it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_mk.errors import StoreError, WeightError
+from moe_mk.experts.cpu_native.paged import HUGE_PAGE
+from moe_mk.weights import expert_store
+from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore, write_store
+
+EXPERTS, SIZE = 5, 3 * ALIGNMENT
+
+
+def contents(seed: int = 0) -> list[bytes]:
+    draw = torch.Generator().manual_seed(seed)
+    return [bytes(torch.randint(256, (SIZE,), generator=draw, dtype=torch.uint8).tolist()) for _ in range(EXPERTS)]
+
+
+def written(path: Path, seed: int = 0) -> Path:
+    write_store(path, {"of": "a test"}, EXPERTS, SIZE, map(memoryview, contents(seed)))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.experts")
+
+
+def record() -> memoryview:
+    """Memory on a page, for direct reads."""
+    whole = torch.empty(SIZE + HUGE_PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGNMENT
+    return memoryview(whole[start : start + SIZE].numpy())
+
+
+def test_records_come_back_in_pieces_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for piece in (ALIGNMENT, 2 * ALIGNMENT, 4 << 20):
+        monkeypatch.setattr(expert_store, "PIECE", piece)
+        with ExpertStore(path) as store:
+            assert (store.num_experts, store.record_bytes, store.facts) == (EXPERTS, SIZE, {"of": "a test"})
+            for expert in (3, 0, 4, 3):
+                store.read(expert, into := record())
+                assert bytes(into) == contents()[expert]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.row(172)
+def test_any_flipped_bit_is_found_by_the_first_read_or_before(path: Path) -> None:
+    size, draw = path.stat().st_size, torch.Generator().manual_seed(1)
+    first = size - EXPERTS * SIZE
+    header = [0, 9, 17, 48, *torch.randint(48, 48 + 100, (6,), generator=draw).tolist()]
+    for at in (*header, *torch.randint(first, size, (12,), generator=draw).tolist()):
+        whole = bytearray(path.read_bytes())
+        whole[at] ^= 1 << at % 8
+        damaged = path.with_name("damaged")
+        damaged.write_bytes(whole)
+        if at < first:
+            with pytest.raises(StoreError):
+                ExpertStore(damaged)
+            continue
+        with ExpertStore(damaged) as store, pytest.raises(StoreError, match="damaged") as raised:
+            store.read((at - first) // SIZE, record())
+        assert isinstance(raised.value, WeightError) and f"expert {(at - first) // SIZE} of" in str(raised.value)
+
+
+@pytest.mark.row(172)
+def test_a_truncated_store_is_refused_at_any_length(path: Path) -> None:
+    whole = path.read_bytes()
+    for length in (0, 7, 47, 60, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StoreError):
+            ExpertStore(path)
+
+
+@pytest.mark.row(172)
+def test_a_store_that_changes_while_it_is_in_use_is_an_error(path: Path) -> None:
+    store = ExpertStore(path)
+    store.read(1, record())
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(StoreError, match="was changed while it was in use"):
+        store.read(1, record())
+    os.truncate(path, path.stat().st_size - SIZE)
+    with pytest.raises(StoreError, match="truncated while in use"):
+        store.read(EXPERTS - 1, record())
+    # Another store under the same name leaves the open one as it was.
+    written(path)
+    again = ExpertStore(path)
+    written(path, seed=7)
+    again.read(2, into := record())
+    assert bytes(into) == contents()[2]
+    again.close()
+    with pytest.raises(StoreError, match="cannot be read"):
+        again.read(3, into)
+
+
+@pytest.mark.row(172)
+def test_a_full_disk_leaves_the_old_store_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    old = written(tmp_path / "old")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        for file in (old, tmp_path / "new"):
+            with pytest.raises(StoreError, match="the disk is full"):
+                written(file, seed=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["old"]
+    ExpertStore(old).read(0, into := record())
+    assert bytes(into) == contents()[0]
+
+
+@pytest.mark.row(172)
+def test_a_process_that_is_killed_while_it_writes_leaves_no_store(tmp_path: Path) -> None:
+    def killed() -> Iterator[memoryview]:
+        yield from map(memoryview, contents()[:3])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        write_store(tmp_path / "a.experts", {}, EXPERTS, SIZE, killed())
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with pytest.raises(StoreError, match="cannot be opened"):
+        ExpertStore(tmp_path / "a.experts")
+    ExpertStore(written(tmp_path / "a.experts")).read(0, record())
+
+
+def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_bytes(b"MOEMKEXP" + (2**40).to_bytes(8, "little") + bytes(64))
+    for name, problem in (("pipe", "no regular file"), ("text", "the limit is"), ("none", "cannot be opened")):
+        with pytest.raises(StoreError, match=problem):
+            ExpertStore(tmp_path / name)
+    with pytest.raises(StoreError, match="no regular file|no store|cannot be opened"):
+        ExpertStore(tmp_path)
