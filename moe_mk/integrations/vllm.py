@@ -243,7 +243,7 @@ def refuse(moe: Any, limit: float | None, beta: float | None) -> None:
     if moe.is_lora_enabled:
         reasons.append(LORA)
     if parallel.dp_size > 1:
-        reasons.append(f"data parallel size {parallel.dp_size}: vLLM's all-to-all backends need its own experts")
+        reasons.append(f"data parallel size {parallel.dp_size} has not been tried; start one engine a rank without it")
     if parallel.enable_eplb:
         reasons.append("EPLB: it exchanges weights between ranks and would not update the converted copy")
     if reasons:
