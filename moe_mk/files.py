@@ -94,6 +94,14 @@ def expect_small_header(path: Path) -> None:
         raise ValueError(f"its header has {announced} bytes, the limit is {HEADER_BYTES}")
 
 
+def resolved(path: Path) -> Path:
+    """Where a file is after symbolic links; raises OSError for links in a circle."""
+    try:
+        return path.resolve()
+    except unless_signalled(RuntimeError) as problem:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from problem
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file in the folder of `path`, which becomes `path` when the context ends without an exception.
@@ -102,7 +110,7 @@ def replacing(path: Path) -> Iterator[Path]:
     to point to the same file; what exists and is no regular file (a pipe, a terminal) is written directly. Raises
     OSError; on a full disk its text has the bytes that were written and those that are free.
     """
-    target = path.resolve()
+    target = resolved(path)
     if target.exists() and not target.is_file():
         yield path
         return

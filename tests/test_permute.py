@@ -258,7 +258,7 @@ class OneMatrixEach:
 
     traits = SimpleNamespace(consumes=(GroupedTokens,))
 
-    def run(self, tokens: Tokens, weights: ExpertWeights) -> ExpertOutput:
+    def __call__(self, tokens: Tokens, weights: ExpertWeights) -> ExpertOutput:
         assert isinstance(tokens, GroupedTokens)
         matrices = weights.w2.values[places(tokens.counts_L)[0]]
         return ExpertOutput(torch.einsum("nh,nhi->ni", tokens.x_NH.values, matrices), RAW)
@@ -274,7 +274,7 @@ def test_the_four_stages_by_hand_are_one_forward() -> None:
 
     weights_TK, ids_TK = topk(logits_TE, 2)  # routing
     grouped = group(RowTokens(FP32.quantize(x_TH), ids_TK, weights_TK, 4))  # permutation
-    output = OneMatrixEach().run(grouped, weights)  # computation
+    output = OneMatrixEach()(grouped, weights)  # computation
     by_hand = weight_and_reduce(output, grouped, until=REDUCED).y  # un-permutation
 
     assert torch.equal(by_hand, wait(kernel.steps(x_TH, Routing(ids_TK, weights_TK), weights)))

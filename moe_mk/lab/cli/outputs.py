@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_mk.errors import ConfigError
 from moe_mk.external.library import find
-from moe_mk.files import replacing
+from moe_mk.files import replacing, resolved
 
 
 def expect_outputs(files: Mapping[str, Path | None]) -> None:
@@ -22,7 +22,7 @@ def expect_outputs(files: Mapping[str, Path | None]) -> None:
             what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
             raise ConfigError(f"{option} {file} {what}; name a file in an existing folder")
         try:  # as the file will be written: to another one in its folder, which then replaces it
-            with tempfile.TemporaryFile(dir=file.resolve().parent):
+            with tempfile.TemporaryFile(dir=resolved(file).parent):
                 pass
         except OSError as problem:
             raise ConfigError(
