@@ -37,7 +37,7 @@ POLICIES: Registry[type[Policy]] = Registry("residency policy", Policy, "moe_mk.
 
 @POLICIES.register("lru")
 class LeastRecentlyUsed(Policy):
-    """Evicts the expert whose last use is longest ago."""
+    """Evicts the least recently used expert."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)

@@ -47,7 +47,7 @@ class LivePlacement:
         return self.layer.weights.experts.slots[slot]
 
     def read_expert(self, expert: int) -> SlotWeights:
-        """Read any expert from the layer's source, for one whose last copy was lost. Raises WeightError."""
+        """Read any expert from the layer's source, after its last copy was lost. Raises WeightError."""
         layer = self.layer
         if layer.source is None:
             raise WeightError(

@@ -1,4 +1,4 @@
-"""The habits of `nn.Module` for a layer whose weights are no parameters: moving, state_dict, copies and pickles."""
+"""`nn.Module` methods of a layer without parameters: `to`, `state_dict`, copies and pickles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Part(Generic[T]):
 
 
 class WithoutParameters(nn.Module):
-    """A module whose weights are no parameters: its device and dtype are fixed, and it has no state_dict."""
+    """A module with weights that are no parameters: its device and dtype are fixed, and it has no state_dict."""
 
     name: str
     device: torch.device

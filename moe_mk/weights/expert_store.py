@@ -173,6 +173,10 @@ class ExpertStore:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             raise StoreError(f"the store {self.path} is no regular file")
+        if found.st_uid != os.geteuid():
+            raise StoreError(
+                f"the store {self.path} belongs to user {found.st_uid}, not to {os.geteuid()}; name another folder"
+            )
         return found.st_size, found.st_mtime_ns
 
     def _read_header(self) -> dict[str, Any]:

@@ -141,3 +141,10 @@ def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
             ExpertStore(tmp_path / name)
     with pytest.raises(StoreError, match="no regular file|no store|cannot be opened"):
         ExpertStore(tmp_path)
+
+
+def test_a_store_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, user = written(tmp_path / "a.experts"), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(StoreError, match=f"belongs to user {user}, not to {user + 1}"):
+        ExpertStore(path)

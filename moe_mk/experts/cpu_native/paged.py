@@ -12,6 +12,7 @@ of a layer with all experts in memory, whatever arrives first.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class Cache:
         """Distinct experts of all calls, those that were resident, and records that were read."""
         self._free = list(range(slots))
         self._readers: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
     def __str__(self) -> str:
         held = f"{len(self.records_SB)} of {self.store.num_experts} experts in memory, {self.config.policy}"
@@ -167,6 +169,13 @@ class Cache:
     def num_bytes(self) -> int:
         """Memory of the slots."""
         return self.records_SB.numel()
+
+    def exclusive(self) -> Lock:
+        """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
+        if self._process != os.getpid():
+            self.lock, self._readers, self._process = Lock(), None, os.getpid()
+            self._free = sorted(set(range(len(self.records_SB))) - set(self.slot_of.values()))
+        return self.lock
 
     def waves(self, experts: list[int]) -> Iterator[list[int]]:
         """The experts of one call, ascending, in groups that are resident while the caller uses them.
@@ -389,7 +398,7 @@ def terms(
     experts: list[int] = torch.unique(flat_X).tolist()
     if experts and not -1 <= experts[0] <= experts[-1] < weights.num_slots:
         native.check("experts", 1)
-    with cache.lock:
+    with cache.exclusive():
         for wave in cache.waves([expert for expert in experts if expert >= 0]):
             slot_E = torch.full((weights.num_slots + 1,), -1, dtype=torch.int32, device="cpu")
             slot_E[wave] = torch.tensor([cache.slot_of[e] for e in wave], dtype=torch.int32, device="cpu")

@@ -7,8 +7,8 @@ disk reads the missing ones, in the order in which they arrive:
     compute   | e1 e4 |          e7 |             e2 |
 
     name         what makes room
-    belady       the expert whose next use is furthest in the future: the fewest misses that any policy can have
-    page cache   pages, the longest unused of all layers; a missing page is read when it is touched, nothing meanwhile
+    belady       the expert with the furthest next use: the fewest misses that any policy can have
+    page cache   pages, the least recently used of all layers; a missing one is read when touched, nothing meanwhile
 
 A prefetch reads experts of the next layer while the disk is idle; a read that has begun is finished. The first half of
 the steps fills the slots and trains the tables, the second half is counted.
@@ -122,7 +122,7 @@ def steps_of(trace: RoutingTrace, tokens: int) -> list[Step]:
 
 
 class Belady(Policy):
-    """The clairvoyant optimum: evicts the expert whose next use is furthest in the future."""
+    """The clairvoyant optimum: evicts the expert with the furthest next use."""
 
     def __init__(self, num_experts: int, steps: Sequence[tuple[int, ...]]) -> None:
         super().__init__(num_experts)
@@ -266,7 +266,7 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
 
 
 def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Outcome:
-    """The same memory for pages of all layers, evicted longest unused first; reads what is used and no more."""
+    """The same memory for pages of all layers, evicted least recently used first; reads what is used and no more."""
     outcome = Outcome("page cache")
     pages: OrderedDict[tuple[int, int, int], None] = OrderedDict()
     room, rate = slots * len(recorded.steps[0]) * PIECES, machine.faults or machine.disk

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +194,19 @@ def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_pat
         with pytest.raises(ConfigError, match=problem):
             built(checkpoint, residency=given)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_reads_with_threads_of_its_own(tmp_path: Path) -> None:
+    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
+    g = torch.Generator().manual_seed(5)
+    x = QuantTensor(torch.randn(9, SIZE, generator=g).bfloat16(), None, BF16)
+    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
+    expected = resident.run(tokens, held).y
+    assert torch.equal(paged.run(tokens, some).y, expected)
+    some.cache.lock.acquire()  # as by a call of another thread, which the child does not have
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if torch.equal(paged.run(tokens, some).y, expected) else 1)
+    some.cache.lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
