@@ -249,7 +249,7 @@ EAGER = [
 ]
 ITS_LINEAR = frozenset({"bf16", "gpt-oss"})
 """Models whose linear layers vLLM computes on a CPU without AMX: those in bf16."""
-WITHIN = 4.0
+WITHIN = 3.0
 """Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
 
 
@@ -271,7 +271,7 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[str], options: list[str]) -> None:
     for name, found in hosted(tmp_path, *options, *names).items():
         assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
-        assert found["equal"] >= 27, "of 36; the others are about as good"
+        assert found["equal"] >= 31, "of 36; the others are about as good"
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
@@ -297,4 +297,4 @@ def test_two_ranks_of_vllm_generate_the_tokens_of_transformers(
     found = hosted(tmp_path, "--eager", option, "bf16")["bf16"]
     assert found["ranks"] == [[["cpu_native", experts, width, True]] * vllm_models.LAYERS] * 2
     assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
-    assert found["equal"] >= 27, "of 36; the others are about as good"
+    assert found["equal"] >= 31, "of 36; the others are about as good"

@@ -21,7 +21,7 @@ from moe_mk.weights.packed_layouts import pack
 LAYERS, EXPERTS = 2, 8
 SIZES: Mapping[str, Any] = {
     "vocab_size": 256, "hidden_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "head_dim": 64,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.15, "max_position_embeddings": 512,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.04, "max_position_embeddings": 512,
     "bos_token_id": 1, "eos_token_id": 255, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 PLAIN = ("lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(LAYERS)))
