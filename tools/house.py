@@ -42,7 +42,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 26_780,
     "library lines": 53_600,
-    "test lines": 69_700,
+    "test lines": 69_760,
     "tool and benchmark lines": 10_810,
     "long files": 0,
     "frames at EP=1": 14,

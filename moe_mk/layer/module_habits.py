@@ -26,7 +26,7 @@ T = TypeVar("T")
 L = TypeVar("L", bound="MoELayer")
 
 NO_PARAMETERS = (
-    "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
+    "its weights are no parameters; load them with load(path or tensors, layer=N) or load_weights(tensors), and "
     "leave their names out of the state_dict of the model"
 )
 

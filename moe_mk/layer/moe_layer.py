@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -215,10 +214,10 @@ class MoELayer(WithoutParameters):
     def weights(self) -> LayerWeights:
         """The loaded weights; raises WeightError before loading."""
         if self.state.weights is None:
-            raise WeightError(f"layer {self.name!r} has no weights yet; call load_from_safetensors(path, layer=N)")
+            raise WeightError(f"layer {self.name!r} has no weights yet; call load(path, layer=N)")
         return self.state.weights
 
-    @cached_property
+    @property
     def live(self) -> LivePlacement:
         """Changes of the placement and of the backends while the layer serves; `rebalance` calls these."""
         return LivePlacement(self)

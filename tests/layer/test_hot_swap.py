@@ -15,6 +15,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
+from moe_mk.layer.live import LivePlacement
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
 
@@ -105,10 +106,14 @@ def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(
     layers = layers_of(twin, ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
     tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
-    def refuse(*_: object, **__: object) -> None:
-        raise UnsupportedError("no room on this rank", ["free some"])
+    stage = LivePlacement.stage
 
-    monkeypatch.setattr(layers[failed].live, "stage", refuse)
+    def refuse(self: LivePlacement, *given: object, **settings: object) -> object:
+        if self.layer is layers[failed]:
+            raise UnsupportedError("no room on this rank", ["free some"])
+        return stage(self, *given, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LivePlacement, "stage", refuse)
     reports = swapped(layers, tokens, experts="torch_cpu")
     assert {report.failed_ranks for report in reports} == {(failed // tp,)}
     assert not any(report.swapped for report in reports)
@@ -177,15 +182,17 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: p
     layers[0].on_routing = heard.append
     loads = [layer.expert_load.clone() for layer in layers]
     # Shared experts are local: with those of rank 1 damaged in the new state, rank 1 alone gets wrong outputs.
-    stage = layers[1].live.stage
+    stage = LivePlacement.stage
 
-    def damaged(*arguments: object, **settings: object) -> object:
-        staged = stage(*arguments, **settings)  # type: ignore[arg-type]
+    def damaged(self: LivePlacement, *arguments: object, **settings: object) -> object:
+        staged = stage(self, *arguments, **settings)  # type: ignore[arg-type]
+        if self.layer is not layers[1]:
+            return staged
         assert staged.backends.shared is not None
         silent = Silent(staged.backends.shared.weights)
         return replace(staged, backends=replace(staged.backends, shared=silent))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(layers[1].live, "stage", damaged)
+    monkeypatch.setattr(LivePlacement, "stage", damaged)
     reports = swapped(layers, tokens, prepare_finalize="all_gather")
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
     assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5

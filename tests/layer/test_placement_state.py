@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -45,3 +48,15 @@ def test_a_map_of_other_sizes_is_refused_with_all_numbers() -> None:
     check_sizes(ExpertMap(((3, 1), (2, 0)), 4), serving, comm)
     with pytest.raises(ConfigError, match=r"it places 3 experts, the layer has 4; it has 3 ranks, the group has 2$"):
         check_sizes(ExpertMap(((0,), (1,), (2,)), 3), serving, comm)
+
+
+def test_a_layer_that_was_changed_is_freed_with_its_last_reference() -> None:
+    gc.disable()
+    try:
+        layer = build.layer(4, 2)
+        layer.live.set_placement(layer.expert_map)
+        last = weakref.ref(layer)
+        del layer
+        assert last() is None, "a cycle would keep the weights of a replaced layer until the next collection"
+    finally:
+        gc.enable()
