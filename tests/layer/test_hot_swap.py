@@ -15,9 +15,9 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
-from moe_mk.layer.live import LivePlacement
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
+from tests.support.layers import live_method
 
 LIMIT, TOP_K = 1e-6, 4
 
@@ -100,21 +100,15 @@ def test_a_call_that_is_open_ends_with_the_pair_that_it_began_with(twin: Twin) -
 
 @pytest.mark.row("N14")
 @pytest.mark.parametrize("ep,tp,failed", [(4, 1, 2), (2, 2, 1), (1, 2, 0)])
-def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(
-    twin: Twin, monkeypatch: pytest.MonkeyPatch, ep: int, tp: int, failed: int
-) -> None:
+def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, ep: int, tp: int, failed: int) -> None:
     layers = layers_of(twin, ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
     tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
-    stage = LivePlacement.stage
+    def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedError("no room on this rank", ["free some"])
 
-    def refuse(self: LivePlacement, *given: object, **settings: object) -> object:
-        if self.layer is layers[failed]:
-            raise UnsupportedError("no room on this rank", ["free some"])
-        return stage(self, *given, **settings)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LivePlacement, "stage", refuse)
-    reports = swapped(layers, tokens, experts="torch_cpu")
+    with live_method(layers[failed], "stage", refuse):
+        reports = swapped(layers, tokens, experts="torch_cpu")
     assert {report.failed_ranks for report in reports} == {(failed // tp,)}
     assert not any(report.swapped for report in reports)
     assert ["no room" in report.reason for report in reports] == [rank == failed for rank in range(ep * tp)]
@@ -174,7 +168,7 @@ class Silent:
 
 
 @pytest.mark.row("N14")
-def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin) -> None:
     layers = layers_of(twin, 4, prepare_finalize="all_to_all", experts="reference")
     tokens = [twin.x_TH[:3], twin.x_TH[3:4], twin.x_TH[:0], twin.x_TH[4:6]]
     first = run_together(layers, tokens)
@@ -182,18 +176,16 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, monkeypatch: p
     layers[0].on_routing = heard.append
     loads = [layer.expert_load.clone() for layer in layers]
     # Shared experts are local: with those of rank 1 damaged in the new state, rank 1 alone gets wrong outputs.
-    stage = LivePlacement.stage
+    stage = layers[1].live.stage
 
-    def damaged(self: LivePlacement, *arguments: object, **settings: object) -> object:
-        staged = stage(self, *arguments, **settings)  # type: ignore[arg-type]
-        if self.layer is not layers[1]:
-            return staged
+    def damaged(*arguments: object, **settings: object) -> object:
+        staged = stage(*arguments, **settings)  # type: ignore[arg-type]
         assert staged.backends.shared is not None
         silent = Silent(staged.backends.shared.weights)
         return replace(staged, backends=replace(staged.backends, shared=silent))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LivePlacement, "stage", damaged)
-    reports = swapped(layers, tokens, prepare_finalize="all_gather")
+    with live_method(layers[1], "stage", damaged):
+        reports = swapped(layers, tokens, prepare_finalize="all_gather")
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
     assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
     assert all(layer.decision.chosen.prepare_finalize == "all_to_all" and layer.epoch == 0 for layer in layers)

@@ -73,7 +73,7 @@ def test_warming_up_runs_each_number_of_tokens_once_and_counts_nothing(
 
 def test_a_layer_without_weights_states_how_to_load_them() -> None:
     empty = MoELayer(config(8, 2), dtype=torch.float32, name="layer 5")
-    message = r"layer 'layer 5' has no weights yet; call load_from_safetensors\(path, layer"
+    message = r"layer 'layer 5' has no weights yet; call load\(path, layer"
     with pytest.raises(WeightError, match=message):
         empty(torch.zeros(3, HIDDEN))
     with pytest.raises(WeightError, match=message):

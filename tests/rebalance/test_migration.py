@@ -6,7 +6,8 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import pytest
@@ -19,6 +20,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
+from tests.support.layers import live_method
 from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, matrices_equal, serve, tensors
 
 R = TypeVar("R")
@@ -144,8 +146,7 @@ def test_a_rank_that_cannot_send_states_why() -> None:
             raise WeightError("the file behind it is gone")
         return export(slot)
 
-    failing.live.export_slot = once  # type: ignore[assignment, method-assign]
-    with pytest.warns(RebalanceWarning):
+    with pytest.warns(RebalanceWarning), live_method(failing, "export_slot", once):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
     reported = [str(incident) for rank in ranks for incident in rank.manager.status().incidents]
@@ -163,8 +164,8 @@ def test_a_rank_that_cannot_stage_keeps_all_on_the_old_map() -> None:
             raise MemoryError("no room for a second half")
         return stage(*args, **kwargs)  # type: ignore[arg-type]
 
-    ranks[1].layers[1].live.stage = out_of_memory  # type: ignore[assignment, method-assign]
-    with pytest.warns(RebalanceWarning, match="staging failed: MemoryError: no room for a second half"):
+    failed = pytest.warns(RebalanceWarning, match="staging failed: MemoryError: no room for a second half")
+    with failed, live_method(ranks[1].layers[1], "stage", out_of_memory):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
     assert ranks[0].manager.status().epochs == (1, 1)
@@ -219,18 +220,28 @@ def test_moved_bytes_are_those_predicted() -> None:
     assert sent == received + headers
 
 
+@pytest.fixture
+def replaced() -> Iterator[ExitStack]:
+    """Replacements that end with the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.mark.parametrize(("patience", "given_up"), [(1000, False), (3, True)])
-def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(patience: int, given_up: bool) -> None:
+def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(
+    patience: int, given_up: bool, replaced: ExitStack
+) -> None:
     ranks = world(patience=patience, backoff=4)
     serve(ranks, 2)
     release = threading.Event()
     for layer in (layer for rank in ranks for layer in rank.layers):
-        layer.live.read_expert = reading_after(release, layer.live.read_expert)  # type: ignore[method-assign]
+        replaced.enter_context(live_method(layer, "read_expert", reading_after(release, layer.live.read_expert)))
     left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
     staged: Counter[tuple[int, int]] = Counter()
     for rank in left:
         for x, layer in enumerate(rank.layers):
-            layer.live.stage = counting(layer.live.stage, staged, (rank.original_rank, x))  # type: ignore[method-assign]
+            count = counting(layer.live.stage, staged, (rank.original_rank, x))
+            replaced.enter_context(live_method(layer, "stage", count))
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])

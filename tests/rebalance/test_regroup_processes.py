@@ -114,15 +114,8 @@ def judged(layers: list[MoELayer], group: Any, transport: str, rank: int) -> Rep
     return reported
 
 
-def unreadable(layer: MoELayer) -> Callable[[live.LivePlacement, int], Any]:
-    read = live.LivePlacement.read_expert
-
-    def refuse(self: live.LivePlacement, expert: int) -> Any:
-        if self.layer is layer:
-            raise WeightError(f"expert {expert}: the file cannot be read")
-        return read(self, expert)
-
-    return refuse
+def unreadable(expert: int) -> Any:
+    raise WeightError(f"expert {expert}: the file cannot be read")
 
 
 def no_memory(*_: object) -> Any:
@@ -144,7 +137,7 @@ def fault(name: str, layers: list[MoELayer], transport: str, rank: int) -> Itera
         yield
         return
     patches: dict[str, Callable[[], Any]] = {
-        "reading": lambda: mock.patch.object(live.LivePlacement, "read_expert", unreadable(layers[-1])),
+        "reading": lambda: build.live_method(layers[-1], "read_expert", unreadable),
         "memory": lambda: mock.patch.object(live, "with_experts", no_memory),
         "transport": lambda: mock.patch.object(live, "build_state", no_transport),
         "window": lambda: mock.patch.object(symmetric_setup, "create", no_window),

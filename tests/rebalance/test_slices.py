@@ -14,6 +14,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.transfer import HEADER, PHASE
+from tests.support.layers import live_method
 from tests.support.rebalance_world import LAYERS, SLICED, Rank, holds_right_weights, serve, settings
 
 HOT = (6, 7)
@@ -90,20 +91,18 @@ def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> Non
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_a_slice_that_cannot_be_staged_keeps_all_ranks_on_the_old_map() -> None:
     ranks = grid(max_retries=1)
-    stage = ranks[3].layers[0].live.stage
 
     def fails(expert_map: object, arrived: object = None, **_: object) -> object:
         raise MemoryError("no room for a second half")
 
-    ranks[3].layers[0].live.stage = fails  # type: ignore[method-assign,assignment]
-    serve(ranks, 40)
+    with live_method(ranks[3].layers[0], "stage", fails):
+        serve(ranks, 40)
     # Layer 1, which needs new shares alone, flipped everywhere, and layer 0 nowhere.
     stories_agree(ranks)
     assert ranks[0].epochs[-1] == (0, 1)
     reported = [rank.manager.status().incidents for rank in ranks]
     assert "staging failed: MemoryError: no room" in reported[3][0].what
     assert all(any("dropped after 1 retries of 'layer 0'" in each.then for each in mine) for mine in reported)
-    ranks[3].layers[0].live.stage = stage  # type: ignore[method-assign]
 
 
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.layer.live import LivePlacement
 
 HIDDEN, INNER = 16, 8
 
@@ -57,3 +62,15 @@ def mlp(x_TH: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     gate, up, down = (weights[f"{name}.{p}_proj.weight"] for p in ("gate", "up", "down"))
     h = torch.nn.functional.silu(x_TH @ gate.T) * (x_TH @ up.T)
     return h @ down.T
+
+
+@contextmanager
+def live_method(layer: MoELayer, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Replace a method of `layer.live` of this layer, which is made anew by each access. function: without self."""
+    before = getattr(LivePlacement, name)
+
+    def method(self: LivePlacement, *given: object, **settings: object) -> object:
+        return function(*given, **settings) if self.layer is layer else before(self, *given, **settings)
+
+    with mock.patch.object(LivePlacement, name, method):
+        yield
