@@ -16,7 +16,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import usable_device
 from moe_mk.layer.live import LivePlacement
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.weights.expert_weights import ReleasedSlots
+from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class WithoutParameters(nn.Module):
     device: torch.device
     dtype: torch.dtype
     expert_load: Tensor
+
+    export_slot = Part[Callable[[int], SlotWeights]]("live.export_slot")
+    set_placement = Part[Callable[..., None]]("live.set_placement")
+    """As of `layer.live`; these two names stay for one release."""
 
     def _leave_meta(self, device: torch.device) -> None:
         """Build the module on a device that is not the meta device."""
