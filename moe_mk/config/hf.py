@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.base import read_mapping
+from moe_mk.config.equation import FILE, KEY, LayerEquation, equation_next_to
 from moe_mk.config.hf_quant import layers_with_experts, plain_kind, quant_from_hf
 from moe_mk.config.keys import (
     ANY,
@@ -213,14 +214,21 @@ _SAME = (
     ("quantization_config", "compression_config"),
 )  # fmt: skip
 """Keys of one meaning, which may not differ."""
+_READ_BY_ROUTERS = {
+    "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
+    "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+"""Settings of a router, and their keys in a config.json."""
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A config.json, with the formats that `hf_quant_config.json` next to it states.
+    """A config.json, with the formats that `hf_quant_config.json` next to it states, and its `layer_equation.json`.
 
     Raises ConfigError for a file that cannot be read, and where both state formats that differ.
     """
     hf = read_mapping(file)
+    if (equation := equation_next_to(file)) is not None:
+        hf = {**hf, KEY: equation}
     if not (second := file.with_name(SECOND)).is_file():
         return hf
     found = read_mapping(second).get("quantization")
@@ -244,6 +252,8 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
 
     layer: the layer to describe, where lists of modules give layers formats of their own.
     """
+    if hf.get(KEY) is not None:
+        return _by_equation(hf, where, layer)
     family = _family_of(hf)
     if family in WRAPPERS and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
         return settings_from_hf(_of_wrapper(hf, text, where), where, layer)
@@ -252,9 +262,9 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
             raise ConfigError(f"{where}: {family} has {part}, which is not supported; moe_mk.integrations.transformers."
                               "register() runs the model's own blocks")  # fmt: skip
         raise ConfigError(
-            f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. A layer of "
-            "another family is declared by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer), and "
-            "moe_mk.integrations.transformers.register() runs the model's own blocks"
+            f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. Derive it from "
+            f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; or declare it "
+            "by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
         )
     hf, problems = _renamed(hf, family)
     harmless = CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
@@ -269,24 +279,42 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
 
 
+def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
+    """The settings that the equation of a model states, with the format of its config.json."""
+    text, held = _text_of(hf), hf[KEY]
+    equation = held if isinstance(held, LayerEquation) else LayerEquation.parse(held, f"{where}: {KEY}")
+    settings = equation.settings(text, where, layer)
+    formats = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
+    settings["model"]["quant"] = _quant({**text, **formats}, where, layer)
+    return settings
+
+
+def _text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of the language model: of multimodal models text_config, of others all."""
+    text = hf.get("text_config")
+    return text if isinstance(text, Mapping) else hf
+
+
 def first_layer(hf: Mapping[str, Any]) -> int:
     """The first layer with experts that are chosen by scores."""
-    text = hf.get("text_config")
-    hf = text if isinstance(text, Mapping) else hf
+    if isinstance(equation := hf.get(KEY), LayerEquation) and equation.layers:
+        return equation.layers[0]
+    hf = _text_of(hf)
     hashed = hf.get("num_hash_layers")
     return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)
 
 
 def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
     """The router's settings as read, each with its key in a config.json or the family whose default it is."""
-    text = hf.get("text_config")
-    hf = text if isinstance(text, Mapping) else hf
+    if KEY in hf:
+        router = settings_from_hf(hf, where)["router"]
+        return {ours: (router[ours], FILE) for ours in _READ_BY_ROUTERS if ours in router}
+    hf = _text_of(hf)
     family, router = _family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
     hf = _renamed(hf, family)[0]
-    keys = {"scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
-            "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor"}  # fmt: skip
     return {
-        ours: (router[ours], key if hf.get(key) is not None else f"default of {family}") for ours, key in keys.items()
+        ours: (router[ours], key if hf.get(key) is not None else f"default of {family}")
+        for ours, key in _READ_BY_ROUTERS.items()
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from moe_mk.config.base import Settings
+from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
@@ -430,10 +430,15 @@ class MoEConfig(Settings):
         ]
 
     @classmethod
-    def from_hf(cls, path: str | Path, *, layer: int | None = None, **overrides: Any) -> Self:
+    def from_hf(
+        cls, path: str | Path, *, layer: int | None = None, equation: str | Path | None = None, **overrides: Any
+    ) -> Self:
         """Read a `config.json` of the transformers layout, or the folder that holds it.
 
+        A `layer_equation.json` next to it describes the layers of models of other families (`moe-mk derive`).
+
         layer: the layer to describe, where the lists of modules of a quantisation give layers formats of their own.
+        equation: a file to read instead of that one.
         overrides: any key of `model`, `router`, `parallel` or `kernel`: experts="torch_cpu", router_dtype="model".
         Raises ConfigError for a path that does not exist, for a model type without a MoE layer, and for unknown
         overrides.
@@ -444,7 +449,11 @@ class MoEConfig(Settings):
         if not file.exists():
             what = f"{path} has no config.json" if Path(path).is_dir() else f"{path} does not exist"
             raise ConfigError(f"{what}; name the folder of a downloaded checkpoint, or a config.json")
-        return cls.parse(settings_from_hf(read_config(file), str(file), layer), str(file)).with_(**overrides)
+        hf = read_config(file)
+        if equation is not None:
+            hf["layer_equation"] = read_mapping(Path(equation))
+        where = f"{file} with layer_equation.json" if "layer_equation" in hf else str(file)
+        return cls.parse(settings_from_hf(hf, str(file), layer), where).with_(**overrides)
 
     def with_(self, **overrides: Any) -> Self:
         """A copy with some settings changed, each named by its bare key."""

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_mk.config.equation import equation_next_to
 from moe_mk.errors import WeightError
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import GGUF_NAMES
 from moe_mk.weights.safetensors_header import TensorEntry
-from moe_mk.weights.source import MappedFile, SafetensorsSource, TensorSource
+from moe_mk.weights.source import MappedFile, RenamedSource, SafetensorsSource, TensorSource
 
 if TYPE_CHECKING:
     from moe_mk.external.gguf_file import Value
@@ -122,8 +123,16 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def open_source(path: str | os.PathLike[str]) -> SafetensorsSource | GgufSource:
-    """The tensors of a checkpoint folder or file, safetensors or GGUF. Raises WeightError."""
-    return GgufSource(path) if is_gguf(path) else SafetensorsSource(path)
+    """The tensors of a checkpoint folder or file, safetensors or GGUF. Raises WeightError.
+
+    Names that a `layer_equation.json` in the folder states are replaced by those of a known family.
+    """
+    if is_gguf(path):
+        return GgufSource(path)
+    equation = equation_next_to(Path(path) / "config.json")
+    return (
+        SafetensorsSource(path) if equation is None or equation.names is None else RenamedSource(path, equation.names)
+    )
 
 
 def _is_of_moe(name: str) -> bool:

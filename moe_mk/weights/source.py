@@ -7,16 +7,20 @@ process that maps the file.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from moe_mk.config.equation import VECTORS, TensorNames, TensorPart
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.shapes import expect_dense
@@ -268,3 +272,100 @@ def _is_cached(fd: int, offset: int) -> bool:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except unless_signalled(OSError, AttributeError):
         return False
+
+
+class RenamedSource(SafetensorsSource):
+    """A checkpoint under the names of `config.equation`: every matrix of its layers by the name of a linear module.
+
+    Parts of stacks are views; transposed and alternating ones are copied when they are opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: TensorNames) -> None:
+        super().__init__(path)
+        self._inner = SafetensorsSource(path)
+        self._views = {name: _View(name) for name in self._inner.names()}
+        for name in tuple(self._views):
+            found = {
+                made: view for key, part in names.parts.items() for made, view in self._named(names, key, part, name)
+            }
+            if found:
+                del self._views[name]
+                self._views |= found
+
+    def names(self) -> Collection[str]:
+        """The names of linear modules, and all others as they are."""
+        return self._views.keys()
+
+    def entry(self, name: str) -> TensorEntry:
+        """The header of a tensor with the shape of its view."""
+        view = self._views[name]
+        whole = self._inner.entry(view.name)
+        shape = view.shape_of(whole.shape)
+        return replace(
+            whole,
+            name=name,
+            shape=shape,
+            num_bytes=whole.num_bytes * math.prod(shape) // max(1, math.prod(whole.shape)),
+        )
+
+    def open(self, name: str) -> Tensor:
+        """The part of the tensor."""
+        view = self._views[name]
+        return view.of(self._inner.open(view.name))
+
+    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
+        """Of whole tensors only."""
+        view = self._views[name]
+        if view == _View(view.name):
+            self._inner.read_ahead(view.name, start, num_bytes)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._inner.file_of(self._views[name].name)
+
+    def _named(self, names: TensorNames, key: str, part: str | TensorPart, name: str) -> Iterator[tuple[str, _View]]:
+        """What a tensor holds of a part, by the name that it gets."""
+        path = part if isinstance(part, str) else part.tensor
+        pattern = (
+            re.escape(names.prefix + path).replace(r"\{N\}", r"(?P<N>\d{1,9})").replace(r"\{e\}", r"(?P<e>\d{1,9})")
+        )
+        found = re.fullmatch(pattern + r"(?P<rest>\.[^.]+)?", name)
+        if found is None:
+            return
+        groups, rest = found.groupdict(), found["rest"] or ("" if key in VECTORS else ".weight")
+        made = f"model.layers.{groups['N']}.mlp.{key}{rest}"
+        if isinstance(part, str):
+            yield made.replace("{e}", groups.get("e", "")), _View(name)
+        elif "{e}" in key and "{e}" not in path:
+            for expert in range(self._inner.entry(name).shape[0]):
+                yield made.replace("{e}", str(expert)), _View(name, expert, part.rows, part.transposed)
+        else:
+            yield made.replace("{e}", groups.get("e", "")), _View(name, None, part.rows, part.transposed)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor, or a matrix that is a part of it."""
+
+    name: str
+    expert: int | None = None
+    rows: str = "all"
+    transposed: bool = False
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor."""
+        return tuple(self.of(torch.empty(shape, dtype=torch.uint8, device="meta")).shape)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor. Biases of stacks are rows too."""
+        tensor = tensor if self.expert is None else tensor[self.expert]
+        tensor = tensor.T if self.transposed and tensor.dim() == 2 else tensor
+        half = tensor.shape[0] // 2
+        parts = {
+            "all": slice(None),
+            "first": slice(half),
+            "second": slice(half, None),
+            "even": slice(0, None, 2),
+            "odd": slice(1, None, 2),
+        }
+        return tensor[parts[self.rows]].contiguous()

@@ -1,0 +1,122 @@
+"""`layer_equation.json`: what an MoE layer computes, for a model whose family has no row in `config.hf`.
+
+The file is stored next to a config.json, of which it needs no key but the quantisation. `moe-mk derive` writes it from the
+model's class in transformers; it can be edited, or written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moe_mk.config.base import Settings, read_mapping
+from moe_mk.errors import ConfigError
+
+FILE = "layer_equation.json"
+KEY = "layer_equation"
+"""Under which a parsed config.json holds the contents of the file."""
+MODULES = (
+    "gate", "experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj",
+    "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj", "shared_expert_gate",
+)  # fmt: skip
+"""Names of the linear maps of a layer, as DeepSeek-V3's and Qwen2-MoE's checkpoints have them."""
+VECTORS = (
+    "gate.e_score_correction_bias", "gate.bias",
+    "experts.{e}.gate_proj.bias", "experts.{e}.up_proj.bias", "experts.{e}.down_proj.bias",
+)  # fmt: skip
+"""Names of its vectors: the bias for selection, the bias of the logits, biases of experts outside of linear modules."""
+
+
+class TensorPart(Settings):
+    """A matrix that is a part of a tensor, or stored transposed."""
+
+    tensor: str
+    """The tensor below the prefix. {e} is the number of the expert; without it, the first axis is that of experts."""
+    rows: Literal["all", "first", "second", "even", "odd"] = "all"
+    """Which of its outputs: one half, or every other one where gate and up alternate."""
+    transposed: bool = False
+    """Whether it is stored as (inputs, outputs)."""
+
+
+class TensorNames(Settings):
+    """Where a checkpoint holds the tensors of a layer, if it does not have the names of a known family."""
+
+    prefix: str
+    """Before all names of a layer's block; {N} is the number of the layer: model.layers.{N}.mlp."""
+    parts: dict[str, str | TensorPart]
+    """For each of `MODULES` and `VECTORS` that the layer has: the path below the prefix of a linear module, whose
+    scales and packed values keep their own last names, or of a tensor."""
+
+    @model_validator(mode="after")
+    def _are_known(self) -> Self:
+        known = (*MODULES, *VECTORS)
+        problems = [f"names.parts has {key!r}, known are {', '.join(known)}" for key in self.parts if key not in known]
+        for key, part in self.parts.items():
+            path = part if isinstance(part, str) else part.tensor
+            if "{e}" in path and "{e}" not in key:
+                problems.append(f"names.parts[{key!r}] is {path!r}, but {key} is no matrix of an expert")
+            if isinstance(part, str) and "{e}" in key and "{e}" not in path:
+                problems.append(
+                    f"names.parts[{key!r}] is {path!r} without {{e}}; for a tensor of all experts write "
+                    f'{{"tensor": {path!r}}}'
+                )
+            if path.count("{e}") > 1 or "{N}" in path:
+                problems.append(f"names.parts[{key!r}] is {path!r}; it has {{e}} once at most, and no {{N}}")
+        if self.prefix.count("{N}") != 1:
+            problems.append(f"names.prefix={self.prefix!r} must have {{N}}, the number of the layer, once")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class LayerEquation(Settings):
+    """The settings of the layers of one model, and the names of their tensors."""
+
+    version: Literal[1] = 1
+    model_type: str
+    """As in config.json."""
+    derived_from: str = ""
+    """The class that was measured and its library, for information."""
+    config: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
+    """Keys of config.json, or of its text_config, with the values for which the equation holds."""
+    layers: tuple[int, ...] | None = None
+    """The layers that have this equation; None: all that have experts."""
+    model: dict[str, Any]
+    """Sizes and experts, with the keys of `MoEConfig.model`. The format (`quant`) is read from config.json."""
+    router: dict[str, Any]
+    """The keys of `MoEConfig.router`."""
+    names: TensorNames | None = None
+    """None: the names of a known family."""
+
+    @model_validator(mode="after")
+    def _has_no_format(self) -> Self:
+        if "quant" in self.model:
+            raise ValueError("model.quant is read from config.json; drop it")
+        return self
+
+    def settings(self, hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
+        """Keys of `MoEConfig` but for the format. hf: the config.json, or its text_config.
+
+        Raises ConfigError where the equation is of another model, configuration or layer.
+        """
+        problems = [
+            f"{key} is {hf.get(key)!r}, and the equation is that of {value!r}"
+            for key, value in {"model_type": self.model_type, **self.config}.items()
+            if hf.get(key) != value
+        ]
+        if layer is not None and self.layers is not None and layer not in self.layers:
+            problems.append(f"layer {layer} has another equation, or no experts; this is that of {list(self.layers)}")
+        if problems:
+            raise ConfigError(
+                f"{where}: {FILE} does not describe this model: {'; '.join(problems)}; derive it again: moe-mk derive"
+            )
+        return {"model": dict(self.model), "router": dict(self.router)}
+
+
+def equation_next_to(file: Path) -> LayerEquation | None:
+    """The equation in the folder of a file, if there is one."""
+    found = file.with_name(FILE)
+    return LayerEquation.parse(read_mapping(found), str(found)) if found.is_file() else None
