@@ -11,7 +11,6 @@ of a layer with all experts in memory, whatever arrives first.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -92,7 +91,8 @@ def records(num_records: int, layout: RecordLayout) -> Tensor:
 
 
 def _memory_of(record_B: Tensor) -> memoryview:
-    return memoryview((ctypes.c_uint8 * record_B.numel()).from_address(record_B.data_ptr())).cast("B")
+    """The bytes of a record, which keep its memory: a read that was not waited for may still write to it."""
+    return memoryview(record_B.numpy())
 
 
 def open_store(
@@ -159,7 +159,7 @@ class Cache:
         """Distinct experts of all calls, those that were resident, and records that were read."""
         self._free = list(range(slots))
         self._readers: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
+        self._is_used, self._process = False, os.getpid()
 
     def __str__(self) -> str:
         held = f"{len(self.records_SB)} of {self.store.num_experts} experts in memory, {self.config.policy}"
@@ -173,8 +173,7 @@ class Cache:
     def exclusive(self) -> Lock:
         """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
         if self._process != os.getpid():
-            self.lock, self._readers, self._process = Lock(), None, os.getpid()
-            self._free = sorted(set(range(len(self.records_SB))) - set(self.slot_of.values()))
+            self.lock, self._readers, self._process, self._is_used = Lock(), None, os.getpid(), True
         return self.lock
 
     def waves(self, experts: list[int]) -> Iterator[list[int]]:
@@ -183,6 +182,9 @@ class Cache:
         First those that are here, the others as they arrive. Raises StoreError for a record that cannot be read or is
         not what was written; the caller has not seen it then, and its slot is free. Called with the lock held.
         """
+        if self._is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
+            self._end_reads()
+        self._is_used = True
         self.policy.used(experts)
         here = [expert for expert in experts if expert in self.slot_of]
         missing = [expert for expert in experts if expert not in self.slot_of]
@@ -196,9 +198,18 @@ class Cache:
                 self._read(missing, (), reading)
                 assert reading, "no slot is free, and none can be taken"
                 yield self._arrived(reading)
-        finally:
-            for each in reading.values():
-                self._free.append(each.stop())
+        except BaseException:
+            self._end_reads()
+            raise
+        self._is_used = False
+
+    def _end_reads(self) -> None:
+        """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert."""
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
+        self._readers = None
+        self._free = sorted(set(range(len(self.records_SB))) - set(self.slot_of.values()))
+        self._is_used = False
 
     def _read(self, missing: list[int], kept: Collection[int], reading: dict[int, _Reading]) -> None:
         """Begin to read missing experts, in order, as far as there are slots; those of `kept` experts are not taken."""
@@ -254,13 +265,6 @@ class _Reading:
         """Raise what a piece raised."""
         for part in self.parts:
             part.result()
-
-    def stop(self) -> int:
-        """Wait until nothing is written any more; returns the slot."""
-        for part in self.parts:
-            part.cancel()
-        wait(self.parts)
-        return self.slot
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
 from moe_mk.weights.expert_store import ExpertStore
 from tests.experts.cpu_native.test_experts import weights as with_biases
+from tests.layer.interrupted_ranks import Interrupts
 from tests.layer.native import built, written
 
 pytestmark = [
@@ -210,3 +211,27 @@ def test_a_forked_child_reads_with_threads_of_its_own(tmp_path: Path) -> None:
         os._exit(0 if torch.equal(paged.run(tokens, some).y, expected) else 1)
     some.cache.lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:
+    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
+    g = torch.Generator().manual_seed(6)
+    x = QuantTensor(torch.randn(9, SIZE, generator=g).bfloat16(), None, BF16)
+    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
+    expected = resident.run(tokens, held).y
+
+    def traced(interrupts: Interrupts) -> torch.Tensor:
+        with interrupts.traced():
+            return paged.run(tokens, some).y
+
+    within = Cache.waves.__code__
+    assert torch.equal(traced(counted := Interrupts(within=within)), expected)
+    raised = 0
+    for place in Random(0).sample(range(1, counted.places + 1), 40):
+        try:
+            traced(Interrupts(place, within))
+        except KeyboardInterrupt:
+            raised += 1
+    assert raised > 30
+    assert torch.equal(paged.run(tokens, some).y, expected)
+    assert len(some.cache._free) + len(some.cache.slot_of) == 2
