@@ -225,7 +225,8 @@ def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:
             return paged.run(tokens, some).y
 
     within = Cache.waves.__code__
-    assert torch.equal(traced(counted := Interrupts(within=within)), expected)
+    counted = Interrupts(within=within)
+    assert torch.equal(traced(counted), expected)
     raised = 0
     for place in Random(0).sample(range(1, counted.places + 1), 40):
         try:
