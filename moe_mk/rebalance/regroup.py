@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_mk.errors import ConfigError, RegroupError
+from moe_mk.errors import CommError, ConfigError, RegroupError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
@@ -208,9 +208,11 @@ class Regrouping:
                 yield from layer.live.try_out(state)
         except Exception as error:
             problem = error
-        if self.peers.ep.status.failure is not None:  # the vote needs a working group
+        try:
+            yield from self._vote("trying out", problem)
+        except CommError:  # the call of this rank failed, or that of a peer, which this one learns in the vote
             yield from self.peers.ep.recover()
-        yield from self._vote("trying out", problem)
+            yield from self._vote("trying out", problem)
 
     def _rows(self) -> Flight[Rows]:
         """What every rank holds, layer by layer."""

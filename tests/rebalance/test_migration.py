@@ -277,3 +277,17 @@ def reading_after(release: threading.Event, read: Callable[[int], SlotWeights]) 
         return read(expert)
 
     return slowly
+
+
+def test_bytes_are_counted_while_layers_are_still_under_way() -> None:
+    ranks, received, read = world(bytes_per_step=768), [0], [0]
+    while ranks[0].manager.status().epochs != (1, 1):
+        serve(ranks, 1)
+        received.append(sum(rank.manager.status().received_bytes for rank in ranks))
+    left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
+    interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])
+    while any(layer.expert_map.lost for layer in left[0].layers):
+        serve(left, 1)
+        read.append(sum(rank.manager.status().read_bytes for rank in left))
+    for seen in (received, read):
+        assert seen == sorted(seen) and len(set(seen)) > 2, "a layer at a time"

@@ -11,11 +11,13 @@ import torch
 from moe_mk import ConfigError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import FallbackWarning, RegroupError
-from moe_mk.flight import interleave
+from moe_mk.flight import Flight, interleave
+from moe_mk.layer.serving_state import ServingState, try_out
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.rebalance.regroup import RankState, after_join, after_loss, disagreements, fit, slots_for
 from tests.support import layers as build
+from tests.support.layers import live_method
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 9
 
@@ -208,6 +210,24 @@ def test_only_a_call_that_failed_is_recovered_from() -> None:
     before = [comm.status.epoch for comm in comms]
     interleave([rank.manager.rank_lost_steps(2, comm) for rank, comm in zip(ranks, comms, strict=False)])
     assert [comm.status.epoch for comm in comms] == before and serves_right(ranks[:2])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_placement_that_cannot_be_tried_out_on_one_rank_is_refused_by_all(at: int) -> None:
+    ranks = group(3)
+
+    def failing(staged: ServingState) -> Flight[None]:
+        yield from try_out(staged, ranks[at].layer.device)
+        problem = OSError("no space for the windows")
+        staged.grid.ep.fail(problem)
+        raise problem
+
+    with (
+        live_method(ranks[at].layer, "try_out", failing),
+        pytest.raises(RegroupError, match=rf"trying out failed(?s:.)*rank {at}: OSError: no space for the windows"),
+    ):
+        lose(ranks, 2)
+    assert [rank.layer.ep.size for rank in ranks] == [3] * 3 and serves_right(lose(ranks, 2))
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
