@@ -348,6 +348,8 @@ class MoELayer(WithoutParameters):
         """
         freed = self.weights.experts.num_bytes
         self.use(self.state.released(self.name))
+        if self.source is not None and isinstance(self.source[0], MappingSource):
+            self.source = None  # it holds the same tensors
         return freed
 
     # Forward.

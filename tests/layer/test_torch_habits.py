@@ -157,6 +157,9 @@ def test_the_copy_in_the_format_of_the_checkpoint_can_be_released() -> None:
         with pytest.raises(UnsupportedError, match=r"the experts of layer 'moe' were released.*\n.*load them again"):
             call()
     assert torch.equal(moe.load_weights(given)(x_TH), wanted_TH) and torch.equal(copy.deepcopy(moe)(x_TH), wanted_TH)
+    held = [StorageWeakRef(tensor.untyped_storage()) for name, tensor in given.items() if name.startswith("experts.")]
+    del loader, given, tensor
+    assert moe.release_weights() == num_bytes and all(storage.expired() for storage in held)
 
 
 def test_weights_that_the_backend_reads_are_not_released(moe: MoELayer) -> None:
