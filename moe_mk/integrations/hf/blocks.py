@@ -21,6 +21,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
+from moe_mk.integrations.hf.plan import forget_plan
 from moe_mk.layer import MoELayer
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of, experts_error
 from moe_mk.router.router import Router
@@ -234,6 +235,7 @@ def _differences(block: nn.Module, parts: Parts, layer: MoELayer, x_TH: Tensor, 
     gates = {name: (lambda *_: routed) if child is parts.gate else child for name, child in block._modules.items()}
     vars(twin)["_modules"] = gates  # the block on this routing: its gate may round in another way
     expected = twin.forward(x_TH[None])
+    forget_plan(parts.experts)  # where moe_mk computes them: the layer has the weights in that layout already
     if not isinstance(expected, Tensor) or expected.numel() != x_TH.numel():
         return ["it does not return one tensor of the tokens' shape"]
     expected = expected.view(x_TH.shape).float()

@@ -232,6 +232,11 @@ def held_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
     return held if held is not None and same and held.stamp.is_of(tensors_of(module)) else None
 
 
+def forget_plan(module: nn.Module) -> None:
+    """Free the plan of a module, with its copy of the weights; the next forward makes it again."""
+    _plans.pop(module, None)
+
+
 def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
     """Free the module's tensors if the plan holds a copy in another layout; returns whether it did."""
     if plan.weights.layout in (CANONICAL, MAPPED):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.external.library import installed
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import (
     patch_blocks,
     patched_blocks,
+    register,
     unpatch_blocks,
 )
 from tests.integrations.hf.cases import family, generate, logits, prompt
@@ -192,3 +196,29 @@ def test_a_model_that_is_cast_after_patching_states_what_to_do() -> None:
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).float().norm() / wanted.float().norm())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not count peaks of memory")
+@pytest.mark.parametrize("called_before", [False, True])
+@needs_compiler
+@torch.no_grad()
+def test_the_peak_of_patching_is_one_copy_of_the_experts(called_before: bool) -> None:
+    register()
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 32}
+    model = tiny_model(dtype=torch.bfloat16, **sizes)
+    model.set_experts_implementation("moe_mk")
+    held = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert held > 90 << 20
+    if called_before:
+        model(prompt())
+
+    def peak() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("VmHWM:")[2].split()[0]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    layers = patch_blocks(model, experts="cpu_native")
+    assert len(layers) == 2 and peak() - before < 1.75 * held  # and one more layer while it is compared
+    packed = [kept for kept in gc.get_objects() if isinstance(kept, PackedExpertWeights) and kept.num_slots == 32]
+    assert len(packed) == 2, "one for each layer"
