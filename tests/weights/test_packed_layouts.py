@@ -451,3 +451,34 @@ def test_mixtral_names_hold_packed_experts_too() -> None:
 
     weights = load_layer(source, 0, LayerSpec(2, 256, 128, grouped(4, 128, zeros=True)), owned=(0, 1))
     assert weights.facts.convention == "mixtral_awq" and weights.experts.slots[1].up_IH.shape == (128, 256)
+
+
+def test_damaged_packed_layers_are_described_by_the_first_expert_that_is_there(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = load_file(next(written("int4_g32").glob("*.safetensors")))
+    gate = next(name for name in tensors if name.endswith("mlp.gate.weight"))
+    up = next(name for name in tensors if name.endswith("experts.0.up_proj.weight_packed"))
+    down, last = up.replace("up_proj", "down_proj"), up.replace("experts.0", "experts.3")
+
+    def described(changed: dict[str, Tensor], *without: str) -> tuple[tuple[int, int, int], str]:
+        kept = {name: tensor.clone() for name, tensor in changed.items() if not any(each in name for each in without)}
+        save_file(kept, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((written("int4_g32") / "config.json").read_text())
+        (layer,) = inspect_checkpoint(tmp_path).layers
+        return (layer.num_experts, layer.hidden_size, layer.intermediate_size), "\n".join(layer.problems)
+
+    missing = "the gate or the first expert is missing"
+    for changed, without, problem in (
+        (tensors, [gate], missing),
+        (tensors | {gate: tensors[gate][0]}, [], missing),
+        (tensors, [up], missing),
+        (tensors, [down], missing),
+        (tensors | {up: tensors[up][None]}, [], "projections have shapes [1, 256, 16] and [128, 32]"),
+        (tensors | {down: tensors[down][None]}, [], "projections have shapes [256, 16] and [1, 128, 32]"),
+    ):
+        assert problem in described(changed, *without)[1]
+    narrow = tensors | {last: tensors[last][:64]}
+    sizes, problems = described(narrow, "experts.0.", "experts.1.")
+    assert sizes == (EXPERTS, HIDDEN, INNER)
+    assert "2 of 4 experts are missing: 0, 1" in problems and "is [64, 16], expected [256, 16]" in problems
