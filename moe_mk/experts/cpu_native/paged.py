@@ -92,7 +92,7 @@ def records(num_records: int, layout: RecordLayout) -> Tensor:
 
 def _memory_of(record_B: Tensor) -> memoryview:
     """The bytes of a record, which keep its memory: a read that was not waited for may still write to it."""
-    return memoryview(record_B.numpy())
+    return record_B.numpy().data
 
 
 def open_store(
