@@ -7,6 +7,7 @@ because every step below is legal for the pair.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,12 @@ class FusedMoEKernel:
     prepare_finalize: PrepareFinalize
     experts: FusedExperts
     spans: Spans = field(default_factory=Spans)
+    routes_inside: ClassVar[bool] = False
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether each rank computes only its experts' share of tokens that all ranks have."""
+        return self.prepare_finalize.traits.partial
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H).

@@ -23,6 +23,8 @@ class Routing:
     """f32 scalars by name, only while training."""
     logits_TE: Tensor | None = None
     """f32, or the layer's dtype with router_dtype = "model"; always set by `MoELayer.route`."""
+    bias_E: Tensor | None = None
+    """f32, added to scores for the choice of experts; only for kernels that route inside, with the logits."""
 
     @property
     def num_tokens(self) -> int:

@@ -207,11 +207,8 @@ class Ranks:
         made = []
         for rank, kernel in enumerate(self.kernels):
             routing, x_TH = self.case.routings[rank], self.tokens[rank][cut]
-            if self.inside:
-                made.append(kernel.steps(x_TH, self.logits[rank][cut], None, self.weights[rank]))
-            else:
-                chosen = Routing(routing.ids_TK[cut], routing.weights_TK[cut])
-                made.append(kernel.steps(x_TH, chosen, self.weights[rank]))
+            chosen = Routing(routing.ids_TK[cut], routing.weights_TK[cut], logits_TE=self.logits[rank][cut])
+            made.append(kernel.steps(x_TH, chosen, self.weights[rank]))
         return made
 
 

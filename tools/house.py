@@ -40,15 +40,15 @@ LIMITS = {
     "short ones, no plugins": 35,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_944,
-    "library lines": 53_880,
+    "core lines": 26_844,
+    "library lines": 53_849,
     "test lines": 69_983,
     "tool and benchmark lines": 10_810,
     "long files": 0,
-    "frames at EP=1": 14,
-    "files at EP=1": 8,
-    "frames at EP=2": 40,
-    "files at EP=2": 16,
+    "frames at EP=1": 9,
+    "files at EP=1": 5,
+    "frames at EP=2": 14,
+    "files at EP=2": 8,
 }
 """The most of each; they may only be lowered. The library is what an engine imports, in Python: all but the lab."""
 LONGEST = 500
@@ -56,7 +56,6 @@ LONGEST = 500
 LONGER = {
     "moe_mk/comm/messages.py": 760,
     "moe_mk/kernels/native/build.py": 510,
-    "moe_mk/layer/moe_layer.py": 550,
     "tests/kernels/native/test_build.py": 600,
     "tests/testing/broken/experts.py": 630,
     "tools/behaviour.py": 780,

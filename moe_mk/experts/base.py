@@ -13,16 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.external.device import without_autocast
-from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, WEIGHT_ONLY_KINDS
@@ -35,7 +33,7 @@ from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
 from moe_mk.weights.scan import Progress
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import Gating, RowsOfExperts
+    from moe_mk.kernels.native import PreparedExperts
 
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 """Every weight format with scales, without the weight-only ones."""
@@ -165,20 +163,11 @@ class FusedExperts(ABC):
         """
         return None
 
-    def fuse_layer(
-        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
-    ) -> LayerCall | None:
-        """One call for expert load and experts, and for routing if it `routes`; None: not supported.
+    def fuse_layer(self, weights: Weights, top_k: int) -> PreparedExperts | None:
+        """The experts for one call of a whole layer on rows with `top_k` choices each; None: not supported.
 
-        Not inherited: called only if the class of the backend defines it. Bit-identical to the separate steps. weights:
-        of `relayout` or `fuse_shared_experts`. gating: the router, or None where the call is given every routing.
-        Called only where the rows are this rank's own tokens; they are bf16 where there is a gating.
-        """
-        return None
-
-    def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
-        """The experts for a native call on received rows with `top_k` choices each, bit-identical to `run`; None: not
-        supported. weights: of `relayout`.
+        Not inherited: called only if the class of the backend defines it. Bit-identical to `run`. weights: of
+        `relayout` or `fuse_shared_experts`.
         """
         return None
 
@@ -196,31 +185,6 @@ class FusedExperts(ABC):
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Upper bound of the bytes one run allocates for `rows` received rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)
-
-
-class LayerCall(Protocol):
-    """What `FusedExperts.fuse_layer` returns."""
-
-    @property
-    def routes(self) -> bool:
-        """Whether it contains the router."""
-
-    def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        *,
-        is_routed: bool = False,
-        skip: bool = False,
-    ) -> Tensor:
-        """(T, H) to (T, H), contiguous.
-
-        load_E: int64 [E], to which the choices are added; None: nothing is counted. routing: ids of logical experts and
-        f32 weights (T, K), contiguous: int32 or int64 of the caller if `is_routed`, which they must be unless this
-        `routes`; else int32, to be written, or None. skip: ids that are neither -1 nor of an expert are skipped;
-        otherwise raises ShapeError for them, with nothing counted.
-        """
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:

@@ -11,8 +11,8 @@ NaN codes would be decoded as numbers; loading rejects checkpoints that contain 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError
-from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts, LayerCall
+from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts
 from moe_mk.external.device import without_autocast
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
-from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
@@ -40,7 +39,7 @@ from moe_mk.weights.expert_weights import (
 from moe_mk.weights.scan import Progress
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import Gating
+    from moe_mk.kernels.native import Gating, LayerCall, PreparedExperts
 
 Apply = Callable[[Tensor, int], Tensor]
 """Rows (n, H) and the slot of an expert, to its outputs (n, H)."""
@@ -102,13 +101,9 @@ class TorchCpuExperts(FusedExperts):
             start += count
         return ExpertOutput(y_NH, OutputStage.RAW)
 
-    def fuse_layer(
-        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
-    ) -> LayerCall | None:
-        """The load and the rows, without the stages between them."""
-        if weights.layout != MAPPED:
-            return None
-        return RoutedRows(self, self.ffn_of(weights), tables, rank)
+    def fuse_layer(self, weights: Weights, top_k: int) -> RoutedRows | None:
+        """The rows, without the stages around them."""
+        return None if weights.layout != MAPPED else RoutedRows(self, self.ffn_of(weights))
 
     def _rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
         x_RH = tokens.x_RH.dequantize(self.context.dtype.dtype)
@@ -177,25 +172,35 @@ def by_slot(ids_RK: Tensor) -> tuple[Tensor, list[int], list[int]]:
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The experts on tokens that are routed: a `LayerCall`."""
+    """The experts on tokens that are routed: `PreparedExperts`, and their `LayerCall`."""
 
     experts: TorchCpuExperts
     ffn: Apply
-    tables: PlacementTables
-    rank: int
+    tables: Any = None
+    ran: Any = None
     routes: bool = False
+
+    def alone(self, shared: PreparedExperts | None, gating: Gating | None, tables: Any, ran: Any) -> LayerCall | None:
+        """Without router; None where shared experts are to be added."""
+        return replace(self, tables=tables, ran=ran) if shared is None else None
+
+    def is_ready(self, num_tokens: int) -> bool:
+        """Always."""
+        return True
 
     def __call__(
         self,
         x_TH: Tensor,
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
+        first: int = 0,
         *,
-        is_routed: bool = False,
         skip: bool = False,
+        routed: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None,
     ) -> Tensor:
         """See `LayerCall`."""
-        assert is_routed and routing is not None, "there is no router"
+        assert routing is not None and shared_weights_T is None, "there is no router"
         ids_TK, weights_TK = routing
         e, ids_N = self.tables.num_experts, ids_TK.numpy().ravel()
         if ids_N.size and not -1 <= ids_N.min() <= ids_N.max() < e:
@@ -205,12 +210,17 @@ class RoutedRows:
             ids_N = ids_TK.numpy().ravel()
         slots_TK = ids_TK
         if not self.tables.is_identity:
-            slots_TK = self.tables.local_slots(self.tables.to_physical(ids_TK, self.rank), self.rank)
+            slots_TK = self.tables.local_slots(self.tables.to_physical(ids_TK, 0), 0)
         with torch.no_grad():
             x = x_TH.to(self.experts.context.dtype.dtype)
             y_TH = self.experts.sums(x, slots_TK, weights_TK, self.ffn).to(x_TH.dtype)
         if load_E is not None:
             load_E += torch.from_numpy(np.bincount(ids_N + 1, minlength=e + 1)[1:])
+        for work in (0, 2, 3):  # dispatch, experts and combine of `LayerWork`
+            self.ran[2 * work] += 1
+            self.ran[2 * work + 1] += len(x_TH)
+        if routed is not None:
+            routed()
         return y_TH
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
-from moe_mk.experts.base import LayerCall
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.kernels.native import LayerCall, Stage
 from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.custom_op import Operator, is_untraced
-from moe_mk.layer.prepared import can_be_called, own_hook, record_as_stages
+from moe_mk.layer.forward import can_be_called, layer_call
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
@@ -156,7 +156,7 @@ class EngineExperts:
         elif self.copied_bytes:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
-        self._routed = direct_call(kernel, self.weights)
+        self._routed = direct_call(kernel, self.weights, self.dtype)
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property
@@ -255,9 +255,7 @@ class EngineExperts:
             if not fits:
                 ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
             if fits or can_be_called(x_TH, ids_TK, weights_TK):
-                y_TH = self._routed(x_TH, None, (ids_TK, weights_TK), is_routed=True, skip=True)
-                record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
-                return y_TH
+                return self._routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
         with torch.no_grad():
             here = (ids_TK >= 0) & (ids_TK < self.num_experts)
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
@@ -276,11 +274,11 @@ EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
 engine_experts = EXPERTS_OF_ENGINES.call
 
 
-def direct_call(kernel: FusedMoEKernel, weights: Weights) -> LayerCall | None:
+def direct_call(kernel: FusedMoEKernel, weights: Weights, dtype: torch.dtype) -> LayerCall | None:
     """The experts as one call on routed tokens; None where tokens move, are quantised, or the backend has none."""
     context = kernel.prepare_finalize.context
     direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
-    return own_hook(kernel.experts, "fuse_layer", weights, None, context.tables, 0) if direct else None
+    return layer_call(kernel, weights, dtype=dtype) if direct else None
 
 
 class HeldExperts:

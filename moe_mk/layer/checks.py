@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.shapes import expect
+from moe_mk.shapes import expect, expect_dense
+
+if TYPE_CHECKING:
+    from moe_mk.layer.moe_layer import MoELayer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,6 +28,27 @@ def check_hidden_states(
         )
     if hidden_states.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError("gradients through the layer", ["it serves inference; call it under torch.no_grad()"])
+
+
+def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
+    """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
+    config = layer.state.backends.config
+    hidden_size, max_num_tokens = config.model.hidden_size, config.kernel.max_num_tokens
+    if type(hidden_states) is not Tensor:
+        expect_dense("hidden_states", hidden_states)
+    if (
+        hidden_states.dtype is not layer.dtype
+        or hidden_states.layout is not torch.strided
+        or hidden_states.device != layer.device
+        or hidden_states.dim() != 2
+        or hidden_states.shape[1] != hidden_size
+        or hidden_states.shape[0] > max_num_tokens
+        or hidden_states.requires_grad
+    ):
+        if layer.device.type == "meta":
+            _ = layer.weights  # raises WeightError
+        check_hidden_states(hidden_states, layer.dtype, layer.device, hidden_size, max_num_tokens)
+    return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
 
 
 def check_routing(

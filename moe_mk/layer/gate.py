@@ -15,7 +15,6 @@ from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.native import mode_of, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
-from moe_mk.weights.stamp import places_of
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,18 @@ class Gate:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
         prepared = self._prepared
-        if (
-            prepared is None
-            or prepared.router is not router
-            or prepared.logit_bias_E is not self.logit_bias_E
-            or prepared.at != places_of(self.weight_EH, self.bias_E)
-        ):
-            prepared = self._prepare(router)
+        # `.data = ` and share_memory_() give a tensor other memory, and the call reads it at its address.
+        at = [(each.data_ptr(), each.is_contiguous()) for each in (self.weight_EH, self.bias_E) if each is not None]
+        same = prepared is not None and prepared.router is router and prepared.logit_bias_E is self.logit_bias_E
+        if prepared is None or not same or prepared.at != at:
+            prepared = self._prepare(router, at)
         if prepared.call is not None:
             ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
             return Routing(ids_TK, weights_TK, logits_TE=logits_TE), logits_TE
         logits_TE = self(x_TH)
         return router(logits_TE, self.bias_E), logits_TE
 
-    def _prepare(self, router: Router | HashedTokens) -> _PreparedRoute:
+    def _prepare(self, router: Router | HashedTokens, at: object) -> _PreparedRoute:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None
@@ -102,7 +99,7 @@ class Gate:
             kernel = self.decision.problem.config.kernel
             library = replace(native.loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
             call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
-        made = _PreparedRoute(router, self.logit_bias_E, places_of(self.weight_EH, self.bias_E), call)
+        made = _PreparedRoute(router, self.logit_bias_E, at, call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 

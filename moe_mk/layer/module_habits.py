@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.external.device import usable_device
+from moe_mk.external.device import is_here, usable_device
 from moe_mk.layer.live import LivePlacement
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights
@@ -49,6 +49,12 @@ class Part(Generic[T]):
         setattr(self._holder(owner), self._name, value)
 
 
+def counter(shape: int | tuple[()], device: torch.device) -> Tensor:
+    """int64 zeros that may be updated in inference mode and outside of it, wherever they were made."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
 class WithoutParameters(nn.Module):
     """A module with weights that are no parameters: its device and dtype are fixed, and it has no state_dict."""
 
@@ -56,14 +62,39 @@ class WithoutParameters(nn.Module):
     device: torch.device
     dtype: torch.dtype
     expert_load: Tensor
+    built_for: torch.device
+    """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
 
     export_slot = Part[Callable[[int], SlotWeights]]("live.export_slot")
     set_placement = Part[Callable[..., None]]("live.set_placement")
     """As of `layer.live`; these two names stay for one release."""
 
-    def _leave_meta(self, device: torch.device) -> None:
-        """Build the module on a device that is not the meta device."""
+    def _build_on(self, device: torch.device, *parts: Any) -> None:
+        """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""
         raise NotImplementedError
+
+    def _build_for(self, wanted: torch.device, *parts: Any) -> None:
+        """Build on the wanted device; for the meta device on the CPU, or on a GPU if no backend supports the CPU."""
+        if wanted.type != "meta":
+            self._build_on(usable_device(wanted), *parts)
+            return
+        try:
+            self._build_on(torch.device("cpu"), *parts)
+        except UnsupportedError:
+            if not is_here(torch.device("cuda")):
+                raise
+            self._build_on(usable_device("cuda"), *parts)
+        self.device, self.expert_load = wanted, self.expert_load.to("meta")
+
+    def _leave_meta(self, device: torch.device | str | None = None) -> None:
+        """Build a module on the meta device on a device; None: torch's default device, or the CPU."""
+        if self.device.type != "meta":
+            return
+        default = torch.get_default_device()
+        device = usable_device(device or ("cpu" if default.type == "meta" else default))
+        if device != self.built_for:
+            self._build_on(device)
+        self.device, self.expert_load = device, counter(len(self.expert_load), device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
@@ -76,7 +107,7 @@ class WithoutParameters(nn.Module):
             fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype,
         )
         if self.device.type == "meta" and there.type != "meta":
-            self._leave_meta(usable_device(there))
+            self._leave_meta(there)
             return self
         if there != self.device:
             raise UnsupportedError(

@@ -12,7 +12,6 @@ One forward:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,18 +23,18 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
-from moe_mk.external.device import is_here, usable_device, wanted_device
+from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
-from moe_mk.layer.checks import check_hidden_states, check_routing
+from moe_mk.layer.checks import check_routing, checked_tokens
 from moe_mk.layer.custom_op import LAYERS, is_untraced, moe_layer, run_operator
+from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, can_be_called, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
-from moe_mk.layer.module_habits import Part, WithoutParameters, copied, pickled
-from moe_mk.layer.prepared import Call, PreparedForward, can_be_called
-from moe_mk.layer.report import MemoryReport, RunReport, memory_report, run_report
+from moe_mk.layer.module_habits import Part, WithoutParameters, copied, counter, pickled
+from moe_mk.layer.report import cleared, explained, memory_of, report_of
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import Backends, ServingState, build_state
 from moe_mk.layer.shared import shared_experts
@@ -45,7 +44,6 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router.hashed import HashRouter
 from moe_mk.router.router import Router
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.overlap import alongside
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
@@ -72,8 +70,6 @@ class MoELayer(WithoutParameters):
     """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted."""
     source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there; None: they cannot be read again."""
-    built_for: torch.device
-    """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
     _prepared: PreparedForward | None = None
 
     config = Part[MoEConfig]("state.backends.config")
@@ -128,77 +124,37 @@ class MoELayer(WithoutParameters):
         self.dtype, self.name, self.spans = dtype, name, Spans()
         grid = Grid(groups, config.kernel.timeout_s, name)
         config = settings.with_sizes(config, grid.sizes)
-        self.routing, parts = LayerRouting(config, name), (config, groups, grid, settings.expert_map_of(config))
-        if wanted.type != "meta":
-            self._build_on(usable_device(wanted), *parts)
-        else:
-            try:
-                self._build_on(torch.device("cpu"), *parts)
-            except UnsupportedError:
-                if not is_here(torch.device("cuda")):
-                    raise
-                self._build_on(usable_device("cuda"), *parts)
-            self.device, self.expert_load = wanted, self.expert_load.to("meta")
+        self.routing = LayerRouting(config, name)
+        self._build_for(wanted, config, groups, grid, settings.expert_map_of(config))
         self._entry = LAYERS.enter(self)
 
-    def _build_on(
-        self, device: torch.device, config: MoEConfig, groups: ParallelGroups, grid: Grid, expert_map: ExpertMap
-    ) -> None:
-        """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""
+    def _build_on(self, device: torch.device, *parts: Any) -> None:
+        """Choose and build everything that depends on the device; changes nothing if no backend is eligible.
+
+        parts: settings, groups, grid and placement; none: those that are in use.
+        """
+        config, groups, grid, expert_map = parts or (self.config, self.groups, self.state.grid, self.expert_map)
         decision, shared = settings.decide(config, self.dtype, device), None
         if config.model.shared_size:
             shared = shared_experts(decision, Parts(expert_map, device, grid.ep, self.spans))
         backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared)
         state = build_state(backends, expert_map, grid, device, self.spans)
-        self.register_buffer("expert_load", self._no_load(config, device), persistent=False)
+        self.register_buffer("expert_load", counter(config.model.num_experts, device), persistent=False)
         self.device, self.built_for = device, device
         self.use(state)
-
-    def _leave_meta(self, device: torch.device) -> None:
-        """Leave the meta device."""
-        if device != self.built_for:
-            self._build_on(device, self.config, self.groups, self.state.grid, self.expert_map)
-        self.device, self.expert_load = device, self._no_load(self.config, device)
-
-    @staticmethod
-    def _no_load(config: MoEConfig, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
-            return torch.zeros(config.model.num_experts, dtype=torch.int64, device=device)
 
     def use(self, state: ServingState) -> None:
         """Serve with a state from the next forward on."""
         if state.lost is not None and self.routing.dropped is None:
-            with torch.inference_mode(False):
-                self.routing.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+            self.routing.dropped = counter((), self.device)
         self.state, self._prepared = state, None
 
     # What was chosen, and what ran.
 
-    def explain(self) -> Decision:
-        """The decision: every pair with every reason, and assignments that chose no expert, if any; see `unrouted`."""
-        unrouted = self.unrouted
-        return replace(self.decision, unrouted=unrouted) if unrouted else self.decision
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes on this rank, predicted from the decision."""
-        return memory_report(self.decision, self.expert_map, self.ep.rank)
-
-    def report(self) -> RunReport:
-        """The backend that ran at each stage since the last reset, and its bytes, compared with the decision."""
-        sent = self.ep.traffic.bytes_by_phase + self.tp.traffic.bytes_by_phase
-        return replace(
-            run_report(self.decision, self.spans.ledger, sent),
-            lost_experts=tuple(sorted(self.expert_map.lost)),
-            on_lost_expert=self.on_lost_expert,
-            dropped_assignments=self.dropped_assignments,
-            unrouted=self.unrouted,
-        )
-
-    def reset_report(self) -> None:
-        """Clear the record of what ran."""
-        self.spans.ledger.clear()
-        if self.routing.dropped is not None:
-            self.routing.dropped.zero_()
+    explain = explained
+    memory_report = memory_of
+    report = report_of
+    reset_report = cleared
 
     def reset_expert_load(self) -> None:
         """Set the counters of chosen experts to zero."""
@@ -214,7 +170,7 @@ class MoELayer(WithoutParameters):
     def weights(self) -> LayerWeights:
         """The loaded weights; raises WeightError before loading."""
         if self.state.weights is None:
-            raise WeightError(f"layer {self.name!r} has no weights yet; call load(path, layer=N)")
+            raise WeightError(NO_WEIGHTS.format(self.name))
         return self.state.weights
 
     @property
@@ -328,9 +284,7 @@ class MoELayer(WithoutParameters):
 
         A layer on the meta device is built on torch's default device first, or on the CPU.
         """
-        if self.device.type == "meta":
-            default = torch.get_default_device()
-            self._leave_meta(usable_device("cpu" if default.type == "meta" else default))
+        self._leave_meta()
         by_id = settings.hash_router_of(self.config, weights.table_XK, self.device)
         self.use(self.state.loaded(weights, self.device, self.dtype, on_progress))
         self.routing.hash_router = by_id
@@ -387,25 +341,17 @@ class MoELayer(WithoutParameters):
         they arise, and a refusal of arguments is not.
         """
         try:
-            if (call := self._call_for(x_TH, expert_load_E, given)) is not None:
-                return call(x_TH, expert_load_E, given)
+            prepared = self._prepared
+            if prepared is None or not prepared.is_current(self.state):
+                prepared = self.prepare()
+            if (call := prepared.call_for(x_TH, expert_load_E, given)) is not None:
+                return prepared.run(call, x_TH, expert_load_E, given)
             with torch.no_grad():
                 return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
             if not isinstance(error, MoEMKError):
                 self.state.grid.fail(error)
             raise
-
-    def _call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Call | None:
-        """The native call that makes the next forward; None: the stages do."""
-        state, prepared = self.state, self._prepared
-        if not state.may_be_native or self.spans.recorder is not None:
-            return None
-        if given is None and self.routing.hash_router is not None:
-            return None
-        if prepared is None or not prepared.is_current(state):
-            prepared = self.prepare()
-        return prepared.call_for(x_TH, load_E, given)
 
     def prepare(self) -> PreparedForward:
         """Prepare the native calls of the present state; a forward does, once a part has been replaced."""
@@ -423,43 +369,8 @@ class MoELayer(WithoutParameters):
 
         given: a checked routing of logical experts, with which shared experts are not added.
         """
-        state, is_accepted = self.state, False
-        epochs: tuple[int | None, int | None] = None, None
-        # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
-        try:
-            grid, backends = state.grid, state.backends
-            epochs, shared = grid.epochs, backends.shared if given is None else None
-            if state.weights is None:
-                _ = self.weights  # raises
-            load_E = self.expert_load if expert_load_E is None else expert_load_E
-            router = self.routing.router_of(x_TH, token_ids_T) if given is None else self.routing.router
-            is_accepted = True
-            if grid.agreed != epochs:
-                yield from grid.agree(lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes()})
-            if state.lost is not None:
-                state.lost.check()
-            fused = None if shared is None else backends.fuse_shared(state.kernel, state.laid_out)
-            logits_TE: Tensor | None = None
-            if given is not None:
-                physical = self.routing.place(given, load_E, state)
-            else:
-                with self.spans.span("route"):
-                    physical, logits_TE = self.routing.physical(x_TH, router, load_E, state)
-            routed = state.routed(x_TH, physical, logits_TE, fused or state.laid_out)
-            if shared is None or fused is not None:
-                y_TH = yield from routed
-            else:
-                rows = grid.share_of(x_TH.shape[0]) if state.is_partial else slice(None)
-                y_TH, shared_XH = yield from alongside(routed, lambda: shared(x_TH[rows]))
-                total_TH = y_TH.to(torch.float32, copy=True)
-                total_TH[rows] += shared_XH
-                y_TH = total_TH.to(y_TH.dtype)
-            y_TH = yield from grid.late_reduce(y_TH, self.spans, partial_over_ep=state.is_partial)
-            return y_TH.to(self.dtype)
-        except BaseException as error:
-            if is_accepted or not isinstance(error, MoEMKError):
-                state.grid.fail(error, epochs)
-            raise
+        load_E = self.expert_load if expert_load_E is None else expert_load_E
+        return steps(self.state, self.routing, x_TH, load_E, token_ids_T, given)
 
     def warm_up(self, token_counts: Iterable[int]) -> None:
         """Run once with each number of tokens, so that no later call compiles kernels, reads tuned tiles or allocates.
@@ -484,24 +395,24 @@ class MoELayer(WithoutParameters):
         _ = self.weights  # raises WeightError before loading
         x_TH, load_E, untraced = self.checked(hidden_states), self._buffers["expert_load"], is_untraced(hidden_states)
         assert load_E is not None
-        if untraced and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == self.config.router.top_k:
-            given = Routing(topk_ids, topk_weights)
-            if self.state.is_direct and (call := self._call_for(x_TH, load_E, given)) is not None:
+        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
+        alone = untraced and self.state.is_direct and self.on_routing is None
+        if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
+            prepared, given = self._prepared, Routing(topk_ids, topk_weights)
+            if prepared is None or not prepared.is_current(self.state):
+                prepared = self.prepare()
+            if (call := prepared.call_for(x_TH, load_E, given)) is not None:
                 try:
-                    return call(x_TH, load_E, given)  # it checks the ids
+                    return prepared.run(call, x_TH, load_E, given)  # it checks the ids
                 except ShapeError:
-                    self._check_routing(x_TH, topk_weights, topk_ids)  # names the ids
+                    check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
                     raise
-        self._check_routing(x_TH, topk_weights, topk_ids, read_ids=not self.routing.has_chosen(topk_ids))
-        if isinstance(self.kernel, MonolithicKernel):
+        check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self.routing.has_chosen(topk_ids))
+        if self.kernel.routes_inside:
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
         routing = Routing(topk_ids.to(torch.int32), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
         return self.run(x_TH, load_E, given=routing) if untraced else wait(self.steps(x_TH, load_E, given=routing))
-
-    def _check_routing(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, *, read_ids: bool = True) -> None:
-        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
-        check_routing(weights_TK, ids_TK, self.device, sizes, read_ids=read_ids)
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
@@ -519,26 +430,7 @@ class MoELayer(WithoutParameters):
         """
         wait(self.state.grid.recover())
 
-    def checked(self, hidden_states: Tensor) -> Tensor:
-        """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
-        config = self.state.backends.config
-        hidden_size, max_num_tokens = config.model.hidden_size, config.kernel.max_num_tokens
-        if type(hidden_states) is not Tensor:
-            expect_dense("hidden_states", hidden_states)
-        if (
-            hidden_states.dtype is not self.dtype
-            or hidden_states.layout is not STRIDED
-            or hidden_states.device != self.device
-            or hidden_states.dim() != 2
-            or hidden_states.shape[1] != hidden_size
-            or hidden_states.shape[0] > max_num_tokens
-            or hidden_states.requires_grad
-        ):
-            if self.device.type == "meta":
-                _ = self.weights  # raises WeightError
-            check_hidden_states(hidden_states, self.dtype, self.device, hidden_size, max_num_tokens)
-        return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
-
+    checked = checked_tokens
     __deepcopy__ = copied
     __reduce__ = pickled
 

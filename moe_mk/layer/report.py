@@ -6,8 +6,8 @@ What a layer's forwards really ran, beside what was decided: a silent fallback s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
@@ -21,6 +21,9 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.text import amount
 from moe_mk.trace.recorder import Ledger
+
+if TYPE_CHECKING:
+    from moe_mk.layer.moe_layer import MoELayer
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,36 @@ def run_report(decision: Decision, ledger: Ledger, sent: Mapping[str, int]) -> R
         stages.append(StageRun(stage, name if inside else wanted, name, entry.calls, entry.num_bytes))
     calls = max((run.calls for run in stages if run.stage in ("dispatch", "experts")), default=0)
     return RunReport(tuple(stages), dict(sent), calls)
+
+
+def explained(layer: MoELayer) -> Decision:
+    """The decision: every pair with every reason, and assignments that chose no expert, if any; see `unrouted`."""
+    unrouted = layer.unrouted
+    return replace(layer.decision, unrouted=unrouted) if unrouted else layer.decision
+
+
+def memory_of(layer: MoELayer) -> MemoryReport:
+    """Bytes on this rank, predicted from the decision."""
+    return memory_report(layer.decision, layer.expert_map, layer.ep.rank)
+
+
+def report_of(layer: MoELayer) -> RunReport:
+    """The backend that ran at each stage since the last reset, and its bytes, compared with the decision."""
+    sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
+    return replace(
+        run_report(layer.decision, layer.spans.ledger, sent),
+        lost_experts=tuple(sorted(layer.expert_map.lost)),
+        on_lost_expert=layer.on_lost_expert,
+        dropped_assignments=layer.dropped_assignments,
+        unrouted=layer.unrouted,
+    )
+
+
+def cleared(layer: MoELayer) -> None:
+    """Clear the record of what ran."""
+    layer.spans.ledger.clear()
+    if layer.routing.dropped is not None:
+        layer.routing.dropped.zero_()
 
 
 def _name_of(who: type) -> str:

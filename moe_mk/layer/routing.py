@@ -76,22 +76,29 @@ class LayerRouting:
         same = ids_TK is not None and ids() is ids_TK
         return same and ids_TK._version == version and ids_TK.data_ptr() == address
 
-    def physical(
-        self, x_TH: Tensor, router: Router | HashedTokens, load_E: Tensor, state: ServingState
-    ) -> tuple[Routing, Tensor]:
-        """Physical routing and logits; on a GPU one launch after the gate where the router has a kernel for both."""
+    def physical(self, x_TH: Tensor, router: Router | HashedTokens, load_E: Tensor, state: ServingState) -> Routing:
+        """The physical routing; on a GPU one launch after the gate where the router has a kernel for both.
+
+        It has logits and bias if the kernel of the state routes inside.
+        """
         gate = state.backends.gate
         if x_TH.device.type != "cuda":
             routing, logits_TE = gate.route(x_TH, router)
         else:
             logits_TE, tables = gate(x_TH), state.tables
-            if isinstance(router, Router) and state.lost is None and tables.one_to_one:
+            if (
+                isinstance(router, Router)
+                and state.lost is None
+                and tables.one_to_one
+                and not state.kernel.routes_inside
+            ):
                 both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
                 if both is not None:
                     self._note(both[0])
-                    return both[1], logits_TE
+                    return both[1]
             routing = router(logits_TE, gate.bias_E)
-        return self.place(routing, load_E, state), logits_TE
+        placed = self.place(routing, load_E, state)
+        return replace(placed, logits_TE=logits_TE, bias_E=gate.bias_E) if state.kernel.routes_inside else placed
 
     def place(self, routing: Routing, load_E: Tensor, state: ServingState) -> Routing:
         """Count each chosen expert, except ids of -1, and choose its replica: see `PlacementTables.to_physical`.

@@ -153,7 +153,7 @@ class ServingState:
     @cached_property
     def is_partial(self) -> bool:
         """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
-        return not isinstance(self.kernel, MonolithicKernel) and self.kernel.prepare_finalize.traits.partial
+        return self.kernel.is_partial
 
     @cached_property
     def is_direct(self) -> bool:
@@ -178,7 +178,7 @@ class ServingState:
         plain = self.latent is None and not self.backends.config.router.weight_on_input
         return plain and (self.is_direct or self.is_exchanged)
 
-    def routed(self, x_TH: Tensor, physical: Routing, logits_TE: Tensor | None, weights: Any) -> Flight[Tensor]:
+    def routed(self, x_TH: Tensor, physical: Routing, weights: Any) -> Flight[Tensor]:
         """The routed experts on tokens, with the projections around them. Linear: partial sums stay partial sums.
 
         A norm is not linear: partial sums are added up before it, and one of the ranks that have the sum returns it.
@@ -190,11 +190,7 @@ class ServingState:
             in_TH = (x_TH.to(torch.float32) * physical.weights_TK).to(x_TH.dtype)
             physical = replace(physical, weights_TK=torch.ones_like(physical.weights_TK))
         in_TH = in_TH if self.latent is None else _project(in_TH, self.latent[0])
-        if isinstance(self.kernel, MonolithicKernel):
-            assert logits_TE is not None, "it routes inside"
-            y_TH = yield from self.kernel.steps(in_TH, logits_TE, self.backends.gate.bias_E, self.laid_out)
-        else:
-            y_TH = yield from self.kernel.steps(in_TH, physical, weights)
+        y_TH = yield from self.kernel.steps(in_TH, physical, weights)
         if self.latent is None:
             return y_TH
         if (eps := config.model.latent_norm) is None:
@@ -254,7 +250,7 @@ def build_state(
         from moe_mk.runner.tiled_kernel import tiled
 
         kernel = tiled(kernel, settings)
-    same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
+    same_tokens = kernel.routes_inside or kernel.is_partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
     tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
     lost = None
@@ -262,7 +258,7 @@ def build_state(
         lost_E = torch.zeros(expert_map.num_experts, dtype=torch.bool, device=device)
         lost_E[sorted(expert_map.lost)] = True
         policy = decision.problem.config.parallel.on_lost_expert
-        if policy == "renormalise" and isinstance(kernel, MonolithicKernel):
+        if policy == "renormalise" and kernel.routes_inside:
             chosen = decision.chosen.experts
             raise UnsupportedError(
                 f"layer {grid.name!r}: parallel.on_lost_expert = renormalise with {chosen}, which routes inside",
@@ -312,7 +308,8 @@ def try_out(state: ServingState, device: torch.device) -> Flight[None]:
     config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
     x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
     nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
-    logits_TE = gate(x_TH) if isinstance(state.kernel, MonolithicKernel) else None
+    logits_TE = gate(x_TH) if state.kernel.routes_inside else None
+    nowhere = Routing(nowhere_TK, nowhere_TK.float(), logits_TE=logits_TE, bias_E=gate.bias_E)
     silent = replace(state, kernel=replace(state.kernel, spans=spans))
-    y_TH = yield from silent.routed(x_TH, Routing(nowhere_TK, nowhere_TK.float()), logits_TE, state.laid_out)
+    y_TH = yield from silent.routed(x_TH, nowhere, state.laid_out)
     yield from state.grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)

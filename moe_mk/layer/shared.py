@@ -35,6 +35,12 @@ class SharedExperts:
         self.gate_H = None if gate_H is None else gate_H.to(device=self.experts.context.device, dtype=torch.float32)
         self.weights = self.experts.relayout(MappedExpertWeights((weights,), weights.up_IH.scheme))
 
+    def row_weights(self, x_TH: Tensor) -> Tensor | None:
+        """(T, 1), f32, of the gate: row by row, so that the bits of a token do not depend on the batch. None: ones."""
+        return (
+            None if self.gate_H is None else torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
+        )
+
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H). Raises ShapeError for other tensors."""
         assert self.weights is not None
@@ -44,10 +50,9 @@ class SharedExperts:
             expect("hidden_states", x_TH, "T H", FLOATS, c.device, H=c.hidden_size)
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
-            if self.gate_H is None:
+            weights_TK = self.row_weights(x_TH)
+            if weights_TK is None:
                 weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
-            else:  # row by row, so that the bits of a token do not depend on the batch
-                weights_TK = torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
             same = x_TH.dtype is self.dtype.dtype
             x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
             tokens = permute(RowTokens(x, ids_TK, weights_TK, 1), self.experts.traits.consumes)

@@ -31,12 +31,11 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import Gating, Places, RowsOfExperts
+from moe_mk.kernels.native import LayerCall
 from moe_mk.kernels.native.exchange import ROW_TYPES
-from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
-    ExchangedCall,
+    LayerParts,
     Multiply,
     PrepareFinalize,
     TransportContext,
@@ -45,7 +44,7 @@ from moe_mk.prepare_finalize.base import (
 )
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
 from moe_mk.prepare_finalize.rows.exchange import RowExchange, kept_bytes
-from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, is_read_as_it_arrives
+from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, exchanged_parts
 from moe_mk.prepare_finalize.rows.messages import FusedMessages, MessageRows, joined, rows_of, sealed
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes
@@ -214,17 +213,13 @@ class AllToAll(PrepareFinalize):
         exchange.scratch.give(back.memory)
         return y_TH
 
-    def fuse_layer(
-        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
-    ) -> ExchangedCall | None:
+    def fuse_layer(self, parts: LayerParts) -> LayerCall | None:
         """For rows that experts read as they arrive, over messages with rows in them."""
         form, context = self._format, self.context
         if form is None or context.device.type != "cpu" or not context.comm.eager_bytes:
             return None
-        if not is_read_as_it_arrives(context, form, experts):
-            return None
-        places = Places(tables.choice_X, *form.tables, context.comm.rank)
-        return FusedMessages(context, form, experts, gating, places, self, multiply)
+        native = exchanged_parts(context, form, parts)
+        return None if native is None else FusedMessages(context, form, native, self, parts.multiply)
 
     def run_apart(
         self, call: MessageRows, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.trace.recorder import Spans
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import Gating, RowsOfExperts
+    from moe_mk.kernels.native import Gating, LayerCall, PreparedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,37 +164,22 @@ Multiply = Callable[[Tokens], ExpertOutput]
 """The part of a layer between dispatch and combine."""
 
 
-class ExchangedCall(Protocol):
-    """What `PrepareFinalize.fuse_layer` returns. It is to be called under the conditions of `FusedMoEKernel.steps`."""
+@dataclass(frozen=True)
+class LayerParts:
+    """What a transport makes one call of a whole layer of."""
 
-    @property
-    def routes(self) -> bool:
-        """Whether it contains the router."""
-
-    @property
-    def experts_bytes(self) -> int | None:
-        """Bytes of the rows that the experts of the last call have read and written; None if `multiply` was called."""
-
-    def is_ready(self, num_tokens: int) -> bool:
-        """Whether the next call may be made here; else the separate steps are, which open buffers."""
-
-    def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        *,
-        is_routed: bool = False,
-        routed: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """(T, H) to (T, H), both bf16 and contiguous.
-
-        load_E: int64 [E], to which the choices are added where this routes. routing: int32 ids and f32 weights (T, K),
-        contiguous: of physical experts if `is_routed`, which they must be unless it `routes`; else of logical experts,
-        to be written. routed: called after routing and before dispatch. meanwhile: called while rows are on their way.
-        Whatever is raised here ends the call on every rank of the group.
-        """
+    experts: PreparedExperts
+    """Of this rank, on received rows."""
+    shared: PreparedExperts | None
+    """Experts of one slot for every token of this rank, whose output is added to that of the others; None: there are
+    none, or they are among the others."""
+    gating: Gating | None
+    """The router; None where the call is given every routing, and where an expert has several replicas."""
+    tables: PlacementTables
+    ran: Any
+    """int64 [4, 2] of a `WorkMeter`, to which the call adds what it does."""
+    multiply: Multiply
+    """`FusedMoEKernel.multiply`."""
 
 
 class PrepareFinalize(ABC):
@@ -219,14 +204,11 @@ class PrepareFinalize(ABC):
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Combine outputs: (T, H) in the layer's dtype, in the order of x_TH. tokens: as returned by `prepare`."""
 
-    def fuse_layer(
-        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
-    ) -> ExchangedCall | None:
-        """One call for dispatch, experts and combine, and routing with `gating`; None: not supported.
+    def fuse_layer(self, parts: LayerParts) -> LayerCall | None:
+        """One call for all stages of a layer; None: not supported.
 
         Not inherited, as `FusedExperts.fuse_layer`. Bit-identical to the separate steps, between any ranks: peers may
-        run them. experts: of this rank, on received rows. gating: only if each expert has one replica in `tables`.
-        multiply: `FusedMoEKernel.multiply`.
+        run them.
         """
         return None
 

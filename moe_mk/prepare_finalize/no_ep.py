@@ -9,7 +9,8 @@ from torch import Tensor
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
+from moe_mk.kernels.native import LayerCall
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, LayerParts, PrepareFinalize, TransportTraits, Volume
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
@@ -38,6 +39,10 @@ class NoEP(PrepareFinalize):
         """The reduced rows are the tokens."""
         yield InFlight("combine")
         return output.y
+
+    def fuse_layer(self, parts: LayerParts) -> LayerCall | None:
+        """The call of the experts: nothing is exchanged."""
+        return parts.experts.alone(parts.shared, parts.gating, parts.tables, parts.ran)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

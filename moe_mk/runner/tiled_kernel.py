@@ -81,7 +81,7 @@ def tiled(kernel: FusedMoEKernel | MonolithicKernel, settings: KernelConfig) -> 
 
     Raises ConfigError for a comm thread on ranks that share one thread, where it could not wait, and in CUDA graphs.
     """
-    if settings.tiles == 1 or isinstance(kernel, MonolithicKernel):
+    if settings.tiles == 1 or not isinstance(kernel, FusedMoEKernel):
         return kernel
     if settings.tile_carrier == "thread":
         if settings.graphs:

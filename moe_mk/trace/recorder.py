@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import Array, c_int64
 from dataclasses import dataclass
+from functools import cached_property
 from threading import local
 from typing import cast
 
@@ -104,32 +106,64 @@ class Entry:
     """Of rows that went in and came out, values and scales."""
 
 
+@dataclass(frozen=True)
+class WorkMeter:
+    """What native calls of a layer count themselves: how often each of some stages has run, and on how many rows."""
+
+    stages: tuple[tuple[str, type, int], ...]
+    """The stage, the class of the object and the bytes of a row, in the order of `LayerWork` of csrc/exchange.h."""
+
+    @cached_property
+    def words(self) -> Array[c_int64]:
+        """int64 [stages, 2]: runs and rows; they only grow."""
+        return (c_int64 * (2 * len(self.stages)))()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """What was read before: calls of another thread may count meanwhile, so nothing is set back."""
+        return [0] * (2 * len(self.stages))
+
+    def read(self) -> Iterator[tuple[str, type, int, int]]:
+        """What is new since the last time: stage, class, bytes, runs."""
+        before, after = self._before[:], self.words[:]
+        self._before[:] = after
+        new = [a - b for a, b in zip(after, before, strict=True)]
+        for (stage, who, row_bytes), runs, rows in zip(self.stages, new[::2], new[1::2], strict=True):
+            if runs:
+                yield stage, who, rows * row_bytes, runs
+
+
 class Ledger:
     """Entries by (stage, class). Sizes of tensors only: nothing waits for a device."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, type], list[int]] = {}
+        self._meters: dict[WorkMeter, WorkMeter] = {}
 
     @property
     def entries(self) -> Mapping[tuple[str, type], Entry]:
         """What has run, in the order in which it first did."""
+        for meter in self._meters:
+            for stage, who, num_bytes, runs in meter.read():
+                self.ran(stage, who, num_bytes, runs)
         return {key: Entry(*sums) for key, sums in self._sums.items()}
 
-    def ran(self, stage: str, who: type, num_bytes: int) -> None:
-        """Note that an object of a class has done a stage."""
-        self.have_run((stage, who, num_bytes))
+    def meter(self, stages: tuple[tuple[str, type, int], ...]) -> WorkMeter:
+        """The meter of native calls with these stages; read when the entries are."""
+        made = WorkMeter(stages)
+        return self._meters.setdefault(made, made)
 
-    def have_run(self, *stages: tuple[str, type, int]) -> None:
-        """Note several stages, in order: each with the class of the object, and the bytes."""
-        for stage, who, num_bytes in stages:
-            sums = self._sums.get((stage, who))
-            if sums is None:
-                sums = self._sums[stage, who] = [0, 0]
-            sums[0] += 1
-            sums[1] += num_bytes
+    def ran(self, stage: str, who: type, num_bytes: int, runs: int = 1) -> None:
+        """Note that an object of a class has done a stage."""
+        sums = self._sums.get((stage, who))
+        if sums is None:
+            sums = self._sums[stage, who] = [0, 0]
+        sums[0] += runs
+        sums[1] += num_bytes
 
     def clear(self) -> None:
         """Begin anew."""
+        _ = self.entries  # the meters are read
         self._sums.clear()
 
 

@@ -41,13 +41,3 @@ class Stamp:
 def _place(tensor: Tensor) -> tuple[object, ...]:
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
-
-
-def places_of(weight: Tensor | None, bias: Tensor | None) -> tuple[object, ...]:
-    """Where two tensors are, and whether contiguous: `.data = ` and share_memory_() give an object other memory.
-
-    For prepared calls, which read tensors of fixed shapes at their addresses: they need no more to be right.
-    """
-    if weight is None or bias is None:
-        return None if weight is None else (weight.data_ptr(), weight.is_contiguous()), bias is None
-    return weight.data_ptr(), weight.is_contiguous(), bias.data_ptr(), bias.is_contiguous()

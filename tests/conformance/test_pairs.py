@@ -25,7 +25,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import BF16
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.runner import MonolithicKernel, alongside
+from moe_mk.runner import alongside
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
@@ -157,15 +157,11 @@ class Ranks:
             self.weights.append(kernel.experts.relayout(as_mapped(mine) if rank % 2 else mine))
 
     def flights(self, tokens: list[Tensor], logits: list[Tensor], cut: slice = slice(None)) -> list[Flight[Tensor]]:
-        made = []
-        for kernel, x_TH, logits_TE, routing, weights in zip(
-            self.kernels, tokens, logits, self.case.routings, self.weights, strict=True
-        ):
-            if isinstance(kernel, MonolithicKernel):
-                made.append(kernel.steps(x_TH[cut], logits_TE[cut], None, weights))
-            else:
-                made.append(kernel.steps(x_TH[cut], Routing(routing.ids_TK[cut], routing.weights_TK[cut]), weights))
-        return made
+        each = zip(self.kernels, tokens, logits, self.case.routings, self.weights, strict=True)
+        return [
+            kernel.steps(x_TH[cut], Routing(own.ids_TK[cut], own.weights_TK[cut], logits_TE=logits_TE[cut]), weights)
+            for kernel, x_TH, logits_TE, own, weights in each
+        ]
 
 
 @pytest.mark.row(81, 84, 85)

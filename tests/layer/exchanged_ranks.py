@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import addressof
 from functools import partial
 from typing import Any
 
@@ -158,12 +157,11 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
             if listens and not torch.equal(heard[routed].ids_TK, heard[routed - 1].ids_TK):
                 wrong.append(f"{counts}: another routing is reported")
     if settings.get("tuned"):
-        fused: Any = made._prepared and made._prepared.exchanged
+        fused: Any = made._prepared and made._prepared.call
         layer = fused._idle[0].layer if transport == "all_to_all" else next(iter(fused._layers.values()))
-        if layer._block.layer != addressof(layer._block_of(layer._experts.mode_of_rows(layer.rows))):
+        if layer.block.experts != layer.experts_at(layer._experts, layer.rows):
             wrong.append("the experts of the last call were in another mode")
-        modes = {mode.tuning.panel_rows for mode in layer._of_mode}
-        wrong += [] if modes == {0, 1, 5} else [f"modes with {modes}"]
+        wrong += [] if {mode.tuning.panel_rows for _, mode in layer._of_mode} == {0, 1, 5} else ["other modes"]
     row_bytes = (HIDDEN + 4 * HIDDEN // 128 if settings.get("fp8") else 2 * HIDDEN) + 8 * TOP_K
     fit = [counts[rank] for counts in COUNTS if transport == "one_sided" or counts[rank] * row_bytes <= EAGER_BYTES]
     if calls != fit * (rank in who):
@@ -173,7 +171,7 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
 
 def has_pages(made: MoELayer) -> bool:
     """Whether the pages of the rows and sums of the last native call were reserved."""
-    fused: Any = made._prepared and made._prepared.exchanged
+    fused: Any = made._prepared and made._prepared.call
     ((buffer, layer),) = fused._layers.items()
     region, (first, end), start = buffer.region, layer.window_rows(), buffer.heap._data_at(buffer.rank)
 
@@ -277,8 +275,8 @@ def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
         undone = partial(setattr, made, "on_routing", None)
     elif rank == 1 and where == "shared":
         shared: Any = made.state.backends.shared
-        undone = partial(setattr, shared.experts, "run", shared.experts.run)
-        shared.experts.run = fail
+        shared.gate_H, shared.row_weights = torch.zeros(HIDDEN), fail
+        undone = partial(vars(shared).update, gate_H=None, row_weights=lambda _: None)
     elif rank == 1 and where == "slots":
         dispatcher: Any = made.kernel.prepare_finalize
         form = dispatcher._kernels.format if transport == "one_sided" else dispatcher._format

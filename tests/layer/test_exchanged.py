@@ -92,7 +92,7 @@ def test_peers_may_be_later_than_it_polls(world: RankWorld, transport: str, when
     [
         ("experts", "combine", "ValueError: injected"),
         ("listener", "dispatch", "ValueError: injected"),
-        ("shared", "combine", "ValueError: injected"),
+        ("shared", "dispatch", "ValueError: injected"),
         ("slots", "dispatch", "is for slot 10"),
     ],
 )

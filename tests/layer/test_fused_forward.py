@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_mk import DeepseekV3MoE, MoELayer
 from moe_mk.errors import ShapeError
 from moe_mk.flight import wait
-from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.overlap import run_dual
@@ -41,9 +40,7 @@ def tokens(count: int, seed: int = 3) -> Tensor:
 
 
 def whole(layer: MoELayer) -> bool:
-    prepared = layer.prepare()
-    called = prepared.call_for(tokens(2), layer.expert_load, None) is not None
-    return called and prepared.call is not None and prepared.call.routes
+    return getattr(layer.prepare().call_for(tokens(2), layer.expert_load, None), "routes", False)
 
 
 @pytest.mark.row(6, 65)
@@ -64,15 +61,12 @@ def test_settings_of_the_experts_are_heeded(checkpoint: Path, settings: dict[str
     assert whole(layer) and torch.equal(layer(tokens(9)), wait(layer.steps(tokens(9))))
 
 
-def test_who_listens_hears_every_stage_and_every_routing(layer: MoELayer) -> None:
-    x_TH, heard = tokens(6), list[Routing]()
+def test_a_recorder_gets_every_stage(layer: MoELayer) -> None:
+    x_TH = tokens(6)
     wanted_TH = layer(x_TH)
     layer.spans.recorder = Recorder()
     assert torch.equal(layer(x_TH), wanted_TH)
     assert {span.stage for span in layer.spans.recorder.spans} >= {"route", "permute", "experts", "reduce"}
-    layer.spans.recorder, layer.on_routing = None, heard.append
-    assert torch.equal(layer(x_TH), wanted_TH)
-    assert torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
 
 
 def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer: MoELayer) -> None:
@@ -105,13 +99,9 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
 
 
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
-    gating, twice = layer.state.backends.gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
-    assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
-    fuse_layer, tables = layer.kernel.experts.fuse_layer, twice.tables(layer.device)
-    for router in (gating, None):
-        assert not tables.one_to_one and fuse_layer(layer.state.laid_out, router, tables, 0) is None
-        call = fuse_layer(layer.state.laid_out, router, layer.state.tables, 0)
-        assert call is not None and call.routes == (router is not None)
+    rows: Any = layer.kernel.experts
+    rows, twice = rows.fuse_layer(layer.state.laid_out, 4), ExpertMap(((0, 1), (1, 2)), 3).tables(layer.device)
+    assert rows.alone(None, None, twice, None) is None and not rows.alone(None, None, layer.state.tables, None).routes
 
 
 def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:

@@ -2,8 +2,8 @@
 
 Recommended on every CPU with a C++ compiler. Weights are packed once into the order the matrix units read, at their
 size in the checkpoint; one call computes w13, activation, w2, routing weights and the sum over experts. The kernels are
-compiled on first use into the user's cache directory (`kernels/native`). For tokens that stay on their rank,
-`fuse_layer` adds the router to the same call.
+compiled on first use into the user's cache directory (`kernels/native`). For small
+calls of a whole layer, `fuse_layer` adds the other stages to the same call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from moe_mk.experts.base import (
     ExpertsContext,
     ExpertsTraits,
     FusedExperts,
-    LayerCall,
 )
 from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordLayout, open_store, run_paged
 from moe_mk.experts.cpu_native.tuning import (
@@ -53,13 +52,8 @@ from moe_mk.kernels.native import (
     Activation,
     ExpertsCall,
     ExpertsMode,
-    FusedLayer,
-    Gating,
-    Given,
     MatrixLayout,
-    Native,
     PackedMatrix,
-    Places,
     Rounding,
     RowsOfExperts,
     Stack,
@@ -72,7 +66,6 @@ from moe_mk.kernels.native import (
     wrong_formats,
 )
 from moe_mk.kernels.native import described as threads_described
-from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
 from moe_mk.quant.kinds import scheme_of_kind
@@ -82,72 +75,6 @@ from moe_mk.trace.clock import now
 from moe_mk.weights.expert_weights import SlotWeights, Weights, digest, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import release_pages
-
-ModeOfRows = Callable[[QuantScheme, int, int], ExpertsMode]
-"""The mode for a weight scheme, a number of rows, and a number of experts per row."""
-
-
-def places_of(tables: PlacementTables, rank: int) -> Places:
-    """The tables as the kernels read them; each expert has one physical one."""
-    return Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, rank)
-
-
-def stack_of(weights: PackedExpertWeights) -> Stack:
-    """Routed and shared experts."""
-    shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
-    return Stack(weights.w13, weights.w2, shared)
-
-
-MOST_SHAPES = 256
-"""Shapes for which a prepared layer is kept; a server meets as many as there are sizes of batches."""
-
-
-class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
-    """Prepared layers by the number of rows and of experts per row: one for each mode, which tuning chooses."""
-
-    def __init__(
-        self,
-        native: Native,
-        mode_of_rows: ModeOfRows,
-        weights: PackedExpertWeights,
-        places: Places,
-        gating: Gating | None = None,
-    ) -> None:
-        super().__init__()
-        self._mode_of_rows, self._scheme, self._of_mode = mode_of_rows, weights.scheme, dict[ExpertsMode, FusedLayer]()
-        self._parts = native, gating, places, stack_of(weights)
-        self._top_k, self.routes = 0 if gating is None else gating.mode.top_k, gating is not None
-
-    def __missing__(self, shape: tuple[int, ...]) -> FusedLayer:
-        mode = self._mode_of_rows(self._scheme, *shape)
-        if mode not in self._of_mode:
-            self._of_mode[mode] = FusedLayer(*self._parts, mode)
-        if len(self) >= MOST_SHAPES:
-            self.clear()
-        self[shape] = self._of_mode[mode]
-        return self._of_mode[mode]
-
-    def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        *,
-        is_routed: bool = False,
-        skip: bool = False,
-    ) -> Tensor:
-        """See `LayerCall`."""
-        top_k, given = self._top_k, Given.NOTHING
-        if is_routed and routing is not None:
-            top_k, given = routing[0].shape[1], _GIVEN[routing[0].dtype is torch.int64, skip]
-        return self[x_TH.shape[0], top_k](x_TH, load_E, torch.get_num_threads(), routing, given)
-
-
-_GIVEN = {
-    (wide, skip): Given.IDS | Given.WIDE * wide | Given.SKIP * skip for wide in (False, True) for skip in (False, True)
-}
-"""By whether ids are int64, and whether those that do not exist are skipped: combining flags takes microseconds."""
-
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation.SILU,
@@ -366,27 +293,20 @@ class CpuNativeExperts(FusedExperts):
         fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
         return replace(weights, shared=shared) if fits else None
 
-    def fuse_layer(
-        self, weights: Weights, gating: Gating | None, tables: PlacementTables, rank: int
-    ) -> LayerCall | None:
-        """One native call, prepared once per mode: in Python, the steps between its parts take longer than routing."""
-        if not isinstance(weights, PackedExpertWeights) or not tables.one_to_one:
-            return None
-        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating)
-
-    def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
+    def fuse_layer(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
         """The packed weights, and the mode of each number of rows."""
-        if not isinstance(weights, PackedExpertWeights) or weights.shared is not None:
+        if not isinstance(weights, PackedExpertWeights):
             return None
-        scheme, tuned = weights.scheme, self._tuned(weights.scheme, top_k)
+        scheme, tuned, shared = weights.scheme, self._tuned(weights.scheme, top_k), weights.shared
         every = {point.parameters for point in tuned.points} | {parameters for _, parameters in tuned.built_in}
         by_rows = bool(tuned.points) and len(every) > 1
 
         def mode_of_rows(rows: int) -> ExpertsMode:
             return self._mode_of_rows(scheme, rows, top_k)
 
+        stack = Stack(weights.w13, weights.w2, None if shared is None else (shared.w13, shared.w2))
         takes_fp8 = self.mode.quantize is not Rounding.INT8
-        return RowsOfExperts(self.native, stack_of(weights), mode_of_rows, by_rows, takes_fp8)
+        return RowsOfExperts(self.native, stack, mode_of_rows, by_rows, takes_fp8)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens. Raises StoreError for paged experts that cannot be read."""

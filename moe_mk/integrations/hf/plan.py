@@ -26,15 +26,16 @@ from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts, LayerCall
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.integrations.engine_experts import direct_call
 from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.kernels.native import LayerCall, Stage
 from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.prepared import can_be_called, record_as_stages
+from moe_mk.layer.forward import can_be_called
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.decide import check_pins
@@ -173,9 +174,7 @@ class ModulePlan:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.to(torch.float32)
         if not can_be_called(x_TH, ids_TK, weights_TK):
             return None
-        y_TH = self.routed(x_TH, None, (ids_TK, weights_TK), is_routed=True, skip=True)
-        record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
-        return y_TH
+        return self.routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
         """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
@@ -257,7 +256,7 @@ def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
         kernel = FusedMoEKernel(kernel.prepare_finalize, ModuleExperts(kernel.experts.context, module, facts))
     experts: FusedExperts = kernel.experts
     laid_out = experts.relayout(weights_of(module, facts))
-    wanted, routed = tuple(sorted(settings.items())), direct_call(kernel, laid_out)
+    wanted, routed = tuple(sorted(settings.items())), direct_call(kernel, laid_out, dtype)
     return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, Stamp(tensors_of(module)), wanted, routed)
 
 

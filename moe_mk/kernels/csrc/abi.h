@@ -19,7 +19,6 @@ enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumSca
 // Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 becomes kInt4, kBlockQ8_0 kInt8Groups.
 enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3, kInt8PartRows = 4 };
-enum Given : int32_t { kGivenIds = 1, kWideIds = 2, kSkipOthers = 4 };  // bits, see moe_mk_layer
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4, kSiluLimit = 5, kSitu = 6 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
@@ -82,17 +81,6 @@ struct MoeMkRoute {
   int32_t threads, isa;
 };
 
-// A layer without token exchange: gate, routing, and the experts of this rank. Calls set the fields that differ between
-// them (x, ids, weights, logits, out, batch sizes, threads). With given ids, only num_experts of route is read.
-struct MoeMkLayer {
-  MoeMkRoute route;
-  MoeMkExperts experts;
-  const int32_t* physical_of;  // [E] the one physical expert of each; -1: on no rank
-  const int32_t* rank_of;      // [P]
-  const int32_t* slot_of;      // [P]
-  int32_t num_physical, rank;
-};
-
 int32_t moe_mk_abi_version(void);
 int32_t moe_mk_isa_supported(int32_t isa);
 // row_stride in bytes; of four-bit formats num_inputs is even.
@@ -116,12 +104,6 @@ int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows
 int32_t moe_mk_sum_terms(const float* terms, const int32_t* ids, const float* weights, int64_t num_rows, int32_t top_k,
                          int64_t num_columns, int64_t stride, void* out, int32_t out_f32, int32_t threads, int32_t isa);
 int32_t moe_mk_route(const MoeMkRoute* call);
-// x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
-// null: nothing is counted. given 0: ids (int32) and weights [T][K] of logical experts are written, if both are not null;
-// top_k is that of route. With kGivenIds they are those of the caller, -1: none; int64 with kWideIds. With kSkipOthers ids
-// that do not exist are skipped too; otherwise kBadId, with nothing counted.
-int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int32_t given, void* ids, float* weights,
-                     int32_t top_k, int64_t* load, void* out, int32_t threads);
 // ue8m0: scales are powers of two, stored as f32.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);

@@ -1,5 +1,5 @@
-// Dispatch of rows to other ranks and combine of their sums: the C ABI, mirrored in native/exchange_abi.py, and the table of
-// functions of each instruction set. Windows of peers are plain addresses. Only moe_mk_exchange_await waits, for a limited
+// Dispatch of rows to other ranks, combine of their sums, and a whole layer: the C ABI, mirrored in native/exchange_abi.py, and
+// the table of functions of each instruction set. Windows of peers are plain addresses. Only moe_mk_exchange_await waits, for a limited
 // time. Synchronisation:
 //
 //   rows, then a release-store of their flag ... an acquire-load of the flag, then the rows
@@ -91,28 +91,39 @@ struct MoeMkAddUp {
   int64_t microseconds;
 };
 
-// The stages of a layer in the order in which they run. A call returns kOk between two of them where its caller has something
-// to do; `stage` is then the next one:
+// The stages of a layer in the order in which they run; on one rank there are no peers, and those that move rows do nothing.
+// A call over windows returns kOk between two of them where its caller has something to do; `stage` is then the next one:
 //   kDispatchRows    some rank would get more rows than its mapped pages hold (send->sent is 0): reserve pages
 //   kReceiveRows     more rows or sums have arrived than there is room for: reserve pages and memory
 //   stop             the caller asked for it
-enum ExchangeStage : int32_t {
-  kRouteTokens = 0, kDispatchRows = 1, kAwaitRows = 2, kReceiveRows = 3, kRunExperts = 4, kShowSums = 5, kAwaitSums = 6,
-  kAddSums = 7, kLayerDone = 8
+enum LayerStage : int32_t {
+  kRouteTokens = 0, kPlaceTokens = 1, kDispatchRows = 2, kRunShared = 3, kAwaitRows = 4, kReceiveRows = 5, kRunExperts = 6,
+  kShowSums = 7, kAwaitSums = 8, kAddSums = 9, kAddShared = 10, kLayerDone = 11
 };
+enum LayerWork : int32_t { kDispatches = 0, kSharedRuns = 1, kExpertRuns = 2, kCombines = 3 };
+enum IdForm : int32_t { kWideIds = 1, kSkipOthers = 2 };  // bits, see moe_mk_layer
 
-// A layer with token exchange: routing, dispatch, experts and combine over one set of windows, one call at a time. The
-// structures that it points to belong to the caller; fields that differ between calls are set by moe_mk_exchange_layer.
-struct MoeMkExchangeLayer {
-  const MoeMkWindows* windows;
-  const MoeMkLayer* layer;   // its experts are read in kRunExperts, the rest in kRouteTokens
-  MoeMkSend* send;           // ids, once routed: physical experts
+// A layer on one rank, or over one set of windows, then one call at a time. The structures that it points to belong to the
+// caller; of experts, rows, ids, weights, outputs and threads are set by the stages.
+struct MoeMkLayer {
+  const MoeMkRoute* route;   // null: every call is given a routing
+  const MoeMkExperts* experts;
+  const MoeMkExperts* shared;  // one slot for every token; its output is added to that of the others. null: none
+  const int32_t* physical_of;  // [E] the one physical expert of each; -1: on no rank
+  const int32_t* rank_of;    // [P]
+  const int32_t* slot_of;    // [P]
+  int64_t* ran;              // [4][2] added to: how often each LayerWork was done, and on how many rows; null: not counted
+  int32_t num_experts, num_physical, rank;
+  // Of a layer over windows:
+  const MoeMkWindows* windows;  // null: one rank, whose calls may run concurrently and provide their own memory
+  MoeMkSend* send;           // ids, once placed: physical experts
   MoeMkReceive* receive;     // ids, weights and scales have room for row_room rows
   MoeMkAddUp* add_up;
-  int32_t* ids;              // [T][K] routing where the caller gives no memory for it: logical experts
-  float* weights;            // [T][K]
-  int32_t* physical;         // [T][K]
+  int32_t* own_ids;          // [T][K] routing where the caller gives no memory for it: logical experts
+  float* own_weights;        // [T][K]
+  int32_t* places;           // [T][K] physical experts; on one rank slots
   float* logits;             // [T][E]
+  uint16_t* shared_out;      // [T][H]
   uint8_t* values;           // row 0 of this rank's window
   uint8_t* sums;             // the first sum of this rank's window
   int64_t* received;         // [W] rows received from each rank
@@ -121,8 +132,16 @@ struct MoeMkExchangeLayer {
   int64_t first_row, end_row;  // rows of the window with pages; of two ranks they always have them
   int64_t sums_room, row_room, microseconds;
   int64_t total;             // out: rows received
-  int32_t left, stage, threads;
-  int64_t* load;             // of the call, as of moe_mk_layer
+  int32_t left, stage;
+  // Of the present call, set by moe_mk_layer:
+  const void* x;
+  void* ids;
+  float* weights;
+  const float* shared_weights;
+  int64_t* load;
+  void* out;
+  int64_t num_tokens;
+  int32_t top_k, form, threads;
 };
 
 // Sorts tokens by destination rank, writes all rows, then one flag per peer. Writes nothing if a window has no room, an id
@@ -142,14 +161,19 @@ int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // `epoch`; a peer that failed later counts as arrived.
 int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
                               int64_t* counts);
-// Runs the stages `first` to `stop` (excluded) of a layer. x [T][H] bf16, out [T][H], contiguous. load: as of moe_mk_layer.
-// ids, weights [T][K]: with kRouteTokens, where the routing is written, null: nowhere; with kDispatchRows, the routing, in
-// physical experts. kLate: peers are late in kAwaitRows or kAwaitSums, which is `stage`; the caller waits, stores the words in
-// `received` or in add_up->firsts, and resumes with the stage after it.
-int32_t moe_mk_exchange_layer(MoeMkExchangeLayer* call, const void* x, int64_t num_tokens, int64_t* load, int32_t* ids,
-                              float* weights, void* out, int32_t threads, uint32_t epoch, int32_t first, int32_t stop);
-// Continues a call that has returned kOk or kLate, with the stage `first`, up to `stop`.
-int32_t moe_mk_exchange_layer_resume(MoeMkExchangeLayer* call, int32_t first, int32_t stop);
+// Runs the stages `first` to `stop` (excluded) of a layer; num_tokens -1 continues a call over windows with any stage. A new
+// call begins with
+//   kRouteTokens     ids (int32) and weights [T][K] of logical experts are written, if not null
+//   kPlaceTokens     they are given, -1: none; form: int64 with kWideIds; with kSkipOthers ids that do not exist are skipped as
+//                    -1 is, otherwise they are kBadId, with nothing counted
+//   kDispatchRows    physical experts are given, in int32
+// x [T][H] and out [T][H]: bf16, contiguous. load [E]: the number of times each expert was chosen is added to it in
+// kPlaceTokens; null: nothing is counted. shared_weights [T]: of the shared experts; null: ones. epoch: of the windows' flags.
+// kLate: peers are late in kAwaitRows or kAwaitSums, which is `stage`; the caller waits, stores the words in `received` or in
+// add_up->firsts, and continues with the stage after it.
+int32_t moe_mk_layer(MoeMkLayer* layer, int32_t first, int32_t stop, const void* x, int64_t num_tokens, void* ids,
+                     float* weights, int32_t top_k, int32_t form, const float* shared_weights, int64_t* load, void* out,
+                     int32_t threads, uint32_t epoch);
 }
 #pragma GCC visibility pop
 

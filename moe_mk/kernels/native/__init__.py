@@ -23,9 +23,9 @@
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
-    FusedLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
     ProductCall(native, w)(x_RK, threads=n)                               # one plain matrix of one slot
-    ExchangeLayer(calls, RowsOfExperts(...), gating, places, window, moved).begin(...)     # the same between ranks
+    NativeLayer(RowsOfExperts(...), shared, Gating(...), Places(...))(x_TH, load_E)        # a whole layer on one rank
+    ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
     import moe_mk.kernels.native.ops                                      # registers torch.ops.moe_mk.cpu_experts_rows,
@@ -42,8 +42,6 @@ from typing import TYPE_CHECKING
 from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native.exchange_layer import ExchangeLayer as ExchangeLayer
-    from moe_mk.kernels.native.exchange_layer import RowsOfExperts as RowsOfExperts
     from moe_mk.kernels.native.experts import experts_batched as experts_batched
     from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
     from moe_mk.kernels.native.experts import experts_rows as experts_rows
@@ -53,6 +51,15 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.experts_mode import Rounding as Rounding
     from moe_mk.kernels.native.experts_mode import Tuning as Tuning
     from moe_mk.kernels.native.experts_mode import wrong_formats as wrong_formats
+    from moe_mk.kernels.native.layer import ExchangeLayer as ExchangeLayer
+    from moe_mk.kernels.native.layer import Gating as Gating
+    from moe_mk.kernels.native.layer import LayerCall as LayerCall
+    from moe_mk.kernels.native.layer import NativeLayer as NativeLayer
+    from moe_mk.kernels.native.layer import Places as Places
+    from moe_mk.kernels.native.layer import PreparedExperts as PreparedExperts
+    from moe_mk.kernels.native.layer import RowsOfExperts as RowsOfExperts
+    from moe_mk.kernels.native.layer import Stack as Stack
+    from moe_mk.kernels.native.layer import Stage as Stage
     from moe_mk.kernels.native.layout import BlockType as BlockType
     from moe_mk.kernels.native.layout import Format as Format
     from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
@@ -73,13 +80,8 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
     from moe_mk.kernels.native.packed import unpack_zeros as unpack_zeros
     from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
-    from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
-    from moe_mk.kernels.native.prepared import Gating as Gating
-    from moe_mk.kernels.native.prepared import Given as Given
-    from moe_mk.kernels.native.prepared import Places as Places
     from moe_mk.kernels.native.prepared import ProductCall as ProductCall
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
-    from moe_mk.kernels.native.prepared import Stack as Stack
     from moe_mk.kernels.native.prepared import route as route
     from moe_mk.kernels.native.quantize import count_nans as count_nans
     from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
@@ -96,14 +98,14 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
 else:
     HOMES = {
-        "exchange_layer": "ExchangeLayer RowsOfExperts",
         "experts": "experts_batched experts_grouped experts_rows",
         "experts_mode": "INT8_PART_FORMATS Activation ExpertsMode Rounding Tuning wrong_formats",
+        "layer": "ExchangeLayer Gating LayerCall NativeLayer Places PreparedExperts RowsOfExperts Stack Stage",
         "layout": "BlockType Format MatrixLayout PartScales",
         "library": "Isa Native compile_and_open release scratch_bytes",
         "packed": "PackedMatrix Shard allocate pack_slot scale_block "
         "touch_slot unpack_output_scales unpack_scales unpack_slot unpack_zeros",
-        "prepared": "ExpertsCall FusedLayer Gating Given Places ProductCall RouteCall Stack route",
+        "prepared": "ExpertsCall ProductCall RouteCall route",
         "quantize": "count_nans quantize_1x128",
         "route_mode": "RouteMode Scoring is_dense",
         "selfcheck": "is_compiled load loaded reasons_against",

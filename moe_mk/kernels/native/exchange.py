@@ -180,10 +180,6 @@ class Exchange:
         self._sent_tokens = 0
         self._received_at, self._functions = addressof(self.received), native.functions
 
-    def serve(self, layer: str, layer_number: int) -> None:
-        """Begin a call of a layer; every flag contains the number."""
-        self.layer, self.block.layer = layer, layer_number
-
     def token_of(self, tokens: int) -> int:
         """The address of an int32 [W][T] buffer for the tokens of each rank."""
         self._sent_tokens = tokens

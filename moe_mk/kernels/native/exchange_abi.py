@@ -64,16 +64,20 @@ class CAddUp(ctypes.Structure):
     )
 
 
-class CExchangeLayer(ctypes.Structure):
-    """`MoeMkExchangeLayer` of csrc/exchange.h."""
+class CLayer(ctypes.Structure):
+    """`MoeMkLayer` of csrc/exchange.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("windows", "layer", "send", "receive", "add_up")),
-        *((name, c_void_p) for name in ("ids", "weights", "physical", "logits", "values", "sums", "received", "moved")),
+        *((name, c_void_p) for name in ("route", "experts", "shared", "physical_of", "rank_of", "slot_of", "ran")),
+        *((name, c_int32) for name in ("num_experts", "num_physical", "rank")),
+        *((name, c_void_p) for name in ("windows", "send", "receive", "add_up", "own_ids", "own_weights", "places")),
+        *((name, c_void_p) for name in ("logits", "shared_out", "values", "sums", "received", "moved")),
         *((name, c_int64) for name in ("seam_row", "first_row", "end_row", "sums_room", "row_room", "microseconds")),
         ("total", c_int64),
-        *((name, c_int32) for name in ("left", "stage", "threads")),
-        ("load", c_void_p),
+        *((name, c_int32) for name in ("left", "stage")),
+        *((name, c_void_p) for name in ("x", "ids", "weights", "shared_weights", "load", "out")),
+        ("num_tokens", c_int64),
+        *((name, c_int32) for name in ("top_k", "form", "threads")),
     )
 
 
@@ -84,9 +88,11 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "exchange_add_up": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
     "exchange_collect": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
     "exchange_await": (c_int32, (POINTER(CWindows), c_int32, c_uint32, c_int64, c_void_p)),
-    "exchange_layer": (
+    "layer": (
         c_int32,
-        (POINTER(CExchangeLayer), c_void_p, c_int64, *(c_void_p,) * 4, c_int32, c_uint32, c_int32, c_int32),
+        (
+            *(POINTER(CLayer), c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32),
+            *(c_void_p, c_void_p, c_void_p, c_int32, c_uint32),
+        ),
     ),
-    "exchange_layer_resume": (c_int32, (POINTER(CExchangeLayer), c_int32, c_int32)),
 }

@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 
 class Isa(IntEnum):
@@ -87,17 +87,6 @@ class CRoute(ctypes.Structure):
     )
 
 
-class CLayer(ctypes.Structure):
-    """`MoeMkLayer` of csrc/abi.h."""
-
-    _fields_ = (
-        ("route", CRoute),
-        ("experts", CExperts),
-        *((name, c_void_p) for name in ("physical_of", "rank_of", "slot_of")),
-        *((name, c_int32) for name in ("num_physical", "rank")),
-    )
-
-
 _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "abi_version": (c_int32, ()),
     "isa_supported": (c_int32, (c_int32,)),
@@ -118,10 +107,6 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
         (*(c_void_p,) * 3, c_int64, c_int32, c_int64, c_int64, c_void_p, *(c_int32,) * 3),
     ),
     "route": (c_int32, (POINTER(CRoute),)),
-    "layer": (
-        c_int32,
-        (POINTER(CLayer), c_void_p, c_int64, c_int32, *(c_void_p,) * 2, c_int32, *(c_void_p,) * 2, c_int32),
-    ),
     "quantize": (
         c_int32,
         (c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),

@@ -3,25 +3,22 @@
     RouteCall    hidden states to router logits, and to top-k experts and weights
     ExpertsCall  rows to the weighted sum of their experts
     ProductCall  rows times one matrix
-    FusedLayer   both, with the expert load and the map of logical experts to slots in between; for a layer without
-                 token exchange, bit-identical to its parts; or with a routing that is given
 
-A call passes addresses of its tensors and a number of threads. Calls may run concurrently.
+A call passes addresses of its tensors and a number of threads. Calls may run concurrently. A whole layer is one call
+as well, see `layer.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-from dataclasses import dataclass
-from enum import IntFlag
 
 import torch
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
 from moe_mk.kernels.native.layout import STEP
-from moe_mk.kernels.native.library import CExperts, CLayer, CMatrix, CRoute, Isa, Native, Status
+from moe_mk.kernels.native.library import CExperts, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
 
@@ -246,108 +243,3 @@ def _slot_size(tensor_LX: torch.Tensor | None) -> int:
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@dataclass(frozen=True)
-class Gating:
-    """The router: gate bf16 or f32 [E, H] and an f32 bias [E] of the choice, both contiguous, and the mode."""
-
-    gate_EH: torch.Tensor
-    bias_E: torch.Tensor | None
-    mode: RouteMode
-
-
-class Given(IntFlag):
-    """`Given` of csrc/abi.h: the routing that the caller of a `FusedLayer` brings."""
-
-    NOTHING = 0
-    IDS = 1
-    """Ids and weights, instead of the router; ids that do not exist are an error."""
-    WIDE = 2
-    """Ids in int64."""
-    SKIP = 4
-    """Ids that do not exist are skipped, as -1 is."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """The placement of logical experts, int32; read at every call, so it may be changed between calls."""
-
-    physical_of_E: torch.Tensor
-    """-1: on no rank."""
-    rank_of_P: torch.Tensor
-    slot_of_P: torch.Tensor
-    rank: int
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The packed experts of this rank, and optionally shared experts, applied to every row."""
-
-    w13: PackedMatrix
-    w2: PackedMatrix
-    shared: tuple[PackedMatrix, PackedMatrix] | None = None
-
-
-class FusedLayer:
-    """A prepared call for a layer without token exchange. Concurrent calls are allowed: none changes the block."""
-
-    def __init__(self, native: Native, gating: Gating | None, places: Places, stack: Stack, mode: ExpertsMode) -> None:
-        """gating: None for a layer that is given every routing.
-
-        Raises ShapeError for tensors that do not fit, ConfigError for groups that do not.
-        """
-        hidden = stack.w13.layout.num_inputs
-        nothing_TH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
-        ids_TK = torch.empty((0, 1 if gating is None else gating.mode.top_k), dtype=torch.int32, device="cpu")
-        if gating is not None:
-            check_gate(nothing_TH, gating.gate_EH, gating.bias_E, gating.mode)
-        if stack.shared is not None:
-            check_shared(stack.shared, stack.w13, stack.w2)
-        check_call(mode, nothing_TH, None, ids_TK, None, (stack.w13, stack.w2, *(stack.shared or ())))
-        if stack.w2.layout.num_outputs != hidden:
-            raise ShapeError(f"cpu layer: H={hidden} comes in, H={stack.w2.layout.num_outputs} goes out")
-        self._held = native, gating, places, stack
-        num_experts = places.physical_of_E.shape[0]
-        self._block = CLayer(
-            route=CRoute(hidden=hidden, num_experts=num_experts)
-            if gating is None
-            else route_block(native, gating.gate_EH, gating.bias_E, gating.mode),
-            experts=experts_block(native, stack.w13, stack.w2, stack.shared, mode),
-            physical_of=places.physical_of_E.data_ptr(),
-            rank_of=places.rank_of_P.data_ptr(),
-            slot_of=places.slot_of_P.data_ptr(),
-            num_physical=places.rank_of_P.shape[0],
-            rank=places.rank,
-        )
-        self._at, self._function = ctypes.byref(self._block), native.functions["layer"]
-        self._num_experts = num_experts
-
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        load_E: torch.Tensor | None,
-        threads: int,
-        routing: tuple[torch.Tensor, torch.Tensor] | None = None,
-        given: Given = Given.NOTHING,
-    ) -> torch.Tensor:
-        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E].
-
-        load_E: None counts nothing. routing: ids and weights [T, K] of logical experts, contiguous, which is not
-        checked: int32 and f32 to be written, or with `Given.IDS` those of the caller; None: written nowhere. Raises
-        ShapeError for ids out of range, with nothing counted.
-        """
-        out_TH, (ids, weights, top_k) = torch.empty_like(x_TH), (None, None, 0)
-        if routing is not None:
-            ids, weights, top_k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
-        load, threads = None if load_E is None else load_E.data_ptr(), self._held[0].threads(threads)
-        status = self._function(
-            self._at, x_TH.data_ptr(), x_TH.shape[0], given, ids, weights, top_k, load, out_TH.data_ptr(), threads
-        )
-        if status == Status.BAD_ID and given:
-            raise ShapeError(
-                f"ids of experts out of range (0 <= id < {self._num_experts}, or -1 for none), or placed out of range"
-            )
-        if status != Status.OK:
-            self._held[0].check("layer", status)
-        return out_TH

@@ -53,13 +53,12 @@ PLAIN_UNITS = (
     "isa_scalar.cpp",
     "experts.cpp",
     "dispatch.cpp",
-    "exchange_layer.cpp",
+    "forward.cpp",
     "memory.cpp",
     "pack.cpp",
     "quantize.cpp",
     "route.cpp",
     "thread_pool.cpp",
-    "whole.cpp",
 )
 """These and X86_UNITS begin with what takes longest to compile, so that all cores end at the same time."""
 

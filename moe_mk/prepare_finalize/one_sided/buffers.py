@@ -154,7 +154,7 @@ class OneSidedBufferSlot(BufferSlot):
         self.epoch, self.heap.layer = self.epoch + 1, layer
         self._layer_bits = number << LAYER_AT
         if self.exchange is not None:
-            self.exchange.serve(layer, number)
+            self.exchange.layer, self.exchange.block.layer = layer, number  # every flag has the number
 
     def report(self, failure: Failure) -> None:
         """Report the failure of this rank to peers that wait for it. Never raises, never waits."""

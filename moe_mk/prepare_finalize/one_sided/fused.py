@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.traffic import RowMeter
-from moe_mk.kernels.native import ExchangeLayer, Gating, Places, RowsOfExperts
+from moe_mk.kernels.native import ExchangeLayer, Stage
 from moe_mk.kernels.native.exchange import ExchangeCalls
-from moe_mk.kernels.native.exchange_layer import Stage, WindowParts
+from moe_mk.kernels.native.layer import NativeParts
 from moe_mk.kernels.native.library import Status
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot
@@ -27,32 +27,18 @@ _IS_FUSABLE = attrgetter("is_fusable")
 
 
 class FusedOneSided:
-    """An `ExchangedCall`. What does not change between calls is prepared once for each buffer."""
+    """A `LayerCall`. What does not change between calls is prepared once for each buffer."""
 
     def __init__(
-        self,
-        context: TransportContext,
-        pool: OneSidedBufferPool,
-        form: KernelRowFormat,
-        experts: RowsOfExperts,
-        gating: Gating | None,
-        places: Places,
+        self, context: TransportContext, pool: OneSidedBufferPool, form: KernelRowFormat, parts: NativeParts
     ) -> None:
         comm, size = context.comm, form.size
         self._comm, self._lock, self._pool, self._status = comm, comm.lock, pool, comm.status
-        self._context, self._form, self._experts = context, form, experts
-        self._gating, self._places = gating, places
+        self._context, self._form, self._parts, self.routes = context, form, parts, parts[2] is not None
         sums = context.hidden_size * context.dtype.dtype.itemsize
         self._meter: RowMeter = comm.traffic.meter(comm.size, comm.rank, size.values + size.tail, sums)
-        self._row_bytes, self._rows = size.values + size.scales + sums, 0
         self._layers: WeakKeyDictionary[OneSidedBufferSlot, ExchangeLayer] = WeakKeyDictionary()
         self._most = min(FUSED_TOKENS, context.max_num_tokens)
-        self.routes = gating is not None
-
-    @property
-    def experts_bytes(self) -> int:
-        """Bytes of the rows that the experts of the last call have read and written."""
-        return self._rows * self._row_bytes
 
     def is_ready(self, num_tokens: int) -> bool:
         """Whether the call is small, and buffers of the group are open and can be used by kernels that wait."""
@@ -64,12 +50,14 @@ class FusedOneSided:
         x_TH: Tensor,
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
+        first: Stage = Stage.ROUTE,
         *,
-        is_routed: bool = False,
+        skip: bool = False,
         routed: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None,
     ) -> Tensor:
-        """See `ExchangedCall`. The lock of the group is held from the first stage to the last."""
+        """See `LayerCall`. The lock of the group is held from the first stage to the last."""
+        assert not skip, "peers would not skip them"
         comm, lock = self._comm, self._lock
         try:
             if not lock.acquire(blocking=False):
@@ -80,12 +68,11 @@ class FusedOneSided:
                 y_TH = torch.empty_like(x_TH)
                 buffer = self._pool.take(comm)
                 layer = self._layers.get(buffer) or self._first_call(buffer)
-                stop = _stop(routed, meanwhile)
-                threads = torch.get_num_threads()
-                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, threads, is_routed=is_routed, stop=stop)
+                stop = Stage.DONE if routed is None else Stage.DISPATCH
+                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, first, stop, shared_weights_T)
                 if status != Status.OK or layer.stage != Stage.DONE:
-                    self._continue(buffer, layer, status, routed, meanwhile)
-                self._rows, buffer.busy = layer.rows, False
+                    self._continue(buffer, layer, status, routed)
+                buffer.busy = False
             finally:
                 lock.release()
         except BaseException as error:
@@ -94,24 +81,19 @@ class FusedOneSided:
         return y_TH
 
     def _continue(
-        self,
-        buffer: OneSidedBufferSlot,
-        layer: ExchangeLayer,
-        status: int,
-        routed: Callable[[], None] | None,
-        meanwhile: Callable[[], None] | None,
+        self, buffer: OneSidedBufferSlot, layer: ExchangeLayer, status: int, routed: Callable[[], None] | None
     ) -> None:
         """Do what the call has returned for, and resume it, until it is done."""
         while True:
             stage = layer.stage
             if status == Status.LATE and stage == Stage.AWAIT_ROWS:
-                layer.received_from(buffer.await_rows())
+                layer.exchange.received_from(buffer.await_rows())
                 stage = Stage.RECEIVE
             elif status == Status.LATE:
-                layer.sums_from(buffer.await_sums())
+                layer.calls.sums_begin_at(buffer.await_sums())
                 stage = Stage.ADD_SUMS
             elif status != Status.OK:
-                layer.check(status, "dispatch" if stage < Stage.SHOW_SUMS else "combine")
+                layer.check(status, stage)
             elif stage == Stage.DONE:
                 return
             elif stage == Stage.DISPATCH and routed is not None:
@@ -119,12 +101,9 @@ class FusedOneSided:
                 routed = None
             elif stage == Stage.DISPATCH:
                 buffer.make_room(layer.counts)
-            elif stage == Stage.AWAIT_ROWS and meanwhile is not None:
-                meanwhile()
-                meanwhile = None
             elif stage == Stage.RECEIVE:
                 _make_room(buffer, layer)
-            status = layer.resume(stage, _stop(routed, meanwhile))
+            status = layer.resume(stage)
 
     def _first_call(self, buffer: OneSidedBufferSlot) -> ExchangeLayer:
         context, form, exchange = self._context, self._form, buffer.exchange
@@ -133,18 +112,16 @@ class FusedOneSided:
         calls = ExchangeCalls(exchange, form.form, form.tables, context.num_slots, hidden, dtype)
         calls.expect(dtype, hidden, rounding=form.form.scale_bytes > 0)
         heap, me = buffer.heap, buffer.rank
-        window = WindowParts(heap.address(me), heap.address(me, buffer.sums_at), buffer.seam_row, buffer.left)
-        made = ExchangeLayer(calls, self._experts, self._gating, self._places, window, self._meter.words)
-        made.wait_for(buffer.patience_us)
-        self._layers[buffer] = made
+        made = self._layers[buffer] = ExchangeLayer(
+            calls,
+            self._parts,
+            self._meter.words,
+            window=(heap.address(me), heap.address(me, buffer.sums_at)),
+            seam_row=buffer.seam_row,
+            left=buffer.left,
+            microseconds=buffer.patience_us,
+        )
         return made
-
-
-def _stop(routed: Callable[[], None] | None, meanwhile: Callable[[], None] | None) -> Stage:
-    """The stage before which the call has to return."""
-    if routed is not None:
-        return Stage.DISPATCH
-    return Stage.DONE if meanwhile is None else Stage.AWAIT_ROWS
 
 
 def _make_room(buffer: OneSidedBufferSlot, layer: ExchangeLayer) -> None:

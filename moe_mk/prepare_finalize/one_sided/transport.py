@@ -26,13 +26,11 @@ from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import Gating, Places, RowsOfExperts
+from moe_mk.kernels.native import LayerCall
 from moe_mk.kernels.native.exchange import ExchangeCalls
-from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
-    ExchangedCall,
-    Multiply,
+    LayerParts,
     PrepareFinalize,
     TransportContext,
     TransportTraits,
@@ -41,7 +39,7 @@ from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSid
 from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
 from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, PutRows, Sent
 from moe_mk.prepare_finalize.packing import packed_row_bytes
-from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes, is_read_as_it_arrives
+from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes, exchanged_parts
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -161,15 +159,11 @@ class OneSided(PrepareFinalize):
                 c.comm.fail(error, epoch)
                 raise
 
-    def fuse_layer(
-        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
-    ) -> ExchangedCall | None:
+    def fuse_layer(self, parts: LayerParts) -> LayerCall | None:
         """For rows that experts read as they arrive, over shared memory."""
         form = self._kernels.format
-        if not is_read_as_it_arrives(self.context, form, experts):
-            return None
-        places = Places(tables.choice_X, *form.tables, self.context.comm.rank)
-        return FusedOneSided(self.context, self._pool, form, experts, gating, places)
+        native = exchanged_parts(self.context, form, parts)
+        return None if native is None else FusedOneSided(self.context, self._pool, form, native)
 
     @cached_property
     def _num_slots(self) -> int:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Rounding, RowsOfExperts
+from moe_mk.kernels.native import Places, Rounding, RowsOfExperts
 from moe_mk.kernels.native.exchange import ROW_TYPES, RowFormat
-from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.kernels.native.layer import NativeParts
+from moe_mk.prepare_finalize.base import LayerParts, TransportContext
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
 from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.fp8_block import Fp8Block
@@ -111,9 +112,16 @@ def rounding_of(context: TransportContext) -> Rounding:
     return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8
 
 
-def is_read_as_it_arrives(context: TransportContext, form: KernelRowFormat, experts: RowsOfExperts) -> bool:
-    """Whether native experts read rows of this format in place: bf16, or e4m3 with f32 scales of 128 values."""
-    if context.dtype.dtype is not torch.bfloat16:
-        return False
-    fp8 = form.form.rounding is Rounding.FP8 and form.form.scale_dtype is torch.float32
-    return context.wire == context.dtype or (fp8 and experts.takes_fp8)
+def exchanged_parts(context: TransportContext, form: KernelRowFormat, parts: LayerParts) -> NativeParts | None:
+    """The arguments of `ExchangeLayer`; None where native experts do not read rows of this format in place.
+
+    They read bf16, or e4m3 with f32 scales of 128 values.
+    """
+    experts, shared = parts.experts, parts.shared
+    if not isinstance(experts, RowsOfExperts) or not isinstance(shared, RowsOfExperts | None):
+        return None
+    fp8 = form.form.rounding is Rounding.FP8 and form.form.scale_dtype is torch.float32 and experts.takes_fp8
+    if context.dtype.dtype is not torch.bfloat16 or not (context.wire == context.dtype or fp8):
+        return None
+    places = Places(parts.tables.choice_X, *form.tables, context.comm.rank)
+    return experts, shared, parts.gating, places, parts.ran

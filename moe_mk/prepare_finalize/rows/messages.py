@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from moe_mk.comm.header import ANY, HEADER_BYTES, Arrival, Envelope
 from moe_mk.flight import Flight, wait
-from moe_mk.kernels.native import ExchangeLayer, Gating, Places, RowsOfExperts
+from moe_mk.kernels.native import ExchangeLayer, Stage
 from moe_mk.kernels.native.exchange import Exchange, ExchangeCalls, WindowPlaces
-from moe_mk.kernels.native.exchange_layer import Stage, WindowParts
+from moe_mk.kernels.native.layer import NativeParts
 from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.base import Multiply, TransportContext
 from moe_mk.prepare_finalize.packing import Rows
@@ -143,20 +144,12 @@ def _addresses(arrived: Mapping[int, Arrival], size: int, own: int) -> list[int]
 class _LayerCall(MessageRows):
     """One call of a whole layer at a time: received rows and their sums are kept for the next call."""
 
-    def __init__(
-        self,
-        context: TransportContext,
-        form: KernelRowFormat,
-        experts: RowsOfExperts,
-        gating: Gating | None,
-        places: Places,
-    ) -> None:
-        super().__init__(context, form, experts.native)
+    def __init__(self, context: TransportContext, form: KernelRowFormat, parts: NativeParts) -> None:
+        super().__init__(context, form, parts[0].native)
         comm, hidden = context.comm, context.hidden_size
         self.calls.expect(torch.bfloat16, hidden, rounding=form.form.scale_bytes > 0)
         self.meter = comm.traffic.meter(comm.size, comm.rank, self._row_bytes, self.sum_bytes, messages=True)
-        window = WindowParts(0, 0, 0, -1)
-        self.layer = ExchangeLayer(self.calls, experts, gating, places, window, self.meter.words)
+        self.layer = ExchangeLayer(self.calls, parts, self.meter.words)
         self._hidden, self.room = hidden, 0
         self.sums_RH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
 
@@ -166,15 +159,16 @@ class _LayerCall(MessageRows):
         self._values_RB = torch.empty((self.room, self._values), dtype=torch.uint8, device="cpu")
         with torch.inference_mode(False):
             self.sums_RH = torch.empty((self.room, self._hidden), dtype=torch.bfloat16, device="cpu")
-        self.layer.move_window(self._values_RB.data_ptr(), self.sums_RH.data_ptr())
+        self.layer.block.values, self.layer.block.sums = self._values_RB.data_ptr(), self.sums_RH.data_ptr()
         self.layer.make_room(self.room, self.room, (0, self.room))
 
     def run(self, first: Stage, stop: Stage) -> None:
         """Stages without waits, from one to another."""
         stage: int = first
         while stage < stop:
-            self.layer.check(self.layer.resume(stage, stop), "dispatch")
+            status = self.layer.resume(stage, stop)
             stage = self.layer.stage
+            self.layer.check(status, stage)
 
     def token_X(self) -> Tensor:
         """int64. The token behind each row sent, rank by rank."""
@@ -197,25 +191,16 @@ class Apart(Protocol):
 
 
 class FusedMessages:
-    """An `ExchangedCall`. What does not change between calls is prepared once for each call that is open at a time."""
+    """A `LayerCall`. What does not change between calls is prepared once for each call that is open at a time."""
 
     def __init__(
-        self,
-        context: TransportContext,
-        form: KernelRowFormat,
-        experts: RowsOfExperts,
-        gating: Gating | None,
-        places: Places,
-        apart: Apart,
-        multiply: Multiply,
+        self, context: TransportContext, form: KernelRowFormat, parts: NativeParts, apart: Apart, multiply: Multiply
     ) -> None:
-        self.routes, self._comm, self._apart, self._multiply = gating is not None, context.comm, apart, multiply
-        self._parts = context, form, experts, gating, places
+        self.routes, self._comm, self._apart, self._multiply = parts[2] is not None, context.comm, apart, multiply
+        self._parts, self._ran = (context, form, parts), context.spans.ledger.ran
         size, self._sum_bytes = form.size, context.hidden_size * torch.bfloat16.itemsize
         self._most = min(FUSED_TOKENS, context.max_num_tokens, context.comm.eager_bytes // (size.values + size.tail))
         self._idle: list[_LayerCall] = []
-        self.experts_bytes: int | None = None
-        self._bytes_of_row = size.values + size.scales + self._sum_bytes
 
     def is_ready(self, num_tokens: int) -> bool:
         """Whether all rows fit into one message to each rank."""
@@ -226,58 +211,61 @@ class FusedMessages:
         x_TH: Tensor,
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
+        first: Stage = Stage.ROUTE,
         *,
-        is_routed: bool = False,
+        skip: bool = False,
         routed: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None,
     ) -> Tensor:
-        """See `ExchangedCall`."""
+        """See `LayerCall`."""
+        assert not skip, "peers would not skip them"
         try:
             call = self._idle.pop() if self._idle else _LayerCall(*self._parts)
             y_TH, layer = torch.empty_like(x_TH), call.layer
             call.open(x_TH.shape[0])
-            stop = Stage.AWAIT_ROWS if routed is None else Stage.DISPATCH
-            threads = torch.get_num_threads()
-            status = layer.begin(x_TH, load_E, routing, y_TH, 0, threads, is_routed=is_routed, stop=stop)
-            layer.check(status, "dispatch")
+            stop = Stage.SHARED if routed is None else Stage.DISPATCH
+            status = layer.begin(x_TH, load_E, routing, y_TH, 0, first, stop, shared_weights_T)
+            layer.check(status, Stage.DISPATCH)
             if routed is not None:
                 routed()
-                call.run(Stage.DISPATCH, Stage.AWAIT_ROWS)
-            y_TH = self._finish(call, call.written(layer.counts), y_TH, meanwhile)
+                call.run(Stage.DISPATCH, Stage.SHARED)
+            self._finish(call, call.written(layer.counts), y_TH)
             self._idle.append(call)
             return y_TH
         except BaseException as error:
             self._comm.fail(error)
             raise
 
-    def _finish(
-        self, call: _LayerCall, going: dict[int, Envelope], y_TH: Tensor, meanwhile: Callable[[], None] | None
-    ) -> Tensor:
-        """Exchange rows, run the experts, exchange sums."""
-        comm = self._comm
+    def _finish(self, call: _LayerCall, going: dict[int, Envelope], y_TH: Tensor) -> None:
+        """Exchange rows, run the experts, exchange sums; shared experts run while rows are on their way."""
+        comm, apart = self._comm, None
+        meanwhile = partial(call.run, Stage.SHARED, Stage.AWAIT_ROWS)
         arrived = comm.swap_now(going, dict.fromkeys(going, ANY), "dispatch counts", meanwhile)
         received = self._apart.counts_of(arrived, call.sent)
         total = sum(received)
-        self.experts_bytes = total * self._bytes_of_row
         if not all(arrival.num_bytes or not arrival.num_rows for arrival in arrived.values()):
-            self.experts_bytes = None
-            return wait(self._apart.run_apart(call, arrived, received, self._multiply))
-        wait(comm.skip("dispatch"))
-        if total > call.room:
-            call.make_room(total)
-        call.read(arrived, received)
-        few = max(max(received), max(call.sent)) * self._sum_bytes <= comm.eager_bytes
-        call.run(Stage.RECEIVE, Stage.AWAIT_SUMS if few else Stage.SHOW_SUMS)
-        comm.give_back(arrived.values())
-        if not few:
-            return wait(self._apart.combine_apart(call.sums_RH[:total], call, received))
+            apart = self._apart.run_apart(call, arrived, received, self._multiply)
+        else:
+            wait(comm.skip("dispatch"))
+            if total > call.room:
+                call.make_room(total)
+            call.read(arrived, received)
+            few = max(max(received), max(call.sent)) * self._sum_bytes <= comm.eager_bytes
+            call.run(Stage.RECEIVE, Stage.AWAIT_SUMS if few else Stage.SHOW_SUMS)
+            comm.give_back(arrived.values())
+            if not few:
+                apart = self._apart.combine_apart(call.sums_RH[:total], call, received)
+        if apart is not None:
+            y_TH.copy_(wait(apart))
+            self._ran("combine", type(self._apart), y_TH.nbytes)
+            call.run(Stage.ADD_SHARED, Stage.DONE)
+            return
         sums = call.return_sums(call.sums_RH, received)
         awaited = {peer: call.sent[peer] * self._sum_bytes for peer in sums}
         arrived = comm.swap_now(sums, awaited, "combine")
         call.read_sums(arrived)
         call.run(Stage.ADD_SUMS, Stage.DONE)
         comm.give_back(arrived.values())
-        return y_TH
 
 
 def rows_of(blocks: Tensor, count: int, value_bytes: int, tail_bytes: int) -> Rows:

@@ -8,6 +8,7 @@ import torch
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, storage_of
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.kernels.native import RowsOfExperts
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,
@@ -103,8 +104,8 @@ def test_unpacking_gives_values_and_scales_back_bit_for_bit(scheme: QuantScheme)
 @pytest.mark.parametrize(("compute", "takes_fp8"), [(BF16, True), (FP8_1x128, True), (INT8_TOKEN, False)])
 def test_rows_in_fp8_are_taken_unless_rows_are_rounded_to_int8(compute: QuantScheme, takes_fp8: bool) -> None:
     backend = EXPERTS["cpu_native"](context(compute))
-    rows = backend.fuse_rows(backend.relayout(experts(INT8_CHANNEL)), 4)
-    assert rows is not None and rows.takes_fp8 == takes_fp8
+    rows = backend.fuse_layer(backend.relayout(experts(INT8_CHANNEL)), 4)
+    assert isinstance(rows, RowsOfExperts) and rows.takes_fp8 == takes_fp8
 
 
 def test_unpacked_tensors_are_copies() -> None:

@@ -90,11 +90,15 @@ def test_any_routing_equals_plain_loops(
             assert weights[t].tolist() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here) -> None:
+@pytest.mark.parametrize("experts", [4, 7, 67, 256])
+def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here, experts: int) -> None:
     native, isa = isa_here
-    x, gate, bias = torch.randn(40, 200).bfloat16(), torch.randn(67, 200), torch.rand(67)
+    x, gate, bias = torch.randn(40, 200).bfloat16(), torch.randn(experts, 200), torch.rand(experts)
     mode = RouteMode(4)
     together = route(native, x, gate, bias, mode, isa=isa, threads=3)
+    for threads in (1, 2, 8):
+        other = route(native, x, gate, bias, mode, isa=isa, threads=threads)
+        assert all(torch.equal(a, b) for a, b in zip(other, together, strict=True)), threads
     for part in (slice(0, 1), slice(17, 33), slice(39, 40)):
         alone = route(native, x[part], gate, bias, mode, isa=isa)
         assert all(torch.equal(a, b[part]) for a, b in zip(alone, together, strict=True))

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "../abi.h"
+#include "../exchange.h"
 #include "../formats.h"
 
 using namespace moe_mk;
@@ -281,12 +281,20 @@ void whole(int seed) {
     slot[e] = e % s.slots;
   }
   MoeMkLayer layer = {};
-  layer.route = {nullptr, gate.data(), nullptr, nullptr, nullptr, nullptr, 0, 0, s.hidden, s.hidden, experts, top_k, 1, 1,
-                 pick(0, 1), 1, 1, 1.0f, 1, kScalar};
-  layer.experts.w13 = w13.matrix;
-  layer.experts.w2 = w2.matrix;
-  layer.experts.gated = s.gated;
-  layer.experts.num_slots = s.slots;
+  const MoeMkRoute route = {nullptr, gate.data(), nullptr, nullptr, nullptr, nullptr, 0, 0, s.hidden, s.hidden, experts, top_k, 1, 1,
+                            pick(0, 1), 1, 1, 1.0f, 1, kScalar};
+  MoeMkExperts routed = {};
+  routed.w13 = w13.matrix;
+  routed.w2 = w2.matrix;
+  routed.gated = s.gated;
+  routed.num_slots = s.slots;
+  MoeMkExperts shared = routed;  // its slot 0, for every token
+  int64_t ran[8] = {};
+  layer.route = &route;
+  layer.experts = &routed;
+  layer.shared = pick(0, 1) ? &shared : nullptr;
+  layer.ran = ran;
+  layer.num_experts = experts;
   layer.physical_of = physical.data();
   layer.rank_of = rank.data();
   layer.slot_of = slot.data();
@@ -296,19 +304,21 @@ void whole(int seed) {
     std::vector<int32_t> ids(size_t(s.rows) * top_k);
     std::vector<float> weights(ids.size());
     const bool listens = pick(0, 1) != 0;
-    if (moe_mk_layer(&layer, x.data(), s.rows, 0, listens ? ids.data() : nullptr, listens ? weights.data() : nullptr, 0,
-                     load.data(), out.data(), threads) != kOk)
+    if (moe_mk_layer(&layer, kRouteTokens, kLayerDone, x.data(), s.rows, listens ? ids.data() : nullptr,
+                     listens ? weights.data() : nullptr, 0, 0, nullptr, load.data(), out.data(), threads, 0) != kOk)
       fail("layer", seed);
+    if (ran[2 * kExpertRuns] != ran[2 * kDispatches] || ran[2 * kSharedRuns + 1] != (layer.shared ? ran[2 * kCombines + 1] : 0))
+      fail("what ran is counted", seed);
     if (std::accumulate(load.begin(), load.end(), int64_t(0)) != int64_t(s.rows) * top_k) fail("choices are counted", seed);
     if (threads == 1) first = out;
     if (out != first) fail("a layer has the same bits for any number of threads", seed);
     if (!listens) continue;
     std::vector<int64_t> wide(ids.begin(), ids.end());
     const bool is_wide = pick(0, 1) != 0;
-    const int32_t given = kGivenIds | (is_wide ? kWideIds : 0) | (pick(0, 1) != 0 ? kSkipOthers : 0);
+    const int32_t form = (is_wide ? kWideIds : 0) | (pick(0, 1) != 0 ? kSkipOthers : 0);
     std::vector<int64_t> again(experts);
-    if (moe_mk_layer(&layer, x.data(), s.rows, given, is_wide ? static_cast<void*>(wide.data()) : ids.data(), weights.data(),
-                     top_k, again.data(), out.data(), threads) != kOk)
+    if (moe_mk_layer(&layer, kPlaceTokens, kLayerDone, x.data(), s.rows, is_wide ? static_cast<void*>(wide.data()) : ids.data(),
+                     weights.data(), top_k, form, nullptr, again.data(), out.data(), threads, 0) != kOk)
       fail("routed layer", seed);
     if (out != first || again != load) fail("a routed layer has the bits and the load of the whole one", seed);
   }

@@ -90,7 +90,7 @@ class Injector:
             finalize=lambda *arguments: self._flight("combine", finalize, arguments),
             fuse_layer=lambda *_: None,  # the faults are in the stages
         )
-        vars(experts).update(run=multiply, fuse_layer=lambda *_: None, fuse_rows=lambda *_: None)
+        vars(experts).update(run=multiply, fuse_layer=lambda *_: None)
         if self.fault.kind == "counts":
             exchange, gather, swap = comm.exchange_counts, comm.gather_count, comm.swap_eager
             vars(comm).update(

@@ -1,0 +1,226 @@
+"""The two executions of a forward: stage by stage, and as one native call prepared once, with the same bits.
+
+At a handful of tokens the operators between router and experts cost more than the router itself. Layers that record
+spans or replace lost experts run stage by stage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import MoEMKError, WeightError
+from moe_mk.flight import Flight
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.kernels.native import LayerCall, PreparedExperts, Stage
+from moe_mk.kernels.native.layer import Gating
+from moe_mk.layer.routing import LayerRouting
+from moe_mk.layer.serving_state import ServingState
+from moe_mk.layer.shared import SharedExperts
+from moe_mk.prepare_finalize.base import LayerParts
+from moe_mk.quant.wire import row_bytes
+from moe_mk.runner.overlap import alongside
+from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import Weights
+
+
+def steps(
+    state: ServingState,
+    routing: LayerRouting,
+    x_TH: Tensor,
+    load_E: Tensor,
+    token_ids_T: Tensor | None,
+    given: Routing | None,
+) -> Flight[Tensor]:
+    """The forward of a state, stage by stage. See `MoELayer.steps`."""
+    is_accepted = False
+    epochs: tuple[int | None, int | None] = None, None
+    # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
+    try:
+        grid, backends, spans = state.grid, state.backends, state.kernel.spans
+        epochs, shared = grid.epochs, backends.shared if given is None else None
+        if state.weights is None:
+            raise WeightError(NO_WEIGHTS.format(grid.name))
+        router = routing.router_of(x_TH, token_ids_T) if given is None else routing.router
+        is_accepted = True
+        if grid.agreed != epochs:
+            yield from grid.agree(lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes()})
+        if state.lost is not None:
+            state.lost.check()
+        fused = None if shared is None else backends.fuse_shared(state.kernel, state.laid_out)
+        if given is not None:
+            physical = routing.place(given, load_E, state)
+        else:
+            with spans.span("route"):
+                physical = routing.physical(x_TH, router, load_E, state)
+        routed = state.routed(x_TH, physical, fused or state.laid_out)
+        if shared is None or fused is not None:
+            y_TH = yield from routed
+        else:
+            rows = grid.share_of(x_TH.shape[0]) if state.is_partial else slice(None)
+            y_TH, shared_XH = yield from alongside(routed, lambda: shared(x_TH[rows]))
+            total_TH = y_TH.to(torch.float32, copy=True)
+            total_TH[rows] += shared_XH
+            y_TH = total_TH.to(y_TH.dtype)
+        y_TH = yield from grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)
+        return y_TH.to(backends.gate.dtype)
+    except BaseException as error:
+        if is_accepted or not isinstance(error, MoEMKError):
+            state.grid.fail(error, epochs)
+        raise
+
+
+NO_WEIGHTS = "layer {!r} has no weights yet; call load(path, layer=N)"
+
+
+class PreparedForward:
+    """The native calls of one state; None where the pair of backends has none."""
+
+    call: LayerCall | None = None
+    """The whole layer."""
+    alone: LayerCall | None = None
+    """The same without shared experts, for tokens that are routed by the caller."""
+
+    def __init__(self, state: ServingState, routing: LayerRouting) -> None:
+        self.state, self.routing, gate, shared = state, routing, state.backends.gate, state.backends.shared
+        self._router, self._logit_bias_E = routing.router, gate.logit_bias_E
+        self._shared = None if shared is None else shared.weights
+        gate_at = [
+            (each.data_ptr(), each.is_contiguous()) for each in (gate.weight_EH, gate.bias_E) if each is not None
+        ]
+        self._gate_at, self._load_shape = gate_at, (state.expert_map.num_experts,)
+        kernel = state.kernel
+        if state.weights is None or not state.may_be_native or not isinstance(kernel, FusedMoEKernel):
+            return
+        prepared = partial(layer_call, kernel, dtype=gate.dtype)
+        gating = gate.gating(routing.router) if state.tables.one_to_one else None
+        self.alone = prepared(state.laid_out, gating=None if shared is not None else gating)
+        if shared is None:
+            self.call = self.alone
+        elif (both := state.backends.fuse_shared(kernel, state.laid_out)) is not None:
+            self.call = prepared(both, gating=gating)
+        else:
+            self.call = prepared(state.laid_out, gating=gating, shared=shared)
+
+    def is_current(self, state: ServingState) -> bool:
+        """Whether it was made from the parts of now, and the gate's memory was not replaced."""
+        gate, shared = state.backends.gate, state.backends.shared
+        gate_at = [
+            (each.data_ptr(), each.is_contiguous()) for each in (gate.weight_EH, gate.bias_E) if each is not None
+        ]
+        same = state is self.state and self._router is self.routing.router and gate.logit_bias_E is self._logit_bias_E
+        return same and (shared is None or shared.weights is self._shared) and self._gate_at == gate_at
+
+    def call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> LayerCall | None:
+        """What makes the next forward; None: the stages do. given: a routing of logical experts.
+
+        The calls use the tensors' memory directly; the stages handle strides and check errors.
+        """
+        state, routing = self.state, self.routing
+        call = self.call if given is None else self.alone
+        if (
+            call is None
+            or state.kernel.spans.recorder is not None
+            or (given is None and routing.hash_router is not None)
+        ):
+            return None
+        dense = x_TH.is_contiguous() and load_E.is_contiguous() and load_E.shape == self._load_shape
+        counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
+        if not dense or not counter:
+            return None
+        if state.is_direct:
+            return call if given is None or can_be_called(x_TH, given.ids_TK, given.weights_TK) else None
+        grid = state.grid
+        agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
+        return call if agreed and x_TH.is_cpu and call.is_ready(x_TH.shape[0]) else None
+
+    def run(self, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Tensor:
+        """The forward in one call: from its router on, or from a routing that is given or that another router makes."""
+        state, routing, routed, tensors = self.state, self.routing, None, None
+        try:
+            first, listener, shared = Stage.ROUTE, routing.listener, state.backends.shared
+            if given is not None or not call.routes:
+                with torch.no_grad():
+                    chosen = state.backends.gate.route(x_TH, routing.router)[0] if given is None else given
+                    if state.tables.one_to_one:
+                        first = Stage.PLACE
+                        routed = None if listener is None else partial(listener, chosen)
+                    else:
+                        first, chosen = Stage.DISPATCH, routing.place(chosen, load_E, state)
+                ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
+                tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
+            elif listener is not None:
+                written = self._unwritten(x_TH.shape[0])
+                tensors, routed = (written.ids_TK, written.weights_TK), partial(listener, written)
+            weights_T = None
+            if given is None and shared is not None and shared.gate_H is not None:
+                weights_T = shared.row_weights(x_TH)
+            y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
+            if first is not Stage.DISPATCH:
+                routing.tokens += x_TH.shape[0]
+            return y_TH
+        except BaseException as error:
+            state.grid.fail(error)
+            raise
+
+    def _unwritten(self, num_tokens: int) -> Routing:
+        """Memory for a routing that a native call writes."""
+        shape = num_tokens, self.routing.router.top_k
+        ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
+        return Routing(ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu"))
+
+
+def layer_call(
+    kernel: FusedMoEKernel,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    gating: Gating | None = None,
+    shared: SharedExperts | None = None,
+) -> LayerCall | None:
+    """One call for all stages of a layer, which counts them in the ledger of the kernel; None where the pair has none.
+
+    weights: in the layout of the backend. dtype: of the tokens. gating: the router; None: every call is given a
+    routing. shared: experts that are added in a stage of their own.
+    """
+    transport, experts = kernel.prepare_finalize, kernel.experts
+    context = transport.context
+    rows: PreparedExperts | None = own_hook(experts, "fuse_layer", weights, context.top_k)
+    row_of_shared = None if shared is None else own_hook(shared.experts, "fuse_layer", shared.weights, 1)
+    if rows is None or (shared is not None and row_of_shared is None):
+        return None
+    token_bytes, mine = context.hidden_size * dtype.itemsize, type(transport)
+    stages = (
+        ("dispatch", mine, token_bytes),
+        ("experts", type(experts if shared is None else shared.experts), 2 * token_bytes),
+        (
+            "experts",
+            type(experts),
+            row_bytes(context.wire, context.hidden_size) + row_bytes(context.dtype, context.hidden_size),
+        ),
+        ("combine", mine, token_bytes),
+    )
+    ran = kernel.spans.ledger.meter(stages).words
+    multiply = partial(kernel.multiply, weights=weights)
+    parts = LayerParts(rows, row_of_shared, gating, context.tables, ran, multiply)
+    return own_hook(transport, "fuse_layer", parts)  # type: ignore[no-any-return]
+
+
+def own_hook(backend: object, hook: str, *arguments: object) -> Any:
+    """What a hook returns if the class of the backend defines it; None for a derived class, which may run otherwise."""
+    return getattr(backend, hook)(*arguments) if hook in vars(type(backend)) else None
+
+
+def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
+    """Whether a `LayerCall` reads this routing of x as it is: plain dense tensors on the CPU, integers and f32."""
+    if type(ids_TK) is not Tensor or type(weights_TK) is not Tensor or weights_TK.requires_grad:
+        return False
+    plain = ids_TK.is_cpu and weights_TK.is_cpu and ids_TK.layout is weights_TK.layout is torch.strided
+    typed = ids_TK.dtype in (torch.int32, torch.int64) and weights_TK.dtype is torch.float32
+    if not plain or not typed or ids_TK.dim() != 2 or weights_TK.dim() != 2:
+        return False
+    fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
+    return fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
