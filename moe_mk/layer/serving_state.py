@@ -291,7 +291,7 @@ def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, S
                 contents.note(q, of, f"scales of {of}", f"global scale of {of}")
     contents.expect_valid(f"weights that arrived at rank {rank} cannot be used")
     slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
-    experts = MappedExpertWeights(slots, old.weights.experts.scheme)
+    experts = MappedExpertWeights(slots, old.weights.experts.scheme, passing=True)
     layer = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
     return replace(state, weights=layer, laid_out=state.kernel.experts.relayout(experts))
 

@@ -7,13 +7,16 @@
     48         the header, JSON: format, version, experts, record_bytes, facts of the writer, the blake2b of each record
     first      records, one an expert; `first` and record_bytes are multiples of ALIGNMENT, for O_DIRECT
 
-A store appears whole or not at all. Nothing in it is executed. A record is compared with its digest the first time that
-a process reads it; afterwards the file must have kept its size and its time of modification.
+A store appears whole or not at all; what a killed writer left of it is removed by the next one. Nothing in it is
+executed. A record is compared with its digest the first time that a process reads it; afterwards the file must have
+kept its size and its time of modification.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import json
 import os
 import stat
@@ -56,6 +59,8 @@ def write_store(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_leftovers(temporary)
             os.posix_fallocate(file.fileno(), 0, total)  # a full disk is found before anything is written
             file.seek(first)
             digests = []
@@ -72,6 +77,24 @@ def write_store(
             os.fsync(file.fileno())
     except unless_signalled(OSError) as problem:
         raise StoreError(f"the store {path} of {amount(total)} cannot be written: {problem}") from problem
+
+
+def _remove_leftovers(temporary: Path) -> None:
+    """Remove the temporary files of killed writers of the same store.
+
+    A file whose lock is taken has a writer, on this or another host; a process that exists may be about to take it.
+    """
+    stem = temporary.name.removesuffix(f"{os.getpid()}.partial")
+    for left in temporary.parent.glob(f"{glob.escape(stem)}*.partial"):
+        pid = left.name[len(stem) :].removesuffix(".partial")
+        if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
+            continue
+        try:
+            with left.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+        except unless_signalled(OSError):
+            continue  # it is being written, is not ours, or another process has removed it
 
 
 def _header(facts: Mapping[str, Any], record_bytes: int, digests: list[str]) -> bytes:

@@ -191,6 +191,8 @@ class MappedExpertWeights:
     slots: Sequence[SlotWeights]
     scheme: QuantScheme
     layout: str = MAPPED
+    passing: bool = False
+    """Whether they are the placement of a live layer until the next one: files made of them are not kept."""
 
     @property
     def num_slots(self) -> int:
@@ -315,16 +317,11 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
         return replace(weights, w13=weights.w13.to(device), w2=weights.w2.to(device))
     if not isinstance(weights, MappedExpertWeights) or device.type == "cpu":
         return weights
-    slots = tuple(
-        SlotWeights(
-            None if slot.gate_IH is None else slot.gate_IH.to(device),
-            slot.up_IH.to(device),
-            slot.down_HI.to(device),
-            None if slot.biases is None else slot.biases.to(device),
-        )
+    moved = [
+        [None if part is None else part.to(device) for part in (slot.gate_IH, slot.up_IH, slot.down_HI, slot.biases)]
         for slot in weights.slots
-    )
-    return MappedExpertWeights(slots, weights.scheme)
+    ]
+    return replace(weights, slots=tuple(SlotWeights(*parts) for parts in moved))
 
 
 def _expect_order(order: str, scheme: QuantScheme) -> None:

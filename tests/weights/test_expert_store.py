@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -130,7 +131,26 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_store(tmp_path: Path
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     with pytest.raises(StoreError, match="cannot be opened"):
         ExpertStore(tmp_path / "a.experts")
+    assert [each.name for each in tmp_path.iterdir()] == [f".a.experts.{child}.partial"]
     ExpertStore(written(tmp_path / "a.experts")).read(0, record())
+    assert [each.name for each in tmp_path.iterdir()] == ["a.experts"]
+
+
+@pytest.mark.row(172)
+def test_only_what_killed_writers_of_the_same_store_left_is_removed(tmp_path: Path) -> None:
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    kept = [f".a.experts.{os.getppid()}.partial", f".b.experts.{dead}.partial", ".a.experts.x.partial"]
+    for name in (*kept, f".a.experts.{dead}.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    with (tmp_path / f".a.experts.{dead}.partial").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as by a writer on another host, whose processes have numbers of their own
+        written(tmp_path / "a.experts")
+        assert (tmp_path / f".a.experts.{dead}.partial").exists()
+    written(tmp_path / "a.experts")
+    assert {each.name for each in tmp_path.iterdir()} == {"a.experts", *kept}
 
 
 def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ class CpuNativeExperts(FusedExperts):
             if on_progress is not None:
                 on_progress("pack", layout.num_bytes * (expert + 1), total)
 
-        store = open_store(residency, digest(weights), layout, weights.num_slots, pack)
+        keep = not getattr(weights, "passing", False)
+        store = open_store(residency, digest(weights), layout, weights.num_slots, pack, keep=keep)
         cache = Cache(self.native, store, layout, residency)
         self._parameters = str(cache)
         return PagedExperts(cache, scheme13, scheme2)

@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from threading import Lock
 
 import torch
@@ -101,16 +102,22 @@ def open_store(
     layout: RecordLayout,
     num_experts: int,
     pack: Callable[[int, PackedMatrix, PackedMatrix], None],
+    *,
+    keep: bool = True,
 ) -> ExpertStore:
     """Open the store of these experts in the folder of the configuration, written before if there is none.
 
-    name: a digest of the experts in the format of the checkpoint. pack: writes one of them into slot 0.
+    name: a digest of the experts in the format of the checkpoint. pack: writes one of them into slot 0. keep: whether a
+    store that is written here stays for later processes; else its file has no name, and is gone once it is closed.
     Raises StoreError for a store that is damaged, foreign, or cannot be written.
     """
     slots_of(config, layout.num_bytes, num_experts)  # raises before anything is written
     facts = layout.facts()
     of_layout = blake2b(repr(sorted(facts.items())).encode(), digest_size=4).hexdigest()
     path = Path(config.store) / f"{name[:32]}-{of_layout}.experts"
+    passing = not keep and not path.exists()
+    if passing:
+        path = path.with_name(f"{path.name}-{token_hex(4)}")
     if not path.exists():
         record = records(1, layout)
         w13, w2 = layout.matrices(record)
@@ -121,7 +128,11 @@ def open_store(
                 yield _memory_of(record[0])
 
         write_store(path, facts, num_experts, layout.num_bytes, packed())
-    store = ExpertStore(path)
+    try:
+        store = ExpertStore(path)
+    finally:
+        if passing:
+            path.unlink(missing_ok=True)
     if store.facts != facts or store.record_bytes != layout.num_bytes or store.num_experts != num_experts:
         store.close()
         raise StoreError(
@@ -169,6 +180,11 @@ class Cache:
     def num_bytes(self) -> int:
         """Memory of the slots."""
         return self.records_SB.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every expert is in memory, each in the slot of its number."""
+        return len(self.slot_of) == self.store.num_experts
 
     def exclusive(self) -> Lock:
         """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
@@ -221,7 +237,9 @@ class Cache:
                 if not others:
                     return
                 self._free.append(self.slot_of.pop(self.policy.victim(others)))
-            slot, expert = self._free.pop(), missing.pop(0)
+            expert = missing.pop(0)
+            slot = expert if len(self.records_SB) == self.store.num_experts else self._free[-1]
+            self._free.remove(slot)
             reading[expert] = _Reading(self.store, expert, slot, _memory_of(self.records_SB[slot]), self._readers)
             self.reads += 1
 
@@ -278,6 +296,8 @@ class PagedExperts:
     shared: PackedExpertWeights | None = None
     """As in `PackedExpertWeights`."""
     calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+    whole: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Calls of all experts, once they are in memory, with the shared ones."""
 
     @property
     def num_slots(self) -> int:
@@ -356,8 +376,18 @@ def weighted_sums(
     threads: int,
 ) -> Tensor:
     """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
-    rows, hidden = given.x_RH.shape[0], weights.cache.matrices[1].layout.num_outputs
+    cache, shared = weights.cache, weights.shared
+    rows, hidden = given.x_RH.shape[0], cache.matrices[1].layout.num_outputs
     ids_RK, weights_RK = given.ids_RK, weights_RK.to(torch.float32)
+    if cache.is_whole:  # from now on: nothing is evicted
+        both = None if shared is None else (shared.w13, shared.w2)
+        call = weights.whole.get(mode)
+        if call is None:
+            call = weights.whole[mode] = ExpertsCall(native, *cache.matrices, both, mode)
+        num_used = int((torch.unique(ids_RK) >= 0).sum())
+        with cache.exclusive():
+            cache.uses, cache.hits = cache.uses + num_used, cache.hits + num_used
+        return call(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
     columns = ids_RK.shape[1] + (weights.shared is not None)
     terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
     if weights.shared is not None:

@@ -22,6 +22,7 @@ from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.permute import permute
+from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantTensor
@@ -146,6 +147,41 @@ def test_ranks_have_stores_of_their_own_experts_and_the_same_bits(checkpoint: Pa
         outputs.append(run_together(ranks, batches))
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
     assert len(list(tmp_path.iterdir())) == 3  # of all experts, and of each rank's
+
+
+@pytest.mark.row(172)
+def test_stores_of_passing_placements_take_no_room_once_they_are_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    x_TH = torch.randn(9, 256, generator=torch.Generator().manual_seed(6)).bfloat16()
+    layer = built(checkpoint, residency={"slots": 3, "store": str(tmp_path)})
+    expected, first = layer(x_TH), layer.expert_map
+    (kept,) = tmp_path.iterdir()
+    written_at = kept.stat().st_mtime_ns
+    order = list(range(16))
+    for seed in range(3):
+        Random(seed).shuffle(order)
+        layer.live.set_placement(ExpertMap.from_physical(order, 1, 16))
+        assert torch.equal(layer(x_TH), expected)
+        assert list(tmp_path.iterdir()) == [kept]
+    layer.live.set_placement(first)
+    assert layer.state.laid_out.cache.store.path == kept and kept.stat().st_mtime_ns == written_at
+    assert torch.equal(layer(x_TH), expected)
+
+
+@pytest.mark.row(172)
+def test_once_all_experts_are_in_memory_a_call_reads_nothing_and_is_that_of_a_resident_layer(tmp_path: Path) -> None:
+    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, SLOTS)
+    g = torch.Generator().manual_seed(8)
+    x = QuantTensor(torch.randn(7, SIZE, generator=g).bfloat16(), None, BF16)
+    for top_k in (2, SLOTS, 3):
+        ids = torch.stack([torch.randperm(SLOTS, generator=g)[:top_k] for _ in range(7)]).to(torch.int32)
+        tokens = RowTokens(x, ids, torch.rand(7, top_k, generator=g), SLOTS)
+        outputs = [
+            each.run(replace(tokens, out_RH=torch.empty(7, SIZE)), weights).y
+            for each, weights in ((resident, held), (paged, some))
+        ]
+        assert torch.equal(*outputs)
+    assert some.cache.is_whole and some.cache.slot_of == {expert: expert for expert in range(SLOTS)}
+    assert some.cache.reads == SLOTS == some.cache.uses - some.cache.hits and len(some.whole) == 1
 
 
 @pytest.mark.row(172)
