@@ -1,0 +1,487 @@
+"""Experts larger than memory on the real forward, against the disk, the simulator and a mapping of the same records.
+
+    python benchmarks/residency.py examples/data/tiny_routing.safetensors --json benchmarks/results/residency_cpu.json
+    python benchmarks/residency.py examples/data/tiny_routing.safetensors --inter 256 --memory 900MB --tokens 1
+    python benchmarks/residency.py --resident                  # what residency costs where every expert is in memory
+
+A layer of random FP8 experts of DeepSeek-V3's width with recorded routing, as in residency_bounds.py. The first half
+of the steps fills the slots, the second is measured. Each measured step runs in turn, some times over with the same
+experts missing, and the least time of each counts:
+
+    forward    with what is resident; the missing experts are read
+    compute    the same call again, with its experts resident (where they fit the slots)
+    read       as many records as the forward has read, nothing else: by as many threads, with requests of as many bytes
+    mapped     the same kernels on a mapping of the same file
+
+The memory of the process is limited by RLIMIT_DATA, and the slots take what the process leaves of it. Reads are
+direct: the page cache holds nothing. The mapping may have as many bytes of the page cache as there are slots; before
+each of its calls the least recently used experts make room, which is not counted: nothing is charged for reclaim.
+Steps that need more experts than fit are not run on it. The outputs of both are compared bit for bit, and those of
+some steps with experts that were packed from the weights and never were in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from residency_bounds import routing_of
+
+from moe_mk import MoEConfig, MoELayer
+from moe_mk.experts.cpu_native import experts as experts_of_cpu
+from moe_mk.experts.cpu_native.paged import READERS, Cache, PagedExperts, records
+from moe_mk.experts.residency import POLICIES
+from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
+from moe_mk.lab.cli.fit import bytes_of
+from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
+from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.trace.routing import RoutingTrace
+from moe_mk.weights.expert_store import PIECE, ExpertStore
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
+
+BLOCK, CPU = 128, torch.device("cpu")
+SPARE = 200 << 20
+"""Of the memory, what is left for buffers of a call and the checks."""
+LEAST_STEPS = 8
+CHECKED = 16
+"""One step of so many is compared with experts from the weights."""
+
+
+def layer_of(options: argparse.Namespace, experts: int, top_k: int, residency: dict[str, Any] | None) -> MoELayer:
+    """A layer of routed experts."""
+    model = {
+        "num_experts": experts, "hidden_size": options.hidden, "moe_intermediate_size": options.inter,
+        "num_shared_experts": 0, "quant": {"weights": "fp8_block"},
+    }  # fmt: skip
+    kernel = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 256, "residency": residency}
+    return MoELayer(MoEConfig.parse({"model": model, "router": {"top_k": top_k}, "kernel": kernel}, "benchmark"))
+
+
+def weights_of(options: argparse.Namespace, experts: int) -> LayerWeights:
+    """Random experts. Their values are windows of one pool of twice the size of an expert: no second copy in memory."""
+    draw = torch.Generator(CPU).manual_seed(0)
+    hidden, inter = options.hidden, options.inter
+    size = 3 * hidden * inter
+    pool = torch.empty(2 * size, dtype=torch.float8_e4m3fn, device=CPU)
+    for part in pool.split(1 << 22):
+        part.copy_((torch.randn(len(part), generator=draw, device=CPU) * 60).clamp_(-448, 448))
+    scales = torch.rand(3 * hidden * inter // BLOCK**2 * 2, generator=draw, device=CPU) * 1e-4 + 1e-4
+
+    def slot(expert: int) -> SlotWeights:
+        start, found = expert * (size // experts) // 64 * 64, []
+        for rows, columns in ((inter, hidden), (inter, hidden), (hidden, inter)):
+            count = rows * columns
+            values = pool[start : start + count].view(rows, columns)
+            of_blocks = scales[start // BLOCK**2 :][: count // BLOCK**2].view(rows // BLOCK, columns // BLOCK)
+            found.append(QuantTensor(values, of_blocks, FP8_128x128))
+            start += count
+        return SlotWeights(*found)
+
+    facts = LoadFacts("random", 0, "", "", tuple(range(experts)), 0, 1, 0, ())
+    gate_EH = torch.zeros(experts, hidden, dtype=torch.bfloat16, device=CPU)
+    return LayerWeights(
+        gate_EH, None, None, MappedExpertWeights(tuple(slot(e) for e in range(experts)), FP8_128x128), facts
+    )
+
+
+class Mapping:
+    """All records as a mapping of the store's file, of which the page cache holds the most recently used."""
+
+    def __init__(self, cache: Cache, num_bytes: int) -> None:
+        layout, store = cache.layout, cache.store
+        self._fd = os.open(store.path, os.O_RDONLY)
+        self._map = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        size, count = layout.num_bytes, store.num_experts
+        self._first = len(self._map) - size * count
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            whole = torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
+        self._address, self._size = whole.data_ptr() + self._first, size
+        self.matrices = layout.matrices(whole[self._first :].view(count, size))
+        self._used: OrderedDict[int, None] = OrderedDict()
+        self._room = num_bytes // size
+        self.drop(range(count))
+
+    def make_room(self, experts: Sequence[int]) -> list[int] | None:
+        """Evict the least recently used so that these fit; returns those not yet there. None if they never fit."""
+        if len(experts) > self._room:
+            return None
+        missing = [expert for expert in experts if expert not in self._used]
+        for expert in experts:
+            self._used[expert] = None
+            self._used.move_to_end(expert)
+        gone = []
+        while len(self._used) > self._room:
+            gone.append(self._used.popitem(last=False)[0])
+        self.drop(gone)
+        return missing
+
+    def drop(self, experts: Iterable[int]) -> None:
+        """Evict these from the mapping and from the page cache."""
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for expert in experts:
+            madvise(self._address + expert * self._size, self._size, mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._fd, self._first + expert * self._size, self._size, os.POSIX_FADV_DONTNEED)
+
+
+class Disk:
+    """Reads of records and nothing else."""
+
+    def __init__(self, store: ExpertStore, cache: Cache, native: Native) -> None:
+        self._store, self._threads = store, ThreadPoolExecutor(READERS)
+        record = records(1, cache.layout)[0]
+        native.functions["advise_huge"](record.data_ptr(), record.numel())  # as the slots
+        self.record = memoryview((ctypes.c_uint8 * record.numel()).from_address(record.data_ptr())).cast("B")
+        self._kept, self._next = record, 0
+
+    def seconds(self, count: int) -> float:
+        """The time to read so many records, others each time."""
+        began = time.perf_counter()
+        wanted = [(self._next + number) % self._store.num_experts for number in range(count)]
+        self._next += count
+        parts = ((expert, start) for expert in wanted for start in self._store.pieces())
+        for each in [self._threads.submit(self._store.read_piece, *part, self.record) for part in parts]:
+            each.result()
+        return time.perf_counter() - began
+
+
+class Call(NamedTuple):
+    """The arguments of `forward_routed`."""
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+@dataclass
+class Timed:
+    """Seconds of the measured steps, the least of their rounds. None where a step was not run."""
+
+    steps: list[dict[str, float | None]] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+    def add(self, times: dict[str, list[float]], missed: int, used: int) -> None:
+        """One step."""
+        self.steps.append({name: min(each, default=None) for name, each in times.items()})
+        self.missed.append(missed)
+        self.used.append(used)
+
+    def summary(self) -> dict[str, Any]:
+        """Means a step, and ratios over the steps that read something and have both sides."""
+        found: dict[str, Any] = {"steps": len(self.steps), "experts": statistics.mean(self.used)}
+        found["reads"] = statistics.mean(self.missed)
+        for name in ("forward", "compute", "read", "mapped"):
+            seen = [each[name] for each in self.steps if each[name] is not None]
+            found[f"{name}_ms"] = 1e3 * statistics.mean(seen) if seen else None
+        reading = [each for each, missed in zip(self.steps, self.missed, strict=True) if missed]
+        whole = [(s["forward"], s["compute"], s["read"]) for s in reading if s["compute"] is not None]
+        both = [(s["forward"], s["mapped"]) for s in reading if s["mapped"] is not None]
+        found["over_bound"] = _ratio((f, max(c, r)) for f, c, r in whole)
+        found["over_bound_median"] = statistics.median(f / max(c, r) for f, c, r in whole) if whole else None
+        found["over_read"] = _ratio((s["forward"], s["read"]) for s in reading)
+        found["overlap"] = _ratio((c + r - f, min(c, r)) for f, c, r in whole)
+        found["mapped_over_forward"] = _ratio((m, f) for f, m in both)
+        return found
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """The sum of the first over that of the second; None of nothing."""
+    sums = [sum(each) for each in zip(*pairs, strict=True)]
+    return sums[0] / sums[1] if sums else None
+
+
+class Bench:
+    """One layer with its mapping, its disk and the resident experts of a step."""
+
+    def __init__(self, options: argparse.Namespace, top_k: int) -> None:
+        self.options, self.experts, self.top_k = options, options.experts, top_k
+        self.weights = weights_of(options, self.experts)
+        each = self.weights.experts.slots[0].num_bytes
+        taken = _data_bytes() + SPARE
+        slots = min((options.memory - taken) // each, self.experts)
+        if slots < 1:
+            raise SystemExit(f"--memory {options.memory} leaves no room for an expert: {taken} are taken already")
+        began = time.perf_counter()
+        sizes = f"random experts {options.hidden} {options.inter} {self.experts}"
+        experts_of_cpu.digest = lambda _: sha256(sizes.encode()).hexdigest()  # a seed makes them: no hash of 11 GB
+        residency = {"slots": slots, "store": str(options.folder.resolve()), "policy": "decayed"}
+        self.layer = layer_of(options, self.experts, self.top_k, residency)
+        self.layer.take(self.weights)
+        self.loaded_s = time.perf_counter() - began
+        paged = self.layer.state.laid_out
+        assert isinstance(paged, PagedExperts)
+        self.paged, self.cache = paged, paged.cache
+        self.slots, self.each = slots, self.cache.layout.num_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (options.memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        self.disk = Disk(self.cache.store, self.cache, self.native)
+        self.draw = torch.Generator(CPU).manual_seed(1)
+        self.differences = self.compared = 0
+        self.kept: list[tuple[Call, Tensor]] = []
+
+    def verify(self, count: int = 4) -> float:
+        """Seconds that the digest of a record takes, which its first read in a process compares.
+
+        Those of the other records are not compared: the steps are of a process that has read all of them before.
+        """
+        store, record = self.cache.store, self.disk.record
+        for expert in range(count):
+            for start in store.pieces():
+                store.read_piece(expert, start, record)
+            began = time.perf_counter()
+            store.check(expert, record)
+        took = time.perf_counter() - began
+        store._verified[:] = b"\1" * self.experts
+        return took
+
+    def run(self, ids: list[Tensor], policy: str) -> Timed:
+        """Every step in turn, from empty slots; returns what the second half took."""
+        cache, timed = self.cache, Timed()
+        cache.policy = POLICIES[policy](self.experts)
+        cache.slot_of.clear()
+        cache._free[:] = range(self.slots)
+        mapping = Mapping(cache, self.slots * self.each)
+        for number, ids_TK in enumerate(ids):
+            x_TH = torch.randn(len(ids_TK), self.options.hidden, generator=self.draw, device=CPU).bfloat16()
+            weights_TK = torch.rand(ids_TK.shape, generator=self.draw, device=CPU) + 0.5
+            call, experts = Call(x_TH, weights_TK, ids_TK), torch.unique(ids_TK).tolist()
+            missing, before = [e for e in experts if e not in cache.slot_of], cache.reads
+            forward, y_TH = self._forward(call)
+            missed = cache.reads - before
+            not_mapped = mapping.make_room(experts)
+            if number < len(ids) // 2:
+                continue
+            times: dict[str, list[float]] = {"forward": [forward], "compute": [], "read": [], "mapped": []}
+            fits = set(experts) <= set(cache.slot_of)
+            for again in range(self.options.rounds if fits else 1):
+                with self._unseen():
+                    if again:
+                        cache._free.extend(cache.slot_of.pop(expert) for expert in missing)
+                        times["forward"].append(self._forward(call)[0])
+                    if fits:
+                        times["compute"].append(self._forward(call)[0])
+                times["read"].append(self.disk.seconds(missed))
+                if not_mapped is not None:
+                    mapping.drop(not_mapped)
+                    took, expected_TH = self._mapped(call, mapping)
+                    times["mapped"].append(took)
+                    self.compared += 1
+                    self.differences += not torch.equal(y_TH, expected_TH)
+            timed.add(times, missed, len(experts))
+            if number % CHECKED == 0:
+                self.kept.append((Call(x_TH[:1], weights_TK[:1], ids_TK[:1]), y_TH[:1]))
+        return timed
+
+    def _forward(self, call: Call) -> tuple[float, Tensor]:
+        began = time.perf_counter()
+        y_TH = self.layer.forward_routed(*call)
+        return time.perf_counter() - began, y_TH
+
+    def _mapped(self, call: Call, mapping: Mapping) -> tuple[float, Tensor]:
+        experts = ExpertsCall(self.native, *mapping.matrices, None, self.mode)
+        began = time.perf_counter()
+        y_TH = experts(call.x_TH, None, call.ids_TK, call.weights_TK, None, torch.get_num_threads())
+        return time.perf_counter() - began, y_TH
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Calls that neither the policy nor the counts see."""
+        cache = self.cache
+        kept = cache.policy, cache.uses, cache.hits, cache.reads
+        cache.policy = POLICIES["lru"](self.experts)
+        yield
+        cache.policy, cache.uses, cache.hits, cache.reads = kept
+
+    @property
+    def native(self) -> Native:
+        """The kernels of the layer."""
+        return self.layer.kernel.experts.native
+
+    @property
+    def mode(self) -> ExpertsMode:
+        """Of the layer's calls."""
+        return next(iter(self.paged.calls))
+
+    def check(self) -> int:
+        """Compare what was kept with experts packed in memory, ascending as in the layer; returns the differences."""
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        wrong = 0
+        for (x_TH, weights_TK, ids_TK), y_TH in self.kept:
+            chosen = torch.unique(ids_TK)
+            few = MappedExpertWeights(tuple(self.weights.experts.slots[e] for e in chosen.tolist()), FP8_128x128)
+            packed = layer_of(self.options, len(chosen), self.top_k, None).kernel.experts.relayout(few)
+            local_TK = torch.searchsorted(chosen, ids_TK).to(torch.int32)
+            call = ExpertsCall(self.native, packed.w13, packed.w2, None, self.mode)
+            wrong += not torch.equal(y_TH, call(x_TH, None, local_TK, weights_TK, None, torch.get_num_threads()))
+        return wrong
+
+
+def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
+    """The steps of the trace; prints a line a policy and number of tokens."""
+    ids_RK, experts = routing_of(RoutingTrace.read(options.trace), options.experts), options.experts
+    top_k = ids_RK.shape[1]
+    bench = Bench(options, top_k)
+    verified_s = bench.verify()
+    facts: dict[str, Any] = {
+        "experts": experts, "top_k": top_k, "expert_bytes": bench.each, "slots": bench.slots,
+        "store_bytes": bench.cache.store.path.stat().st_size, "load_s": bench.loaded_s, "digest_s": verified_s,
+    }  # fmt: skip
+    print(
+        f"{experts} experts of {bench.each / 1e6:.1f} MB, {facts['store_bytes'] / 1e9:.2f} GB; {bench.slots} slots; "
+        f"loaded in {bench.loaded_s:.0f} s, the digest of a record in {1e3 * verified_s:.0f} ms",
+        flush=True,
+    )
+    print("tokens policy   experts reads simulated belady forward compute read mapped  /bound overlap mapped/forward")
+    facts["steps"] = []
+    for tokens in options.tokens:
+        ids = list(ids_RK.split(tokens))[: 2 * max(options.steps // tokens, LEAST_STEPS)]
+        ids = [each for each in ids if len(each) == tokens]
+        steps: list[Step] = [[tuple(torch.unique(each).tolist())] for each in ids]
+        recorded = Recorded(steps, experts, top_k)
+        for policy in options.policies:
+            timed = bench.run(ids, policy)
+            found = timed.summary()
+            machine = Machine(
+                bench.each,
+                disk=bench.each * found["reads"] / (found["read_ms"] * 1e-3) if found["reads"] else 1e9,
+                memory=bench.each * found["experts"] / ((found["compute_ms"] or found["forward_ms"]) * 1e-3),
+            )
+            simulated, belady = (simulate(recorded, machine, bench.slots, name) for name in (policy, "belady"))
+            pages = simulate_page_cache(recorded, machine, bench.slots)
+            found |= {
+                "tokens": tokens, "policy": policy, "disk_gb_s": machine.disk / 1e9,
+                "memory_gb_s": machine.memory / 1e9,
+                "simulated_reads": simulated.reads / len(simulated.seconds),
+                "belady_reads": belady.reads / len(belady.seconds), "simulated_ms": 1e3 * simulated.step_s,
+                "simulated_pages_ms": 1e3 * pages.step_s, "belady_ms": 1e3 * belady.step_s,
+            }  # fmt: skip
+            facts["steps"].append(found)
+            shown = {name: "-" if value is None else value for name, value in found.items()}
+            print(
+                "{tokens:6} {policy:8} {experts:7.2f} {reads:5.2f} {simulated_reads:9.2f} {belady_reads:6.2f} "
+                "{forward_ms:7.1f} {compute_ms:7.5} {read_ms:4.0f} {mapped_ms:6.6} {over_bound:7.4} {overlap:7.4} "
+                "{mapped_over_forward:7.4}".format_map({k: str(v) if k in TEXT else v for k, v in shown.items()}),
+                flush=True,
+            )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    facts |= {"data_bytes": _data_bytes(), "peak_rss_bytes": peak * 1024, "compared_with_mapping": bench.compared}
+    facts |= {"differences_from_mapping": bench.differences, "compared_with_weights": len(bench.kept)}
+    facts["differences_from_weights"] = bench.check()
+    print(
+        f"outputs that differ: {bench.differences} of {bench.compared} from the mapping, "
+        f"{facts['differences_from_weights']} of {len(bench.kept)} from experts that were never in a file"
+    )
+    return facts
+
+
+TEXT = ("compute_ms", "mapped_ms", "over_bound", "overlap", "mapped_over_forward")
+
+
+def all_in_memory(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same experts with and without residency, in turn; prints a line a number of tokens."""
+    experts, top_k = options.resident, 8
+    weights = weights_of(options, experts)
+    residency = {"slots": experts, "store": str(options.folder.resolve())}
+    plain, paged = (layer_of(options, experts, top_k, each) for each in (None, residency))
+    for layer in (plain, paged):
+        layer.take(weights)
+    draw, found = torch.Generator(CPU).manual_seed(2), []
+    for tokens in options.tokens:
+        seconds: dict[str, list[float]] = {"resident": [], "residency": []}
+        for _ in range(max(options.steps // tokens, LEAST_STEPS) + 4):
+            x_TH = torch.randn(tokens, options.hidden, generator=draw, device=CPU).bfloat16()
+            ids_TK = torch.rand(tokens, experts, generator=draw, device=CPU).topk(top_k).indices.to(torch.int32)
+            weights_TK = torch.rand(tokens, top_k, generator=draw, device=CPU) + 0.5
+            outputs = []
+            for name, layer in zip(seconds, (plain, paged), strict=True):
+                began = time.perf_counter()
+                outputs.append(layer.forward_routed(x_TH, weights_TK, ids_TK))
+                seconds[name].append(time.perf_counter() - began)
+            assert torch.equal(*outputs)
+        medians = {f"{name}_ms": 1e3 * statistics.median(each[4:]) for name, each in seconds.items()}
+        ratio = statistics.median(b / a for a, b in zip(*(each[4:] for each in seconds.values()), strict=True))
+        found.append({"tokens": tokens, "experts": experts, **medians, "ratio": ratio})
+        print(
+            f"{tokens} tokens, {experts} experts in memory: {medians['resident_ms']:.2f} ms without, "
+            f"{medians['residency_ms']:.2f} ms with residency, ratio {ratio:.3f}",
+            flush=True,
+        )
+    return found
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmData", "VmStk")))
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, nargs="?", help="routing of one rank; without it, --resident")
+    parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--inter", type=int, default=2048)
+    parser.add_argument("--memory", type=lambda text: bytes_of("--memory", text), default=3_000_000_000)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16], help="of a step")
+    parser.add_argument("--policies", nargs="+", default=["decayed"])
+    parser.add_argument("--steps", type=int, default=100, help="measured tokens; as many before them fill the slots")
+    parser.add_argument("--rounds", type=int, default=3, help="of a measured step; the least time of each counts")
+    parser.add_argument("--resident", type=int, nargs="?", const=32, help="so many experts, all in memory")
+    parser.add_argument("--folder", type=Path, default=Path("build/stores"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--note", default="", help="what a reader of the figures must know")
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    if (options.trace is None) == (options.resident is None):
+        parser.error("give a trace or --resident")
+    torch.set_num_threads(options.threads)
+    facts: dict[str, Any] = {
+        "command": "python " + shlex.join(sys.argv),
+        "device": {"processor": _processor(), "threads": options.threads, "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "note": options.note,
+        "limit": f"RLIMIT_DATA of {options.memory} bytes; reads with O_DIRECT, {READERS} threads, {PIECE} bytes each",
+    }
+    with torch.no_grad():
+        facts["measured"] = all_in_memory(options) if options.resident else larger_than_memory(options)
+    facts["load at the end"] = os.getloadavg()
+    if options.json is not None:
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
