@@ -321,7 +321,7 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
         [None if part is None else part.to(device) for part in (slot.gate_IH, slot.up_IH, slot.down_HI, slot.biases)]
         for slot in weights.slots
     ]
-    return replace(weights, slots=tuple(SlotWeights(*parts) for parts in moved))
+    return replace(weights, slots=tuple(SlotWeights(*parts) for parts in moved))  # type: ignore[arg-type]
 
 
 def _expect_order(order: str, scheme: QuantScheme) -> None:
