@@ -18,8 +18,6 @@ from moe_mk.kernels.reference.scaled_blocks import fitted
 from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 
-NAN_CODE = 0x7F
-
 
 @dataclass(frozen=True)
 class Fp8Block(BlockedScheme):

@@ -11,12 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, TypeVar
 
-from moe_mk.comm.network.events import DirectStep
+from moe_mk.comm.network.events import Actor
 from moe_mk.errors import CommError
 
 W = TypeVar("W")
+
+
+class DirectStep(Enum):
+    """From the device itself, in order: name and actor."""
+
+    DATA_PRODUCED = ("data_produced", Actor.PRODUCER)
+    WORK_QUEUED = ("work_queued", Actor.PRODUCER)
+    RECORD_WRITTEN = ("record_written", Actor.PRODUCER)
+    DOORBELL_RUNG = ("doorbell_rung", Actor.PRODUCER)
+    WORK_READ = ("work_read", Actor.CARD)
+    DATA_READ = ("data_read", Actor.CARD)
+    DATA_SENT = ("data_sent", Actor.CARD)
+    COMPLETION_WRITTEN = ("completion_written", Actor.CARD)
+
+    @property
+    def actor(self) -> Actor:
+        return self.value[1]
 
 
 @dataclass

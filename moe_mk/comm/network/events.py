@@ -1,9 +1,8 @@
 """Measurements of a proxy: the steps of one message, and statistics by peer.
 
 A CPU proxy posts a message in twelve steps (as NVSHMEM's IBRC); a device that posts it itself needs eight (IBGDA), none
-of them on the CPU. Here the producing thread stands for the device and the link for the network card: the twelve steps
-are recorded one by one, the eight are a model in the tests. `Watch` measures how long messages take to be confirmed and
-lists slow peers.
+of them on the CPU. Here the producing thread stands for the device and the link for the network card. `Watch` measures
+how long messages take to be confirmed and lists slow peers.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from statistics import median
 
 Key = tuple[int, int]
 """Of a message: its channel, and the number of its last command in the ring."""
-
-
 US = 1e6
 
 
@@ -52,46 +48,7 @@ class Step(Enum):
         return self.value[1]
 
 
-class DirectStep(Enum):
-    """From the device itself, in order: name and actor."""
-
-    DATA_PRODUCED = ("data_produced", Actor.PRODUCER)
-    WORK_QUEUED = ("work_queued", Actor.PRODUCER)
-    RECORD_WRITTEN = ("record_written", Actor.PRODUCER)
-    DOORBELL_RUNG = ("doorbell_rung", Actor.PRODUCER)
-    WORK_READ = ("work_read", Actor.CARD)
-    DATA_READ = ("data_read", Actor.CARD)
-    DATA_SENT = ("data_sent", Actor.CARD)
-    COMPLETION_WRITTEN = ("completion_written", Actor.CARD)
-
-    @property
-    def actor(self) -> Actor:
-        """Who takes it."""
-        return self.value[1]
-
-
 OnStep = Callable[[Step, Key], None]
-
-
-@dataclass
-class StepLog:
-    """Notes every step of every message, with the time."""
-
-    clock: Callable[[], float]
-    notes: dict[Key, list[tuple[Step, float]]] = field(default_factory=lambda: defaultdict(list))
-
-    def __call__(self, step: Step, key: Key) -> None:
-        """Note a step; threads may do so at once."""
-        self.notes[key].append((step, self.clock()))
-
-    def steps(self, key: Key) -> list[Step]:
-        """What one message has gone through, in the order of its notes."""
-        return [step for step, _ in self.notes[key]]
-
-    def latency_s(self, key: Key) -> float:
-        """From the first step to the last: the sum of all between."""
-        times = [time for _, time in self.notes[key]]
-        return sum(after - before for before, after in pairwise(times))
 
 
 @dataclass

@@ -27,7 +27,6 @@ SEQUENCE_BITS, LAP_BITS, KIND_BITS, FLAG_BITS = 4, 12, 4, 12
 WINDOW = 1 << SEQUENCE_BITS
 TURN = 1 << (SEQUENCE_BITS + LAP_BITS)
 """Numbers repeat after so many groups."""
-MOST_PARTS = (1 << 16) - 1
 
 C = TypeVar("C")
 

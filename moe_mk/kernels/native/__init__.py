@@ -28,8 +28,6 @@
     ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
-    import moe_mk.kernels.native.ops                                      # registers torch.ops.moe_mk.cpu_experts_rows,
-                                                                          # cpu_route, cpu_quantize_1x128
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 
 `threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).

@@ -39,10 +39,5 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
-def swap_nibbles(packed: Tensor) -> Tensor:
-    """Convert from or to files with the even column in the high four bits; its own inverse."""
-    return (packed << 4) | (packed >> 4)
-
-
 def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)

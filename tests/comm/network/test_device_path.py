@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moe_mk.comm.network.events import Actor, DirectStep, Step
+from moe_mk.comm.network.events import Actor, Step
 from moe_mk.errors import CommError
-from tests.support.network_device_path import WorkQueue
+from tests.support.network_device_path import DirectStep, WorkQueue
 
 
 @pytest.mark.row(59)
