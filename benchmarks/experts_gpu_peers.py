@@ -95,7 +95,7 @@ def deep_gemm_contiguous(weights: ExpertWeights, tokens: RowTokens) -> Call:
     """
     import deep_gemm
 
-    from moe_mk.kernels.triton.activation_quantize import activation_quantize
+    from moe_mk.kernels.triton.quantize_rows import activation_quantize
 
     alignment = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
     placed = by_expert(tokens, lambda counts: (counts + alignment - 1) // alignment * alignment)
@@ -122,7 +122,7 @@ def deep_gemm_masked(weights: ExpertWeights, tokens: RowTokens) -> Call:
     """DeepGEMM's masked layout, for decoding: every expert has a block of the maximum number of rows."""
     import deep_gemm
 
-    from moe_mk.kernels.triton.activation_quantize import activation_quantize
+    from moe_mk.kernels.triton.quantize_rows import activation_quantize
 
     slots = weights.num_slots
     fullest = int(torch.bincount(tokens.ids_RK[tokens.ids_RK >= 0].long(), minlength=slots).max())
@@ -230,8 +230,8 @@ def vllm_triton(weights: ExpertWeights, tokens: RowTokens) -> Call:
     """
     import triton.language as tl
 
-    from moe_mk.kernels.triton.activation_quantize import activation_quantize
     from moe_mk.kernels.triton.experts import combine
+    from moe_mk.kernels.triton.quantize_rows import activation_quantize
 
     kernel = vllm_kernel(VLLM)
     (rows, top_k), (slots, wide, _) = tokens.ids_RK.shape, weights.w13.shape

@@ -225,7 +225,7 @@ class DeepGemmExperts(FusedExperts):
         context, name = self.context, self.context.activation
         alpha, limit = context.swiglu_alpha, context.swiglu_limit
         if self.fused and gated:
-            from moe_mk.kernels.triton.activation_quantize import activation_quantize
+            from moe_mk.kernels.triton.quantize_rows import activation_quantize
 
             return activation_quantize(wide, name, self.group, power_of_two=self.power_of_two, alpha=alpha, limit=limit)
         gate, up = wide.float().chunk(2, dim=1) if gated else (None, wide.float())

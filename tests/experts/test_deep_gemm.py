@@ -99,7 +99,7 @@ def test_clamps_are_the_references(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_limit", "swiglu_oai"])
 def test_hidden_rows_are_one_kernel_where_triton_has_a_gpu(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = pytest.importorskip("moe_mk.kernels.triton.activation_quantize", reason="triton is not installed")
+    kernel = pytest.importorskip("moe_mk.kernels.triton.quantize_rows", reason="triton is not installed")
     signature, asked = inspect.signature(kernel.activation_quantize), []
 
     def in_its_place(*given: Any, **options: Any) -> Any:

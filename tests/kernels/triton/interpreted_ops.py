@@ -12,14 +12,18 @@ from moe_mk.kernels.reference import quantize as reference
 from moe_mk.kernels.reference import topk as reference_topk
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton import align as align_module
-from moe_mk.kernels.triton.activation_quantize import activation_quantize
 from moe_mk.kernels.triton.align import SMALL, STEP, align
 from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.gate_logits import MOST_TOKENS, gate_logits
 from moe_mk.kernels.triton.gate_logits import serves as gate_serves
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.permute import first_kept
-from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
+from moe_mk.kernels.triton.quantize_rows import (
+    activation_quantize,
+    quantize_rows,
+    quantize_rows_fp8,
+    quantize_rows_int8,
+)
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves, topk
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme

@@ -232,7 +232,7 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
         {"TOP_K": 8, "WEIGHTED": False, "COLUMNS": 1024},
     ),
     (
-        "activation_quantize", "_activation_quantize",
+        "quantize_rows", "_activation_quantize",
         {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
         {"GROUP": 128, "GROUPS": 8, "ACTIVATION": "swiglu_oai", "POWER_OF_TWO": True, "ALPHA": 1.702, "LIMIT": 7.0},
     ),
