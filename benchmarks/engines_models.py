@@ -160,7 +160,7 @@ def _write_gguf(source: Path, file: Path, llama: Path | None) -> None:
     """Write a Qwen3-MoE in bf16 under llama.cpp's names, and let llama.cpp quantise it."""
     from safetensors import safe_open
 
-    from moe_mk.external.gguf_file import GgufTensor, write_gguf
+    from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, write_gguf
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if llama is None or config["model_type"] != "qwen3_moe":

@@ -142,7 +142,6 @@ class Traffic:
         return total
 
     def reset(self) -> None:
-        """Start over."""
         for counts in (self.bytes_by_phase, self.calls_by_phase, self.bytes_by_peer):
             counts.clear()
 

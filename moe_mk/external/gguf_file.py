@@ -1,17 +1,16 @@
-"""GGUF files by the `gguf` package: metadata and the places of tensors, and files of our own.
+"""GGUF files by the `gguf` package: metadata and the places of tensors.
 
 Data is not read here: `weights.gguf_source` maps the file. Versions of the package: 0.17 to 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
@@ -82,39 +81,3 @@ def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:
             raise ValueError(f"{bytes(name).decode()}: rows of {shape[-1]} are no whole {kind.name} blocks")
         shape[-1] = shape[-1] // values * num_bytes
     return GgufEntry(bytes(name).decode(), kind.name, tuple(shape), int(start) + int(offset[0]), total)
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """One tensor to write."""
-
-    name: str
-    type_name: str
-    shape: tuple[int, ...]
-    """Of its bytes: the last dimension counts bytes."""
-    make: Callable[[], NDArray[np.uint8]]
-
-
-def write_gguf(
-    path: Path, architecture: str, metadata: Mapping[str, str | int | float | bool], tensors: Sequence[GgufTensor]
-) -> int:
-    """Write one file, tensor after tensor, and return the bytes of all tensors. One tensor is in memory at a time."""
-    gguf = find("gguf")
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](key, value)
-    for each in tensors:
-        kind = gguf.GGMLQuantizationType[each.type_name]
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.uint8), int(np.prod(each.shape)), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    total = 0
-    for each in tensors:
-        data = each.make()
-        assert data.shape == each.shape, f"{each.name}: {data.shape} is not {each.shape}"
-        writer.write_tensor_data(data)
-        total += data.nbytes
-    writer.close()
-    return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from moe_mk.router.router import Router
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
-from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
+from moe_mk.weights.inspect import inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS, Part, Role
 from moe_mk.weights.source import TensorSource
@@ -199,54 +198,6 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
     source = GgufSource(path)
     hf = hf_from_gguf(source.metadata, str(path), source.names(), overrides.keys())
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
-
-
-def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[str]:
-    """Why the layers of a checkpoint cannot be built from its config.json or metadata, or what the two contradict."""
-    if not facts.model_type:
-        return []
-    found: dict[str, None] = {}
-    for each in facts.layers:
-        try:
-            config = config_of(path, each.layer)
-        except ConfigError as problem:
-            found[str(problem)] = None
-            continue
-        model = config.model
-        pairs = {
-            "experts": (model.num_experts, each.num_experts), "hidden size": (model.hidden_size, each.hidden_size),
-            "intermediate size": (model.moe_intermediate_size, each.intermediate_size),
-            "shared intermediate size": (model.shared_size, each.shared_intermediate_size),
-            "latent size": (model.latent_size, each.latent_size),
-            "gated": (model.gated, each.gated), "gate of the shared experts": (model.shared_gate, each.has_shared_gate),
-            "format": (model.quant.weights, model.quant.weights if is_gguf(path) else each.kind),
-        }  # fmt: skip
-        for what, (by_config, by_tensors) in pairs.items():
-            if by_config != by_tensors and each.kind:
-                text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
-                found[f"{what}: {text}"] = None
-    return list(found)
-
-
-def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
-    """One line on how the router of a checkpoint was read: each value, and its key, default or setting."""
-    from moe_mk.config.hf import read_config, router_keys
-    from moe_mk.weights.gguf_metadata import hf_from_gguf
-
-    if is_gguf(path):
-        source, router = GgufSource(path), type(config.router).model_fields
-        keys = router_keys(hf_from_gguf(source.metadata, str(path), source.names(), router), str(path))
-        origin = "metadata"
-    else:
-        root = Path(path)
-        keys, origin = router_keys(read_config(root / "config.json" if root.is_dir() else root), str(path)), ""
-    used = config.router.model_dump()
-    named = {"scoring_func": "scores", "num_expert_group": "groups", "topk_group": "kept",
-             "renormalize": "renormalised", "routed_scaling_factor": "scale"}  # fmt: skip
-    return ", ".join(
-        f"{named[ours]} {used[ours]} ({origin or key if used[ours] == value else 'setting'})"
-        for ours, (value, key) in keys.items()
-    )
 
 
 def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:

@@ -112,12 +112,10 @@ class UnquantizedOracle(Oracle):
 
     @classmethod
     def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """The layer's dtype."""
         return problem.dtype
 
     @classmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """The layer's dtype."""
         return problem.dtype
 
 

@@ -28,7 +28,6 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        """The sum."""
         return self.rows + self.workspace + self.transport
 
 

@@ -35,7 +35,6 @@ class Fp8Block(BlockedScheme):
 
     @property
     def element(self) -> Element:
-        """FP8 e4m3."""
         return E4M3
 
     @property

@@ -37,17 +37,14 @@ class Fp8Static(BlockedScheme):
 
     @property
     def family(self) -> str:
-        """fp8."""
         return "fp8"
 
     @property
     def element(self) -> Element:
-        """FP8 e4m3."""
         return E4M3
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """float32."""
         return torch.float32
 
     @property

@@ -31,12 +31,10 @@ class Microscaled(BlockedScheme):
 
     @property
     def family(self) -> str:
-        """mxfp8 or mxfp4."""
         return self.name
 
     @property
     def element(self) -> Element:
-        """e4m3 or e2m1."""
         return self.format
 
     @property

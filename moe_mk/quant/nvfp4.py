@@ -34,17 +34,14 @@ class Nvfp4(BlockedScheme):
 
     @property
     def family(self) -> str:
-        """nvfp4."""
         return "nvfp4"
 
     @property
     def element(self) -> Element:
-        """Four-bit floats."""
         return E2M1
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """FP8 e4m3."""
         return torch.float8_e4m3fn
 
     @property

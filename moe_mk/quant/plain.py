@@ -38,7 +38,6 @@ class Plain(QuantScheme):
         return q.values.to(dtype)
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Values only."""
         return rows * columns * self.dtype.itemsize
 
 

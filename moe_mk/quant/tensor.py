@@ -74,7 +74,6 @@ class QuantTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The logical shape."""
         held = self.values.shape
         columns = self.scheme.logical_columns(held[-1])
         return held if columns == held[-1] else torch.Size((*held[:-1], columns))

@@ -1,4 +1,4 @@
-"""The metadata of GGUF files in the keys of a transformers `config.json`, and back.
+"""The metadata of GGUF files in the keys of a transformers `config.json`.
 
 Architectures and keys as of llama.cpp and the `gguf` package 0.19: deepseek2 (DeepSeek V2 and V3, Kimi-K2), qwen3moe,
 llama (Mixtral), gpt-oss. The types of experts differ between layers and are read with them. What a file leaves out is
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.keys import GGUF, unread_keys
 from moe_mk.errors import ConfigError
 from moe_mk.external.gguf_file import Value
@@ -20,7 +19,7 @@ from moe_mk.registry import did_you_mean
 Metadata = Mapping[str, Value]
 SOFTMAX, SIGMOID = 1, 2
 """Of `expert_gating_func`."""
-_KEYS = {
+KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "num_experts_per_tok": "expert_used_count",
@@ -31,18 +30,13 @@ _KEYS = {
     "norm_topk_prob": "expert_weights_norm",
     "first_k_dense_replace": "leading_dense_block_count",
 }
-_FAMILIES = {
+FAMILIES = {
     # architecture: (model_type, experts, width of an expert in config.json, in the file, gating functions)
     "deepseek2": ("deepseek_v3", "n_routed_experts", "moe_intermediate_size", "expert_feed_forward_length", (1, 2)),
     "qwen3moe": ("qwen3_moe", "num_experts", "moe_intermediate_size", "expert_feed_forward_length", (1,)),
     "llama": ("mixtral", "num_local_experts", "intermediate_size", "feed_forward_length", (1,)),
     "gpt-oss": ("gpt_oss", "num_local_experts", "intermediate_size", "expert_feed_forward_length", (3,)),
 }
-ARCHITECTURES = {
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek2", "kimi_k2": "deepseek2",
-    "qwen3_moe": "qwen3moe", "mixtral": "llama", "gpt_oss": "gpt-oss",
-}  # fmt: skip
-"""The architecture of each model_type."""
 _GROUPS = {(256, 7168): (8, 4), (384, 7168): (1, 1), (160, 5120): (8, 3), (64, 2048): (1, 1)}
 """(groups, groups kept) by (experts, hidden size) of DeepSeek-V3 and R1, Kimi-K2, DeepSeek-V2, and -V2-Lite and
 Moonlight, as n_group and topk_group of their config.json.
@@ -61,13 +55,13 @@ def hf_from_gguf(
     Raises ConfigError for another architecture, for keys that are missing and for keys that are not read.
     """
     architecture = str(metadata.get("general.architecture", ""))
-    if architecture not in _FAMILIES:
+    if architecture not in FAMILIES:
         raise ConfigError(
             f"{where}: no MoE layer is known for architecture {architecture!r}"
-            f"{did_you_mean(architecture, tuple(_FAMILIES))}"
+            f"{did_you_mean(architecture, tuple(FAMILIES))}"
         )
-    model_type, experts, width, stored_width, functions = _FAMILIES[architecture]
-    stored = {**_KEYS, experts: "expert_count", width: stored_width}
+    model_type, experts, width, stored_width, functions = FAMILIES[architecture]
+    stored = {**KEYS, experts: "expert_count", width: stored_width}
     own = {key.removeprefix(f"{architecture}."): v for key, v in metadata.items() if key.startswith(f"{architecture}.")}
     hf = {key: own[name] for key, name in stored.items() if name in own}
     if missing := [f"{architecture}.{stored[key]}" for key in (experts, width, "hidden_size") if key not in hf]:
@@ -114,30 +108,6 @@ def _of_deepseek(
     }
     for key, (setting, known) in needed.items():
         if key not in hf and setting not in overrides:
-            problems.append(f"the metadata lacks deepseek2.{_KEYS[key]}; state {setting}= ({known})")
+            problems.append(f"the metadata lacks deepseek2.{KEYS[key]}; state {setting}= ({known})")
         hf.setdefault(key, key == "norm_topk_prob" or 1)  # replaced by the setting
     return ("deepseek_v3" if function == SIGMOID else "deepseek_v2"), problems
-
-
-def gguf_from_hf(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, str | int | float | bool]]:
-    """The architecture and the metadata of a config.json. Raises ConfigError for a model_type without architecture."""
-    model_type = str(hf.get("model_type", ""))
-    if model_type not in ARCHITECTURES:
-        raise ConfigError(f"{where}: GGUF has no architecture for model_type {model_type!r}")
-    architecture = ARCHITECTURES[model_type]
-    _, experts, width, stored_width, _ = _FAMILIES[architecture]
-    out: dict[str, str | int | float | bool] = {}
-    if architecture == "deepseek2":
-        settings = settings_from_hf({**hf, "quantization_config": None}, where)
-        router = settings["router"]
-        hf = {
-            **hf, "n_group": router["num_expert_group"], "topk_group": router["topk_group"],
-            "routed_scaling_factor": router["routed_scaling_factor"], "norm_topk_prob": router["renormalize"],
-            "n_shared_experts": settings["model"]["num_shared_experts"],
-        }  # fmt: skip
-        out["deepseek2.expert_gating_func"] = SIGMOID if router["scoring_func"] == "sigmoid" else SOFTMAX
-    for key, name in {**_KEYS, experts: "expert_count", width: stored_width}.items():
-        value = hf.get(key)
-        if value is not None:
-            out[f"{architecture}.{name}"] = float(value) if key == "routed_scaling_factor" else value
-    return architecture, out

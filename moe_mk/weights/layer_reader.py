@@ -44,7 +44,6 @@ class LayerReader:
     """The experts of every token of the vocabulary, once opened."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
-        """Open everything."""
         # Small tensors are copied: copying a view may copy the whole mapped file.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
@@ -158,7 +157,6 @@ class LayerReader:
         return wanted.quantize(q.dequantize(wanted.dtype))
 
     def expert(self, expert: int) -> SlotWeights:
-        """One routed expert."""
         return self._mlp(Role.EXPERT, expert)
 
     def shared_experts(self) -> SlotWeights:

@@ -112,7 +112,7 @@ def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unp
 def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of a matrix in a packing (see `unpack`). The inverse of `unpack` without an order of columns."""
     if packing == "gguf":
-        raise ConfigError("rows of GGUF files are written by `weights.gguf_checkpoint`")
+        raise ConfigError("rows of GGUF files are written by `lab.checkpoints`")
     assert isinstance(q.scheme, Grouped) and q.scales is not None
     scheme, codes = q.scheme, q.scheme.codes(q)
     n, k = q.shape

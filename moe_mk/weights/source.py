@@ -116,7 +116,6 @@ class MappingSource(TensorSource):
         self._tensors = tensors
 
     def names(self) -> Collection[str]:
-        """The keys."""
         return self._tensors.keys()
 
     def entry(self, name: str) -> TensorEntry:

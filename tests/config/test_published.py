@@ -18,8 +18,9 @@ from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.errors import ConfigError, MoEMKError
 from moe_mk.lab.checkpoints.like import small, write_like
+from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.lab.verify.dense import decoded, dense_layer
-from moe_mk.layer.settings import config_of, config_problems, layer_spec_of, stated
+from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_weights import LayerWeights

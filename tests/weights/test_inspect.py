@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_mk.errors import WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
-from moe_mk.layer.settings import config_problems
+from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.weights import SafetensorsSource, inspect_checkpoint, load_layer
 
 PREFIX = "model.layers.3.mlp."

@@ -44,7 +44,6 @@ class Step(Enum):
 
     @property
     def actor(self) -> Actor:
-        """Who takes it."""
         return self.value[1]
 
 
@@ -62,7 +61,6 @@ class Completion:
     """Messages by the power of two of microseconds that they took at most."""
 
     def add(self, seconds: float) -> None:
-        """One message more."""
         self.count, self.total_s = self.count + 1, self.total_s + seconds
         self.longest_s = max(self.longest_s, seconds)
         self.by_us[1 << max(int(seconds * US), 0).bit_length()] += 1

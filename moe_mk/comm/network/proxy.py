@@ -119,7 +119,6 @@ class Proxy:
 
     @property
     def address(self) -> Address:
-        """Where peers call."""
         return self._door.address
 
     def start(self, addresses: Mapping[int, Address]) -> None:

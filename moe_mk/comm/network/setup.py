@@ -118,7 +118,6 @@ class _Opening:
     _links: Links | None
 
     def open(self) -> NetworkHeap:
-        """Meet, map, connect."""
         listening, problem = self._tried(lambda: listen(self.network.addresses))
         proxy = None
         try:

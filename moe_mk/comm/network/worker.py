@@ -110,7 +110,6 @@ class Worker:
         self._door = door
 
     def start(self) -> None:
-        """Begin to work."""
         self._epoll.register(self.doorbell.fileno(), select.EPOLLIN)
         if self._door:
             self._epoll.register(self._door.fileno(), select.EPOLLIN)

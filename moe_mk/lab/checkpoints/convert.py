@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.external.gguf_file import GgufTensor, write_gguf
 from moe_mk.files import read_json
 from moe_mk.lab.checkpoints.checkpoint_plan import matrices
 from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGUF, PACKED
 from moe_mk.lab.checkpoints.conversion_report import ConversionReport, ExpertError
+from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.quant.gguf import Q6_K
 from moe_mk.quant.grouped import GROUPED
@@ -34,8 +34,7 @@ from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.completeness import raise_if, some
 from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.expert_weights import SlotWeights
-from moe_mk.weights.gguf_checkpoint import FILE, layer_tensors
-from moe_mk.weights.gguf_metadata import gguf_from_hf, hf_from_gguf
+from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import input_scale_names
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint

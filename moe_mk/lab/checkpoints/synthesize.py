@@ -24,15 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.external.gguf_file import GgufTensor, write_gguf
 from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.lab.checkpoints.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
+from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
 from moe_mk.text import amount
-from moe_mk.weights.gguf_checkpoint import FILE, layer_tensors
-from moe_mk.weights.gguf_metadata import gguf_from_hf
 from moe_mk.weights.gguf_source import GgufSource
 from moe_mk.weights.names import Part, Role
 from moe_mk.weights.packed_layouts import pack

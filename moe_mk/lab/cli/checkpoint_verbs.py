@@ -83,9 +83,8 @@ def inspect_checkpoint_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """List the contents of a checkpoint and its defects; reads headers only."""
-    from moe_mk.lab.cli.checkpoints import inspect
+    from moe_mk.lab.cli.checkpoints import config_problems, inspect
     from moe_mk.lab.cli.screen import Screen
-    from moe_mk.layer.settings import config_problems
     from moe_mk.weights.inspect import inspect_checkpoint
 
     facts = inspect_checkpoint(directory)

@@ -1,18 +1,25 @@
-"""`moe-mk make-checkpoint` and `moe-mk inspect-checkpoint`."""
+"""`moe-mk make-checkpoint` and `moe-mk inspect-checkpoint`, and how the configuration of a checkpoint is read."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import typer
 
+from moe_mk.config.hf import read_config, router_keys
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.screen import Screen
+from moe_mk.layer.settings import config_of
 from moe_mk.text import amount
 from moe_mk.trace.clock import now
+from moe_mk.weights.gguf_metadata import hf_from_gguf
+from moe_mk.weights.gguf_source import GgufSource, is_gguf
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts
 
 FULL = CheckpointShape()
@@ -90,4 +97,49 @@ def _described(layer: LayerFacts) -> str:
             f"{layer.convention} names",
             amount(layer.num_bytes),
         ]
+    )
+
+
+def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[str]:
+    """Why the layers of a checkpoint cannot be built from its config.json or metadata, or what the two contradict."""
+    if not facts.model_type:
+        return []
+    found: dict[str, None] = {}
+    for each in facts.layers:
+        try:
+            config = config_of(path, each.layer)
+        except ConfigError as problem:
+            found[str(problem)] = None
+            continue
+        model = config.model
+        pairs = {
+            "experts": (model.num_experts, each.num_experts), "hidden size": (model.hidden_size, each.hidden_size),
+            "intermediate size": (model.moe_intermediate_size, each.intermediate_size),
+            "shared intermediate size": (model.shared_size, each.shared_intermediate_size),
+            "latent size": (model.latent_size, each.latent_size),
+            "gated": (model.gated, each.gated), "gate of the shared experts": (model.shared_gate, each.has_shared_gate),
+            "format": (model.quant.weights, model.quant.weights if is_gguf(path) else each.kind),
+        }  # fmt: skip
+        for what, (by_config, by_tensors) in pairs.items():
+            if by_config != by_tensors and each.kind:
+                text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
+                found[f"{what}: {text}"] = None
+    return list(found)
+
+
+def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
+    """One line on how the router of a checkpoint was read: each value, and its key, default or setting."""
+    if is_gguf(path):
+        source, router = GgufSource(path), type(config.router).model_fields
+        keys = router_keys(hf_from_gguf(source.metadata, str(path), source.names(), router), str(path))
+        origin = "metadata"
+    else:
+        root = Path(path)
+        keys, origin = router_keys(read_config(root / "config.json" if root.is_dir() else root), str(path)), ""
+    used = config.router.model_dump()
+    named = {"scoring_func": "scores", "num_expert_group": "groups", "topk_group": "kept",
+             "renormalize": "renormalised", "routed_scaling_factor": "scale"}  # fmt: skip
+    return ", ".join(
+        f"{named[ours]} {used[ours]} ({origin or key if used[ours] == value else 'setting'})"
+        for ours, (value, key) in keys.items()
     )

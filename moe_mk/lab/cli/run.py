@@ -27,6 +27,7 @@ from moe_mk.external.library import COMPILER
 from moe_mk.flight import wait
 from moe_mk.kernels.native import compile_and_open, is_compiled
 from moe_mk.lab.cli import environment
+from moe_mk.lab.cli.checkpoints import reading_of
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.inputs import DTYPES, Batch, RunSettings, batch_of
 from moe_mk.lab.cli.measure import time_stages
@@ -38,7 +39,6 @@ from moe_mk.lab.cli.world import Place, groups_of, team_of, together
 from moe_mk.lab.trace.chrome import write_chrome_trace
 from moe_mk.lab.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.layer import DeepseekV3MoE, MoELayer
-from moe_mk.layer.settings import reading_of
 from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
 from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts

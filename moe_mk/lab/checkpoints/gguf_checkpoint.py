@@ -6,28 +6,49 @@ layer is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.external.gguf_file import GgufTensor
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.errors import ConfigError
+from moe_mk.external.library import find
 from moe_mk.quant.gguf import mxfp4_to_gguf
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.gguf_metadata import FAMILIES, KEYS, SIGMOID, SOFTMAX
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
 from moe_mk.weights.names import GGUF_NAMES, Part, Role
 
 FILE = "model.gguf"
 PROJECTIONS = ("gate", "up", "down")
+ARCHITECTURES = {
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek2", "kimi_k2": "deepseek2",
+    "qwen3_moe": "qwen3moe", "mixtral": "llama", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+"""The architecture of each model_type."""
 Matrix = Callable[[Part], QuantTensor]
 """One matrix of one expert, or of the shared experts, in the scheme of the file."""
 Vector = Callable[[Part], Tensor]
 """The gate, a bias of the router, or a bias of one expert."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor to write."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    """Of its bytes: the last dimension counts bytes."""
+    make: Callable[[], NDArray[np.uint8]]
 
 
 def layer_tensors(spec: LayerSpec, layer: int, matrix: Matrix, vector: Vector) -> list[GgufTensor]:
@@ -91,3 +112,52 @@ def _row_bytes_of(q: QuantTensor) -> NDArray[np.uint8]:
     rows = mxfp4_to_gguf(q) if q.scheme == MXFP4 else q.values.contiguous()
     array: NDArray[np.uint8] = (rows.view(torch.uint8) if isinstance(q.scheme, Plain) else rows).numpy()
     return array
+
+
+def gguf_from_hf(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, str | int | float | bool]]:
+    """The architecture and the metadata of a config.json. Raises ConfigError for a model_type without architecture."""
+    model_type = str(hf.get("model_type", ""))
+    if model_type not in ARCHITECTURES:
+        raise ConfigError(f"{where}: GGUF has no architecture for model_type {model_type!r}")
+    architecture = ARCHITECTURES[model_type]
+    _, experts, width, stored_width, _ = FAMILIES[architecture]
+    out: dict[str, str | int | float | bool] = {}
+    if architecture == "deepseek2":
+        settings = settings_from_hf({**hf, "quantization_config": None}, where)
+        router = settings["router"]
+        hf = {
+            **hf, "n_group": router["num_expert_group"], "topk_group": router["topk_group"],
+            "routed_scaling_factor": router["routed_scaling_factor"], "norm_topk_prob": router["renormalize"],
+            "n_shared_experts": settings["model"]["num_shared_experts"],
+        }  # fmt: skip
+        out["deepseek2.expert_gating_func"] = SIGMOID if router["scoring_func"] == "sigmoid" else SOFTMAX
+    for key, name in {**KEYS, experts: "expert_count", width: stored_width}.items():
+        value = hf.get(key)
+        if value is not None:
+            out[f"{architecture}.{name}"] = float(value) if key == "routed_scaling_factor" else value
+    return architecture, out
+
+
+def write_gguf(
+    path: Path, architecture: str, metadata: Mapping[str, str | int | float | bool], tensors: Sequence[GgufTensor]
+) -> int:
+    """Write one file, tensor after tensor, and return the bytes of all tensors. One tensor is in memory at a time."""
+    gguf = find("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    for each in tensors:
+        kind = gguf.GGMLQuantizationType[each.type_name]
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.uint8), int(np.prod(each.shape)), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    total = 0
+    for each in tensors:
+        data = each.make()
+        assert data.shape == each.shape, f"{each.name}: {data.shape} is not {each.shape}"
+        writer.write_tensor_data(data)
+        total += data.nbytes
+    writer.close()
+    return total
