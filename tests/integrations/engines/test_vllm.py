@@ -263,6 +263,7 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in facts}
 
 
+@pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -279,6 +280,7 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
             assert calls["linear"] == 2 * layers, "q, k and v together, and o, of each layer"
 
 
+@pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
 @pytest.mark.slow
 def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
