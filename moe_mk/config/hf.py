@@ -60,18 +60,18 @@ SHARED_WIDTHS = {
 """The key of the width of the shared experts, in families that state one."""
 MINIMAX = ("minimax_m2", "minimax_m3")
 STEP = ("step3p5", "step3p7")
-RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP)
+RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP, "gemma4")
 """Whatever the configuration states."""
 ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4")
 """`intermediate_size` is that of an expert: there are no dense layers, or theirs has another key."""
 GPT_OSS = ("gpt_oss",)
 LLAMA4 = ("llama4",)
 DEEPSEEK_V4 = ("deepseek_v4",)
-FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4)
-WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next")
+GEMMA4 = ("gemma4",)
+FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4, *GEMMA4)
+WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4")
 """Multimodal models, whose text_config describes the layers."""
 UNSUPPORTED = {
-    "gemma4": "a norm and a scale of its own before the router, and a scale for each expert",
     "longcat_flash": "experts that return their input",
 }
 """Families whose layers have a part that is not computed here, with that part."""
@@ -92,6 +92,7 @@ _OF_KIMI = {
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI),
     **dict.fromkeys(STEP, _OF_STEP),
+    "gemma4": {"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
 }  # fmt: skip
 """Keys of a family with the meaning of a key that others have, and that key."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -128,6 +129,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0},
     "bailing_hybrid": _V3,
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
 }
 """Of each family's configuration class."""
 
@@ -187,6 +189,7 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
     **dict.fromkeys(("glm5_next", "hy_v4"), _COMMON | _GROUPED | {"hidden_act": _SILU, "swiglu_limit": LIMIT}),
     "llama4": _COMMON | {"intermediate_size": COUNT, "interleave_moe_layer_step": COUNT, "moe_layers": ANY},
     "mixtral": _COMMON | {"intermediate_size": COUNT},
+    "gemma4": _COMMON | {"moe_intermediate_size": COUNT, "enable_moe_block": TRUE, "rms_norm_eps": FACTOR},
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
     "gpt_oss": _COMMON | {
         "hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
@@ -203,6 +206,7 @@ _OTHER_PARTS = {
     **dict.fromkeys(STEP, ("moe_layers_enum", "moe_every_n_layer", "need_fp32_gate", "use_moe", "mlp_bias",
                            "use_head_wise_attn_gate")),
     "llama4": ("intermediate_size_mlp", "floor_scale"),
+    "gemma4": ("use_double_wide_mlp",),
     "bailing_hybrid": ("layer_group_size", "kda_safe_gate"),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
@@ -402,6 +406,8 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         activation, clamped = "swiglu_limit", {"swiglu_limit": hf["swiglu_limit"]}
         if family == "hy_v4" and hf["n_shared_experts"]:
             clamped["shared_activation"] = "silu"
+    if family in GEMMA4:
+        clamped["input_norm"] = hf["rms_norm_eps"]
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
@@ -446,6 +452,8 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
     else:
         router |= {"scoring_func": "softmax", "has_correction_bias": False}
+    if family in GEMMA4:
+        router["has_expert_scale"] = True
     if family == "mistral4" and hf["n_group"] > 1:
         router["group_score"] = "two_best"
     if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":

@@ -79,6 +79,10 @@ class ModelConfig(Settings):
     latent_norm: float | None = Field(default=None, gt=0)
     """The epsilon of an RMS norm of the summed outputs of experts in latent_size, before they are projected back, as in
     Kimi-K3; None: no norm. Needs latent_size."""
+    input_norm: float | None = Field(default=None, gt=0)
+    """The epsilon of an RMS norm of the layer's input, as in Gemma 4: experts read it times a weight of each feature, the
+    gate times a scale of each feature and hidden_size ** -0.5. The layer is then called with the residual stream that
+    the decoder layer would have normalised; None: with normalised tokens, as most models'."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out), as Qwen3-VL writes them."""
     total_params_b: float | None = Field(default=None, gt=0)
@@ -150,6 +154,12 @@ class ModelConfig(Settings):
     def _shared_agree(self) -> Self:
         if self.shared_gate and not self.num_shared_experts:
             raise ValueError("shared_gate=True but num_shared_experts=0; state their number, or drop the gate")
+        if self.input_norm is not None and (self.num_shared_experts or self.latent_size):
+            raise ValueError(
+                f"input_norm={self.input_norm} but num_shared_experts={self.num_shared_experts} and latent_size="
+                f"{self.latent_size}: shared experts and projections of a normalised input are not supported; a dense "
+                "MLP beside the experts, as in Gemma 4, belongs to the decoder layer"
+            )
         if self.shared_intermediate_size and not self.num_shared_experts:
             raise ValueError(
                 f"shared_intermediate_size={self.shared_intermediate_size} but num_shared_experts=0; "
@@ -177,6 +187,9 @@ class RouterConfig(Settings):
     group_score: Literal["auto", "two_best"] = "auto"
     """The score of a group of experts. auto: the sum of its two best with a correction bias, else its best. two_best:
     the sum of the two best also without a bias, as in Mistral 4."""
+    has_expert_scale: bool = False
+    """Whether each expert has a factor, by which its routing weights are multiplied after renormalisation, as in
+    Gemma 4."""
     weight_on_input: bool = False
     """Whether the routing weight multiplies the input of the expert, not its output, as in Llama 4; with top_k = 1."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)

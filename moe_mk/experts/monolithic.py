@@ -55,7 +55,10 @@ class MonolithicExperts(ABC):
         by_id = [] if problem.config.router.hash_vocabulary is None else [Reason("routing", text)]
         text = "routes inside, and this layer multiplies the input of experts by routing weights"
         on_input = [Reason("routing", text)] if problem.config.router.weight_on_input else []
-        return [*reasons_of_traits(cls.traits, problem), *by_id, *on_input]
+        text = "routes inside, and this layer scales routing weights or normalises its input"
+        apart = problem.config.router.has_expert_scale or problem.config.model.input_norm is not None
+        scaled = [Reason("routing", text)] if apart else []
+        return [*reasons_of_traits(cls.traits, problem), *by_id, *on_input, *scaled]
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

@@ -51,11 +51,12 @@ def steps(
         if state.lost is not None:
             state.lost.check()
         fused = None if shared is None else backends.fuse_shared(state.kernel, state.laid_out)
+        router_TH, x_TH = state.inputs(x_TH)
         if given is not None:
             physical = routing.place(given, load_E, state)
         else:
             with spans.span("route"):
-                physical = routing.physical(x_TH, router, load_E, state)
+                physical = routing.physical(router_TH, router, load_E, state)
         routed = state.routed(x_TH, physical, fused or state.laid_out)
         if shared is None or fused is not None:
             y_TH = yield from routed
@@ -96,7 +97,8 @@ class PreparedForward:
         if state.weights is None or not state.may_be_native or not isinstance(kernel, FusedMoEKernel):
             return
         prepared = partial(layer_call, kernel, dtype=gate.dtype)
-        gating = gate.gating(routing.router) if state.tables.one_to_one else None
+        inside = state.tables.one_to_one and not state.routes_apart
+        gating = gate.gating(routing.router) if inside else None
         self.alone = prepared(state.laid_out, gating=None if shared is not None else gating)
         if shared is None:
             self.call = self.alone
@@ -142,9 +144,10 @@ class PreparedForward:
         state, routing, routed, tensors = self.state, self.routing, None, None
         try:
             first, listener, shared = Stage.ROUTE, routing.listener, state.backends.shared
+            router_TH, x_TH = state.inputs(x_TH)
             if given is not None or not call.routes:
                 with torch.no_grad():
-                    chosen = state.backends.gate.route(x_TH, routing.router)[0] if given is None else given
+                    chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
                     if state.tables.one_to_one:
                         first = Stage.PLACE
                         routed = None if listener is None else partial(listener, chosen)

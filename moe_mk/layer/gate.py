@@ -40,6 +40,8 @@ class Gate:
         """f32; takes part in the choice of experts only."""
         self.logit_bias_E: Tensor | None = None
         """f32; added to the logits."""
+        self.expert_scale_E: Tensor | None = None
+        """f32; multiplied with the routing weights of each expert."""
         self._prepared: _PreparedRoute | None = None
 
     def notes(self) -> dict[str, str]:
@@ -53,8 +55,14 @@ class Gate:
         data = self.weight_EH.detach().cpu().float().contiguous().numpy()
         return {"gate weights": hashlib.sha256(data.tobytes()).hexdigest()[:16]}
 
-    def load(self, weight_EH: Tensor, bias_E: Tensor | None, logit_bias_E: Tensor | None = None) -> None:
-        """Take the weight, converted once, and both biases in f32: of the choice, and of the logits.
+    def load(
+        self,
+        weight_EH: Tensor,
+        bias_E: Tensor | None,
+        logit_bias_E: Tensor | None = None,
+        expert_scale_E: Tensor | None = None,
+    ) -> None:
+        """Take the weight, converted once, and in f32 both biases, of the choice and of the logits, and the factors.
 
         The native tier reads bf16 and f32 alike, so a weight that is stored wider than bf16 loses nothing there.
         """
@@ -63,7 +71,10 @@ class Gate:
         if bias_E is None and self._two_best:  # a bias of 0 changes how groups are scored and nothing else
             bias_E = torch.zeros(weight_EH.shape[0], dtype=torch.float32, device=self.device)
         self.bias_E = None if bias_E is None else bias_E.to(device=self.device, dtype=torch.float32)
-        self.logit_bias_E = None if logit_bias_E is None else logit_bias_E.to(device=self.device, dtype=torch.float32)
+        self.logit_bias_E, self.expert_scale_E = (
+            None if each is None else each.to(device=self.device, dtype=torch.float32)
+            for each in (logit_bias_E, expert_scale_E)
+        )
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, E): f32, or the layer's dtype where the router works in it."""
@@ -87,9 +98,16 @@ class Gate:
             prepared = self._prepare(router, at)
         if prepared.call is not None:
             ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
-            return Routing(ids_TK, weights_TK, logits_TE=logits_TE), logits_TE
+            return self.scaled(Routing(ids_TK, weights_TK, logits_TE=logits_TE)), logits_TE
         logits_TE = self(x_TH)
-        return router(logits_TE, self.bias_E), logits_TE
+        return self.scaled(router(logits_TE, self.bias_E)), logits_TE
+
+    def scaled(self, routing: Routing) -> Routing:
+        """A logical routing with the weights times the factor of each expert, where experts have any."""
+        if self.expert_scale_E is None:
+            return routing
+        factors_TK = self.expert_scale_E[routing.ids_TK.clamp_min(0).long()]
+        return replace(routing, weights_TK=routing.weights_TK * factors_TK)
 
     def _prepare(self, router: Router | HashedTokens, at: object) -> _PreparedRoute:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""

@@ -82,6 +82,7 @@ class LivePlacement:
         number = serving.epoch + 1 if epoch is None else epoch
         staged = build_state(backends, expert_map, grid, layer.built_for, layer.spans, number)
         staged = replace(staged, loads=serving.loads, swaps=serving.swaps, latent=serving.latent)
+        staged = replace(staged, input_norm_H=serving.input_norm_H)
         if serving.weights is None:
             return staged
         same = settings and expert_map == serving.expert_map and not arrived
@@ -147,7 +148,7 @@ class LivePlacement:
                 if weights is not None and weights.shared is not None:
                     shared.load(weights.shared, weights.shared_gate_H)
             if weights is not None:
-                gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+                gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
         return Backends(config, asked, decision, groups, gate, shared)
 
 

@@ -2,7 +2,7 @@
 
 One forward:
 
-    logits  = gate(x)                              (T, E)
+    logits  = gate(x)                              (T, E), of the normalised x where model.input_norm is set
     routing = router(logits, bias)                 ids and weights (T, K), logical experts
     load   += how often each expert was chosen
     y       = kernel(x, physical ids, weights)     during dispatch: shared = mlp(x)
@@ -420,7 +420,8 @@ class MoELayer(WithoutParameters):
         token_ids_T: as of `forward`. A token with a NaN among its scores gets ids of -1, see `router.grouped_topk`.
         """
         _ = self.weights  # raises WeightError before loading
-        return self.routing.choose(self.state.backends.gate, self.checked(hidden_states), token_ids_T)
+        router_TH, _ = self.state.inputs(self.checked(hidden_states))
+        return self.routing.choose(self.state.backends.gate, router_TH, token_ids_T)
 
     def recover(self) -> None:
         """Resume after a call failed on some rank. Every rank of the layer's groups calls it; it waits for them.

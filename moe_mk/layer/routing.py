@@ -61,7 +61,7 @@ class LayerRouting:
             router.router.check(router.token_ids_T)
 
     def choose(self, gate: Gate, x_TH: Tensor, token_ids_T: Tensor | None) -> Routing:
-        """Logical experts, weights and router logits of each token; nothing is counted."""
+        """Logical experts, weights and router logits of each token; nothing is counted. x_TH: the router's input."""
         routing, logits_TE = gate.route(x_TH, self.router_of(x_TH, token_ids_T))
         ids_TK = routing.ids_TK
         if not ids_TK.is_inference():  # those have no version
@@ -89,6 +89,7 @@ class LayerRouting:
             if (
                 isinstance(router, Router)
                 and state.lost is None
+                and gate.expert_scale_E is None
                 and tables.one_to_one
                 and not state.kernel.routes_inside
             ):
@@ -96,7 +97,7 @@ class LayerRouting:
                 if both is not None:
                     self._note(both[0])
                     return both[1]
-            routing = router(logits_TE, gate.bias_E)
+            routing = gate.scaled(router(logits_TE, gate.bias_E))
         placed = self.place(routing, load_E, state)
         return replace(placed, logits_TE=logits_TE, bias_E=gate.bias_E) if state.kernel.routes_inside else placed
 

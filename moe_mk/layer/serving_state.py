@@ -149,6 +149,8 @@ class ServingState:
     """How often backends were replaced before it was used."""
     latent: tuple[Tensor, ...] | None = None
     """The projections of tokens to the width of the experts and back, in the layer's dtype, and the norm's weight."""
+    input_norm_H: Tensor | None = None
+    """f32, the weight of the normalised input for the experts; None: tokens are read as they are."""
 
     @cached_property
     def is_partial(self) -> bool:
@@ -177,6 +179,21 @@ class ServingState:
         """Whether a native call may make a forward of plain tokens, if the backends have one."""
         plain = self.latent is None and not self.backends.config.router.weight_on_input
         return plain and (self.is_direct or self.is_exchanged)
+
+    @property
+    def routes_apart(self) -> bool:
+        """Whether the router reads other rows than the experts, or its weights are changed before these use them."""
+        return self.input_norm_H is not None or self.backends.gate.expert_scale_E is not None
+
+    def inputs(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router reads and what the experts read of the layer's input, both in its dtype."""
+        if self.input_norm_H is None:
+            return x_TH, x_TH
+        eps = self.backends.config.model.input_norm
+        assert eps is not None
+        wide_TH = x_TH.to(torch.float32)
+        wide_TH = wide_TH * torch.rsqrt(wide_TH.pow(2).mean(1, keepdim=True) + eps)
+        return wide_TH.to(x_TH.dtype), (wide_TH * self.input_norm_H).to(x_TH.dtype)
 
     def routed(self, x_TH: Tensor, physical: Routing, weights: Any) -> Flight[Tensor]:
         """The routed experts on tokens, with the projections around them. Linear: partial sums stay partial sums.
@@ -212,11 +229,14 @@ class ServingState:
             backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
         if backends.shared is not None and weights.shared is not None:
             backends.shared.load(weights.shared, weights.shared_gate_H)
-        backends.gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
-        latent = self.latent
+        backends.gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
+        latent, norm_H = self.latent, self.input_norm_H
         if weights.latent is not None:
             latent = tuple(each.to(device, dtype).contiguous() for each in weights.latent)
-        return replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1, latent=latent)
+        if weights.input_norm is not None:
+            norm_H = weights.input_norm[0].to(device, torch.float32).contiguous()
+        taken = replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1)
+        return replace(taken, latent=latent, input_norm_H=norm_H)
 
     def released(self, name: str) -> ServingState:
         """The state without the experts in the format of the checkpoint; raises UnsupportedError if they are read."""

@@ -175,6 +175,8 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         has_shared_gate=model.shared_gate,
         latent_size=model.latent_size,
         has_latent_norm=model.latent_norm is not None,
+        has_input_norm=model.input_norm is not None,
+        has_expert_scale=config.router.has_expert_scale,
         stacks_transposed=model.stacks_transposed,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,

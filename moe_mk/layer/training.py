@@ -180,6 +180,9 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "then `moe-mk convert`": model.quant.weights not in ("bf16", "fp16", "fp32"),
         f"model.latent_size = {model.latent_size}: projections around the experts are not trained; set it to null":
             model.latent_size is not None,
+        f"model.input_norm = {model.input_norm}: a norm of the input is not trained; set it to null":
+            model.input_norm is not None,
+        "router.has_expert_scale = true: factors of experts are not trained; set it to false": router.has_expert_scale,
         "router.weight_on_input = true: weights of inputs are not trained; set it to false": router.weight_on_input,
         "router.group_score = two_best is not trained; set it to auto": router.group_score != "auto",
         "model.gated = false: experts without a gate are not trained; set it to true": not model.gated,

@@ -11,6 +11,7 @@ the input of the down projection count once:
                           b^2 = f^2 I / 2, f of one rounding, I of the widest experts
         + 4 q^2           tokens dispatched in a scheme in which the experts do not compute
         + 4 l^2 + 2 l^2   in the layer's dtype, where tokens are projected to a latent width and rows back from it
+        + 4 n^2           in the layer's dtype, where its input is normalised
         + 4 r^2 + r^2     weights requantised at load, where they are held in another scheme than the stored one
 
 All tokens together must stay within 1.5 e, and every single one within 3 e, as relative L2 error.
@@ -38,7 +39,8 @@ def error_of(decision: Decision) -> float:
     q = wire.relative_rms if wire.block is not None and wire != compute else 0.0
     r = 0.0 if decision.effect is None else decision.effect.rounding
     projected = 0.0 if problem.token_size == model.hidden_size else problem.dtype.relative_rms
-    return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2 + 6 * projected**2)
+    normalised = 0.0 if model.input_norm is None else problem.dtype.relative_rms
+    return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2 + 6 * projected**2 + 4 * normalised**2)
 
 
 def experts_error(

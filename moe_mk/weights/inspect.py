@@ -78,6 +78,8 @@ class LayerFacts:
     latent_size: int | None = None
     """The width that routed experts read and write where it is not hidden_size."""
     has_latent_norm: bool = False
+    has_input_norm: bool = False
+    has_expert_scale: bool = False
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out)."""
     table: tuple[int, int] | None = None
@@ -96,7 +98,8 @@ class LayerFacts:
             down_scheme=scheme_of_kind(self.down) if self.down else None, gptq_v2=self.gptq_v2,
             shared_scheme=scheme_of_kind(self.shared) if self.shared else None, gated=self.gated,
             has_shared_gate=self.has_shared_gate, stacks_transposed=self.stacks_transposed,
-            latent_size=self.latent_size, has_latent_norm=self.has_latent_norm,
+            latent_size=self.latent_size, has_latent_norm=self.has_latent_norm, has_input_norm=self.has_input_norm,
+            has_expert_scale=self.has_expert_scale,
         )  # fmt: skip
 
 
@@ -212,6 +215,7 @@ def describe_block(
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         spec is not None and spec.gptq_v2, spec is None or spec.gated, Part(Role.SHARED_GATE) in parts,
         None if spec is None else spec.latent_size, Part(Role.LATENT, "norm") in parts,
+        Part(Role.INPUT_NORM, "experts") in parts, Part(Role.EXPERT_SCALE) in parts,
         spec is not None and spec.stacks_transposed,
         None if spec is None else spec.table,
     )  # fmt: skip
@@ -280,6 +284,7 @@ def _guess(
             table=_table_of(parts), shared_scheme=shared_scheme, gated=_is_gated(parts),
             has_shared_gate=Part(Role.SHARED_GATE) in parts, stacks_transposed=turned,
             latent_size=None if latent is None else shape[-2], has_latent_norm=Part(Role.LATENT, "norm") in parts,
+            has_input_norm=Part(Role.INPUT_NORM, "experts") in parts, has_expert_scale=Part(Role.EXPERT_SCALE) in parts,
         )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
@@ -322,7 +327,8 @@ def _guess_packed(
             has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
             gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), gated=_is_gated(parts),
-            has_shared_gate=Part(Role.SHARED_GATE) in parts,
+            has_shared_gate=Part(Role.SHARED_GATE) in parts, has_input_norm=Part(Role.INPUT_NORM, "experts") in parts,
+            has_expert_scale=Part(Role.EXPERT_SCALE) in parts,
         )  # fmt: skip
         expected_tensors(spec, convention)
     except ConfigError as problem:

@@ -55,6 +55,11 @@ class LayerReader:
         if self.spec.latent_size is not None:
             parts = ("down", "up", "norm") if self.spec.has_latent_norm else ("down", "up")
             latent = tuple(self._vector(Part(Role.LATENT, each)).clone() for each in parts)
+        norm = None
+        if self.spec.has_input_norm:
+            norm = tuple(self._vector(Part(Role.INPUT_NORM, each)).clone() for each in ("experts", "router"))
+        scaled = self.spec.has_expert_scale
+        expert_scale_E = self._vector(Part(Role.EXPERT_SCALE)).to(torch.float32, copy=True) if scaled else None
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
@@ -65,7 +70,8 @@ class LayerReader:
             self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
-        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, shared_gate_H, latent, self.table)
+        router = logit_bias_E, shared_gate_H, latent, norm, expert_scale_E, self.table
+        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, *router)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read every opened tensor once and list NaN codes and invalid scales."""

@@ -62,6 +62,10 @@ class LayerSpec:
     """The width that routed experts read and write; None: hidden_size."""
     has_latent_norm: bool = False
     """Whether outputs of experts are normalised in latent_size."""
+    has_input_norm: bool = False
+    """Whether the layer's input is normalised, with weights for the experts and for the router."""
+    has_expert_scale: bool = False
+    """Whether each expert has a factor of its routing weights."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
     table: tuple[int, int] | None = None
@@ -182,6 +186,12 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
         router += [Expected(Part(Role.LATENT, which), shape, FLOATS) for which, shape in sizes.items()]
         if spec.has_latent_norm:
             router.append(Expected(Part(Role.LATENT, "norm"), (spec.latent_size,), FLOATS))
+    if spec.has_input_norm:
+        router += [
+            Expected(Part(Role.INPUT_NORM, which), (spec.hidden_size,), FLOATS) for which in convention.input_norm
+        ]
+    if spec.has_expert_scale:
+        router.append(Expected(Part(Role.EXPERT_SCALE), (spec.num_experts,), FLOATS))
     of = _Matrices(spec, convention)
     experts = (
         of.fused()
@@ -212,6 +222,8 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         "global scales of shared experts": above_shared and not convention.holds(Role.SHARED, "global"),
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
         "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
+        "a norm of the input (model.input_norm)": spec.has_input_norm and not convention.input_norm,
+        "factors of experts (router.has_expert_scale)": spec.has_expert_scale and not convention.expert_scale_of_router,
         "experts without a gate (model.gated=False)": not spec.gated and convention.fused,
         "scaled values in transposed stacks": spec.stacks_transposed
         and convention.fused

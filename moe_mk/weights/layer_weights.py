@@ -59,8 +59,20 @@ class LayerWeights:
     latent: tuple[Tensor, ...] | None = None
     """The projections of tokens to the width of the experts and back, (outputs, inputs), and the weight of the norm
     before the second where there is one, in the checkpoint's dtype."""
+    input_norm: tuple[Tensor, ...] | None = None
+    """The weights [H] of the normalised input for the experts and for the router, in the checkpoint's dtype."""
+    expert_scale_E: Tensor | None = None
+    """f32, multiplied with the routing weights of each expert; None if the layer has none."""
     table_XK: Tensor | None = None
     """The experts of every token of the vocabulary; None if the layer chooses by scores."""
+
+    @property
+    def router_EH(self) -> Tensor:
+        """The gate as it multiplies what the router reads: with the scale of a normalised input, then in f32."""
+        if self.input_norm is None:
+            return self.gate_EH
+        scale_H = self.input_norm[1].to(torch.float32) * self.gate_EH.shape[1] ** -0.5
+        return self.gate_EH.to(torch.float32) * scale_H
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +83,9 @@ class LayerWeights:
             self.logit_bias_E,
             self.table_XK,
             self.shared_gate_H,
+            self.expert_scale_E,
             *(self.latent or ()),
+            *(self.input_norm or ()),
         )
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))

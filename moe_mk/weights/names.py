@@ -17,7 +17,7 @@ from typing import Any
 
 _PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.|moe\.(?:gate|up|down)_proj\.)")
 _IN_LAYER = re.compile(r"(?:^|\.)\d+\.$")
-_OF_BLOCK = ("experts.", "moe.", "share_expert.")
+_OF_BLOCK = ("experts.", "moe.", "share_expert.", "router.", "pre_feedforward_layernorm_2.")
 """How local names of a block start whose prefix is that of its whole decoder layer."""
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
@@ -33,6 +33,8 @@ class Role(Enum):
     SHARED = "shared"
     SHARED_GATE = "gate of the shared experts"
     LATENT = "projection to or from the width of the experts"
+    INPUT_NORM = "norm of the layer's input"
+    EXPERT_SCALE = "factors of the experts' routing weights"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class Convention:
     """The weights of one logit a token, whose sigmoid multiplies the shared experts' output."""
     latent: Mapping[str, str] = field(default_factory=lambda: _LATENT)
     """The projections of tokens to the width of the experts ("down") and back ("up"), and the "norm" before it."""
+    input_norm: Mapping[str, str] = field(default_factory=dict)
+    """The weights of the normalised input, of the "experts" and of the "router"; empty if the convention has none."""
+    expert_scale_of_router: str = ""
+    """The factor of each expert's routing weights; "" if the convention has none."""
     order: str = "gate_up"
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     packing: str = ""
@@ -102,11 +108,14 @@ class Convention:
     def spell(self, part: Part) -> str:
         """The local name of a part."""
         names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
-                 Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate}  # fmt: skip
+                 Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
+                 Role.EXPERT_SCALE: self.expert_scale_of_router}  # fmt: skip
         if part.role in names:
             return names[part.role]
         if part.role is Role.LATENT:
             return self.latent[part.projection]
+        if part.role is Role.INPUT_NORM:
+            return self.input_norm[part.projection]
         if part.role is Role.SHARED:
             template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
         else:
@@ -261,6 +270,16 @@ LLAMA4 = replace(
     shared="shared_expert.{p}.weight",
     shared_scale="shared_expert.{p}.weight_scale_inv",
 )
+_GEMMA4_NAMES: dict[str, Any] = {
+    "prefix": "model.language_model.layers.{N}.", "router": "router.proj.weight",
+    "input_norm": {"experts": "pre_feedforward_layernorm_2.weight", "router": "router.scale"},
+    "expert_scale_of_router": "router.per_expert_scale",
+}  # fmt: skip
+_GEMMA4 = tuple(
+    _renamed("gemma4" if like is FUSED else f"gemma4_{like.name}", like, {}, **_GEMMA4_NAMES)
+    for like in (FUSED, OFFICIAL, SCALED, COMPRESSED, AWQ, GPTQ)
+)
+"""Experts and router next to the dense MLP of their decoder layer."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
 STEP = Convention(
     name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
@@ -280,7 +299,7 @@ CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
         OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
-        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
+        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING, *_GEMMA4,
     )
 }  # fmt: skip
 
@@ -303,7 +322,9 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
         (it.table, Part(Role.TABLE), {}),
         (it.shared_gate, Part(Role.SHARED_GATE), {}),
+        (it.expert_scale_of_router, Part(Role.EXPERT_SCALE), {}),
         *((name, Part(Role.LATENT, which), {}) for which, name in it.latent.items()),
+        *((name, Part(Role.INPUT_NORM, which), {}) for which, name in it.input_norm.items()),
     ]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 

@@ -78,7 +78,7 @@ def convert_checkpoint(
         raise WeightError(f"{source} cannot be converted:" + "".join(f"\n  - {line}" for line in problems))
     for layer in facts.layers:
         kept = {"experts without a gate": not layer.gated, "a gate of the shared experts": layer.has_shared_gate,
-                "latent projections": layer.latent_size is not None,
+                "latent projections": layer.latent_size is not None, "a norm of the input": layer.has_input_norm,
                 f"shared experts in {layer.shared}": layer.shared == "fp8_block"}  # fmt: skip
         if odd := [what for what, found in kept.items() if found]:
             raise ConfigError(f"layer {layer.layer} of {source} has {' and '.join(odd)}, which are not converted")

@@ -40,12 +40,12 @@ _NAMES = {
     "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
     "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
     "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
-    "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling",
+    "gemma4": "gemma4", "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {
     "mixtral": "mixtral_scaled", "converted": "converted_scaled", "official_one_shared": "scaled_one_shared",
-    "fused_one_shared": "scaled_one_shared",
+    "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled",
 }  # fmt: skip
 """Those of compressed-tensors and modelopt."""
 _PREFIXES = {
@@ -91,6 +91,7 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
         or hf.get("experts_per_token")
         or hf.get("moe_top_k")
         or hf.get("num_experts_per_token")
+        or hf.get("top_k_experts")
         or 1
     )
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
@@ -111,11 +112,14 @@ def convention_of(config: MoEConfig) -> Convention:
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
+        start = "gemma4_" if name == "gemma4" else start
         return CONVENTIONS[f"{start}compressed_tensors{one_shared}"]
     if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
         return CONVENTIONS[_SCALED.get(name, "scaled")]
     if name == "kimi_linear" and scheme.family == "mxfp4":
         return CONVENTIONS["kimi_k3"]
+    if name == "gemma4" and not isinstance(scheme, Plain):
+        return CONVENTIONS["gemma4_official"]
     if name.startswith("fused") and not isinstance(scheme, Plain):
         name = name.replace("fused", "official")
     return CONVENTIONS[name]
@@ -142,6 +146,9 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
             made[name] = torch.from_numpy(draws.argsort(axis=1)[:, : each.shape[1]].astype(np.int64))
         elif each.part.role is Role.BIAS:
             made[name] = _normal(random, each.shape, BIAS_STD) + BIAS_MEAN
+        elif each.part.role in (Role.INPUT_NORM, Role.EXPERT_SCALE):
+            scale = SMALL**0.5 if each.part.projection == "router" else 1.0  # logits of about 1
+            made[name] = (scale * (1 + _normal(random, each.shape, 0.2))).to(torch.bfloat16)
         elif each.part.role is Role.LOGIT_BIAS:
             made[name] = _normal(random, each.shape, BIAS_STD).to(torch.bfloat16)
         else:

@@ -165,10 +165,18 @@ def dense_layer(
     """
     assert weights.facts.owned == tuple(range(config.model.num_experts)) and weights.facts.tp_size == 1
     x = x_TH.to(device="cpu", dtype=torch.float64)
-    scores_TE = _scores(x_TH.cpu(), weights, config.router)
+    router_TH, gate_EH = x_TH.cpu(), weights.gate_EH.cpu().double()
+    if config.model.input_norm is not None and weights.input_norm is not None:
+        norm_H, scale_H = (each.cpu().double() for each in weights.input_norm)
+        x = x / torch.sqrt(x.pow(2).mean(1, keepdim=True) + config.model.input_norm)
+        router_TH, x = x.to(x_TH.dtype), x * norm_H
+        gate_EH = gate_EH * scale_H / config.model.hidden_size**0.5
+    scores_TE = _scores(router_TH, gate_EH, weights.logit_bias_E, config.router)
     biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
     chosen_TK = _chosen(biased_TE, config.router, weights.table_XK, token_ids_T) if ids_TK is None else ids_TK
     weights_TK = _weights(scores_TE, chosen_TK, config.router)
+    if weights.expert_scale_E is not None:
+        weights_TK = weights_TK * weights.expert_scale_E.cpu().float().numpy()[np.maximum(chosen_TK, 0)]
     own = x
     if config.router.weight_on_input:
         x, weights_TK = x * torch.from_numpy(weights_TK).double(), np.ones_like(weights_TK)
@@ -210,11 +218,11 @@ def _chosen(
     return np.array([table[token] for token in ids], dtype=np.int64).reshape(len(ids), table.shape[1])
 
 
-def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
+def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: RouterConfig) -> Array:
     """Unbiased scores in f32; router_dtype "model" rounds logits and sigmoid to the dtype of the tokens."""
-    logits = x_TH.double() @ weights.gate_EH.double().T
-    if weights.logit_bias_E is not None:
-        logits = logits + weights.logit_bias_E.double()
+    logits = x_TH.double() @ gate_EH.T
+    if logit_bias_E is not None:
+        logits = logits + logit_bias_E.cpu().double()
     coarse = x_TH.dtype if router.router_dtype == "model" else torch.float32
     logits = logits.to(coarse).double()
     if router.scoring_func == "softmax":
