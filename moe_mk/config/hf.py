@@ -69,7 +69,9 @@ LLAMA4 = ("llama4",)
 DEEPSEEK_V4 = ("deepseek_v4",)
 GEMMA4 = ("gemma4",)
 FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4, *GEMMA4)
-WRAPPERS = ("kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4")
+WRAPPERS = (
+    "kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4",
+)  # fmt: skip
 """Multimodal models, whose text_config describes the layers."""
 UNSUPPORTED = {
     "longcat_flash": "experts that return their input",

@@ -80,9 +80,9 @@ class ModelConfig(Settings):
     """The epsilon of an RMS norm of the summed outputs of experts in latent_size, before they are projected back, as in
     Kimi-K3; None: no norm. Needs latent_size."""
     input_norm: float | None = Field(default=None, gt=0)
-    """The epsilon of an RMS norm of the layer's input, as in Gemma 4: experts read it times a weight of each feature, the
-    gate times a scale of each feature and hidden_size ** -0.5. The layer is then called with the residual stream that
-    the decoder layer would have normalised; None: with normalised tokens, as most models'."""
+    """The epsilon of an RMS norm of the layer's input, as in Gemma 4: experts read it times a weight of each feature,
+    the gate times a scale of each feature and hidden_size ** -0.5. The layer is then called with the residual stream;
+    None: the decoder layer has normalised it, as in most models."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out), as Qwen3-VL writes them."""
     total_params_b: float | None = Field(default=None, gt=0)
@@ -157,8 +157,7 @@ class ModelConfig(Settings):
         if self.input_norm is not None and (self.num_shared_experts or self.latent_size):
             raise ValueError(
                 f"input_norm={self.input_norm} but num_shared_experts={self.num_shared_experts} and latent_size="
-                f"{self.latent_size}: shared experts and projections of a normalised input are not supported; a dense "
-                "MLP beside the experts, as in Gemma 4, belongs to the decoder layer"
+                f"{self.latent_size}, which read other rows; a dense MLP as in Gemma 4 belongs to the decoder layer"
             )
         if self.shared_intermediate_size and not self.num_shared_experts:
             raise ValueError(

@@ -222,8 +222,6 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         "global scales of shared experts": above_shared and not convention.holds(Role.SHARED, "global"),
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
         "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
-        "a norm of the input (model.input_norm)": spec.has_input_norm and not convention.input_norm,
-        "factors of experts (router.has_expert_scale)": spec.has_expert_scale and not convention.expert_scale_of_router,
         "experts without a gate (model.gated=False)": not spec.gated and convention.fused,
         "scaled values in transposed stacks": spec.stacks_transposed
         and convention.fused

@@ -71,8 +71,8 @@ class LayerWeights:
         """The gate as it multiplies what the router reads: with the scale of a normalised input, then in f32."""
         if self.input_norm is None:
             return self.gate_EH
-        scale_H = self.input_norm[1].to(torch.float32) * self.gate_EH.shape[1] ** -0.5
-        return self.gate_EH.to(torch.float32) * scale_H
+        scale: float = self.gate_EH.shape[1] ** -0.5
+        return self.gate_EH.to(torch.float32) * self.input_norm[1].to(torch.float32) * scale
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +145,10 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
         out[OFFICIAL.spell(Part(Role.SHARED_GATE))] = weights.shared_gate_H[None]
     for which, projection in zip(("down", "up", "norm"), weights.latent or (), strict=False):
         out[OFFICIAL.spell(Part(Role.LATENT, which))] = projection
+    for which, weight_H in zip(("experts", "router"), weights.input_norm or (), strict=False):
+        out[OFFICIAL.spell(Part(Role.INPUT_NORM, which))] = weight_H
+    if weights.expert_scale_E is not None:
+        out[OFFICIAL.spell(Part(Role.EXPERT_SCALE))] = weights.expert_scale_E
     if weights.table_XK is not None:
         out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
     for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):

@@ -56,6 +56,7 @@ class Part:
 _LATENT = {
     "down": "fc1_latent_proj.weight", "up": "fc2_latent_proj.weight", "norm": "latent_norm.weight"
 }  # fmt: skip
+_INPUT_NORM = {"experts": "pre_feedforward_layernorm_2.weight", "router": "router.scale"}
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Convention:
     """The weights of one logit a token, whose sigmoid multiplies the shared experts' output."""
     latent: Mapping[str, str] = field(default_factory=lambda: _LATENT)
     """The projections of tokens to the width of the experts ("down") and back ("up"), and the "norm" before it."""
-    input_norm: Mapping[str, str] = field(default_factory=dict)
-    """The weights of the normalised input, of the "experts" and of the "router"; empty if the convention has none."""
-    expert_scale_of_router: str = ""
-    """The factor of each expert's routing weights; "" if the convention has none."""
+    input_norm: Mapping[str, str] = field(default_factory=lambda: _INPUT_NORM)
+    """The weights of the normalised input, of the "experts" and of the "router"."""
+    router_scale: str = "router.per_expert_scale"
+    """The factor of each expert's routing weights."""
     order: str = "gate_up"
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     packing: str = ""
@@ -109,7 +110,7 @@ class Convention:
         """The local name of a part."""
         names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
                  Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
-                 Role.EXPERT_SCALE: self.expert_scale_of_router}  # fmt: skip
+                 Role.EXPERT_SCALE: self.router_scale}  # fmt: skip
         if part.role in names:
             return names[part.role]
         if part.role is Role.LATENT:
@@ -270,16 +271,14 @@ LLAMA4 = replace(
     shared="shared_expert.{p}.weight",
     shared_scale="shared_expert.{p}.weight_scale_inv",
 )
-_GEMMA4_NAMES: dict[str, Any] = {
-    "prefix": "model.language_model.layers.{N}.", "router": "router.proj.weight",
-    "input_norm": {"experts": "pre_feedforward_layernorm_2.weight", "router": "router.scale"},
-    "expert_scale_of_router": "router.per_expert_scale",
-}  # fmt: skip
 _GEMMA4 = tuple(
-    _renamed("gemma4" if like is FUSED else f"gemma4_{like.name}", like, {}, **_GEMMA4_NAMES)
+    replace(
+        like, name="gemma4" if like is FUSED else f"gemma4_{like.name}", prefix="model.language_model.layers.{N}.",
+        router="router.proj.weight",
+    )
     for like in (FUSED, OFFICIAL, SCALED, COMPRESSED, AWQ, GPTQ)
-)
-"""Experts and router next to the dense MLP of their decoder layer."""
+)  # fmt: skip
+"""Experts and router are next to the dense MLP of their decoder layer."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
 STEP = Convention(
     name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
@@ -322,7 +321,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
         (it.table, Part(Role.TABLE), {}),
         (it.shared_gate, Part(Role.SHARED_GATE), {}),
-        (it.expert_scale_of_router, Part(Role.EXPERT_SCALE), {}),
+        (it.router_scale, Part(Role.EXPERT_SCALE), {}),
         *((name, Part(Role.LATENT, which), {}) for which, name in it.latent.items()),
         *((name, Part(Role.INPUT_NORM, which), {}) for which, name in it.input_norm.items()),
     ]

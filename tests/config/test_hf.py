@@ -149,7 +149,7 @@ def test_other_quantisations_are_refused(quant: object, problem: str) -> None:
         ({"model_type": "llama"}, r"here: no MoE layer is known for model_type 'llama'.*known: .*deepseek_v3"),
         ({"model_type": "deepseek_v"}, r"did you mean 'deepseek_v[234]'"),
         ({}, "no MoE layer is known for model_type ''"),
-        ({"model_type": "gemma4_text", "hidden_size": 8}, "a norm and a scale of its own before the router"),
+        ({"model_type": "gemma4_text", "hidden_size": 8, "enable_moe_block": False}, "enable_moe_block is False"),
         ({"model_type": "mixtral", "hidden_size": 8}, "none of intermediate_size is given; is this a MoE model"),
     ],
 )

@@ -27,7 +27,6 @@ from moe_mk.weights.layer_weights import LayerWeights
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 REFUSED = {
-    "google--gemma-4-26B-A4B": "gemma4 has a norm and a scale of its own",
     "sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'",
 }
 FORMATS = {

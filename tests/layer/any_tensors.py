@@ -24,6 +24,9 @@ def tensors_of(spec: LayerSpec, seed: int) -> dict[str, Tensor]:
             made[name] = torch.rand((shape[0], spec.num_experts), generator=draw).argsort(1)[:, : shape[1]]
         elif part.extra == "bias" or part.role in (Role.BIAS, Role.LOGIT_BIAS):
             made[name] = torch.randn(shape, generator=draw) * 0.3
+        elif part.role in (Role.INPUT_NORM, Role.EXPERT_SCALE):
+            size = spec.hidden_size**0.5 if part.projection == "router" else 1.0
+            made[name] = size * (1 + torch.randn(shape, generator=draw) * 0.3)
         elif part.role in (Role.ROUTER, Role.SHARED_GATE, Role.LATENT):
             made[name] = torch.randn(shape, generator=draw) * 2 * shape[-1] ** -0.5
         elif not part.is_scale and not part.extra:

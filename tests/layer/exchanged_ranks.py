@@ -28,6 +28,7 @@ from moe_mk.prepare_finalize.rows.messages import FusedMessages
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import Routing
+from tests.layer import any_tensors
 from tests.layer.failing_ranks import outcome
 from tests.layer.interrupted_ranks import Interrupts
 
@@ -82,7 +83,8 @@ def built(
     if replicas:
         first = [4 * rank for rank in range(3)]
         made.live.set_placement(ExpertMap(tuple((e, e + 1, e + 2, e + 3, (e + 5) % EXPERTS) for e in first), EXPERTS))
-    made.load_weights(tensors(shared, fp8))
+    drawn = any_tensors.tensors_of(made.spec, 5) if made.spec.has_input_norm else {}
+    made.load_weights(drawn | tensors(shared, fp8))
     if tuned:
         experts: Any = made.kernel.experts
         few, many = Point(0.5, Tuning(panel_rows=1), 1.0), Point(8.0, Tuning(panel_rows=5), 1.0)

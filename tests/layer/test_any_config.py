@@ -57,6 +57,9 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
         "group_score": draw(st.sampled_from(["auto", "two_best"])) if hashed is None else "auto",
         "has_correction_bias": draw(flag) and hashed is None, "has_logit_bias": draw(flag), "hash_vocabulary": hashed,
     }  # fmt: skip
+    router["has_expert_scale"] = draw(flag)
+    if not model["num_shared_experts"] and not model["latent_size"]:
+        model["input_norm"] = draw(st.sampled_from([None, 1e-6]))
     router["weight_on_input"] = router["top_k"] == 1 and draw(flag)
     if model["latent_size"]:
         model["latent_norm"] = draw(st.sampled_from([None, 1e-5]))
@@ -121,6 +124,8 @@ EQUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation": "situ", "swiglu_alpha": 0.7, "latent_size": 32, "latent_norm": 1e-5, "num_shared_experts": 1}, {}
     ),
     "weight on the input": ({"num_shared_experts": 1}, {"top_k": 1, "weight_on_input": True, "renormalize": False}),
+    "norm and scale": ({"input_norm": 1e-6}, {"has_expert_scale": True}),
+    "scale on the input": ({}, {"top_k": 1, "weight_on_input": True, "has_expert_scale": True, "renormalize": False}),
     "groups by two": ({}, {"num_expert_group": 4, "topk_group": 2, "group_score": "two_best"}),
 }  # fmt: skip
 GRIDS: dict[str, dict[str, Any]] = {

@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": True},
     "batch-invariant": {"batch_invariant": True},
     "tuned by rows": {"tuned": True},
+    "norm and scale": {"input_norm": 1e-6, "has_expert_scale": True},
 }
 
 
