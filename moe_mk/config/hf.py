@@ -37,18 +37,9 @@ from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
 DEEPSEEK_LIKE = (
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "dots1",
-    "nemotron_h",
-    "kimi_linear",
-    "glm5_next",
-    "hy_v4",
-    "bailing_hybrid",
-)
+    "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1", "nemotron_h", "kimi_linear",
+    "glm5_next", "hy_v4", "bailing_hybrid",
+)  # fmt: skip
 SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 PLAIN_SOFTMAX = ("qwen3_moe", "qwen3_vl_moe", *SHARED_GATED, "mixtral", "olmoe")
@@ -107,22 +98,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
     "qwen3_vl_moe": _ONE | {"norm_topk_prob": True},
     "minimax_m2": _ONE | {"use_routing_bias": True},
-    "minimax_m3": _ONE
-    | {
-        "n_shared_experts": 1,
-        "use_routing_bias": True,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
+    "minimax_m3": _ONE | {
+        "n_shared_experts": 1, "use_routing_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
         "routed_scaling_factor": 2.0,
     },
     "deepseek_v2": _ONE | {"n_shared_experts": 2, "topk_method": "greedy"},
     "deepseek_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.5},
     **dict.fromkeys(STEP, _ONE | {"n_shared_experts": 1, "use_routing_bias": True}),
-    "kimi_linear": _ONE
-    | {
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.446,
-        "latent_moe_use_norm": False,
+    "kimi_linear": _ONE | {
+        "n_shared_experts": 1, "routed_scaling_factor": 2.446, "latent_moe_use_norm": False,
         "activation_situ_beta": 1.0,
     },
     "mistral4": _ONE | {"n_shared_experts": 1, "topk_method": "group_limited_greedy"},
@@ -132,7 +116,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": _V3,
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
-}
+}  # fmt: skip
 """Of each family's configuration class."""
 
 ACTIVATIONS = {
