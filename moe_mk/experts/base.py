@@ -182,6 +182,11 @@ class FusedExperts(ABC):
         return None, "model"
 
     @classmethod
+    def slot_bytes(cls, problem: Problem) -> int:
+        """Bytes of one slot of `kernel.residency`; only of backends that support it."""
+        raise NotImplementedError(f"{cls.__name__} keeps all experts in memory")
+
+    @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Upper bound of the bytes one run allocates for `rows` received rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)

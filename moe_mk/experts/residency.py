@@ -13,8 +13,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from moe_mk.registry import Registry
+
+
+@dataclass(frozen=True)
+class ResidencyCounts:
+    """The slots of one layer on one rank, and what its calls have read since it was loaded."""
+
+    slots: int
+    experts: int
+    record_bytes: int
+    uses: int
+    """Distinct experts of all calls."""
+    hits: int
+    """Of these, the experts that were resident."""
+    reads: int
+    """Records read from the store."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the uses that found their expert resident."""
+        return self.hits / max(self.uses, 1)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from the store."""
+        return self.reads * self.record_bytes
 
 
 class Policy(ABC):

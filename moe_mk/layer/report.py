@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.experts.residency import ResidencyCounts
 from moe_mk.layer.gate import keeps_gate_in_f32
 from moe_mk.oracle.cost import expert_bytes, mlp_bytes
 from moe_mk.oracle.decide import INSIDE
-from moe_mk.oracle.memory import resident_experts
+from moe_mk.oracle.memory import resident_experts, slot_bytes
 from moe_mk.oracle.verdict import UNROUTED, Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
@@ -79,7 +80,7 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     return MemoryReport(
         rank,
         num_slots,
-        min(num_slots, resident_experts(problem)) * expert,
+        min(num_slots, resident_experts(problem)) * slot_bytes(problem),
         shared,
         gate,
         decision.buffer_bytes,
@@ -123,6 +124,8 @@ class RunReport:
     """Assignments of this rank's tokens to lost experts that were left out."""
     unrouted: int = 0
     """Assignments that chose no expert, see `MoELayer.unrouted`."""
+    residency: ResidencyCounts | None = None
+    """What was read from the store of `kernel.residency` since loading; None: all experts are in memory."""
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -150,6 +153,7 @@ class RunReport:
             "on_lost_expert": self.on_lost_expert,
             "dropped_assignments": self.dropped_assignments,
             "unrouted": self.unrouted,
+            "residency": None if self.residency is None else asdict(self.residency),
         }
 
     def __str__(self) -> str:
@@ -202,6 +206,7 @@ def report_of(layer: MoELayer) -> RunReport:
         on_lost_expert=layer.on_lost_expert,
         dropped_assignments=layer.dropped_assignments,
         unrouted=layer.unrouted,
+        residency=getattr(layer.state.laid_out, "counts", None),
     )
 
 

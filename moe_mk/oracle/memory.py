@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from moe_mk.comm.destinations import expected_experts
 from moe_mk.config.problem import Problem
+from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle import cost
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
+from moe_mk.text import amount
 
 Workspace = Callable[[Problem, int], int]
 """(problem, received rows) to the bytes that experts allocate."""
@@ -33,7 +36,15 @@ class Buffers:
 
 def weights_bytes(problem: Problem) -> int:
     """Bytes in memory of this layer's experts on the rank with the most slots."""
-    return resident_experts(problem) * cost.expert_bytes(problem)
+    return resident_experts(problem) * slot_bytes(problem)
+
+
+def slot_bytes(problem: Problem) -> int:
+    """Bytes of one expert in memory: as stored, or with `kernel.residency` in a slot of the experts that support it."""
+    stored = cost.expert_bytes(problem)
+    if problem.config.kernel.residency is None:
+        return stored
+    return max((each.slot_bytes(problem) for _, each in EXPERTS.items() if each.traits.pages), default=0) or stored
 
 
 def resident_experts(problem: Problem) -> int:
@@ -41,7 +52,61 @@ def resident_experts(problem: Problem) -> int:
     residency = problem.config.kernel.residency
     if residency is None:
         return problem.slots
-    return min(problem.slots, residency.slots or max((residency.bytes or 0) // cost.expert_bytes(problem), 1))
+    return min(problem.slots, residency.slots or max((residency.bytes or 0) // slot_bytes(problem), 1))
+
+
+@dataclass(frozen=True)
+class ExpectedReads:
+    """What one step of `problem.num_tokens` tokens a rank reads from the store on the rank with the most slots."""
+
+    slots: int
+    experts: int
+    """Of the rank."""
+    used: float
+    """Distinct experts of a step, expected under uniform routing."""
+    most_used: int
+    """The most distinct experts of a step."""
+    slot_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The hit rate under uniform routing, which no policy can improve without knowing the future."""
+        return self.slots / self.experts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read, expected under uniform routing."""
+        return round(self.used * (1 - self.hit_rate) * self.slot_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the experts of the largest step for which there are no slots."""
+        return max(self.most_used - self.slots, 0) * self.slot_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest step if none of its experts is resident."""
+        return self.most_used * self.slot_bytes
+
+    def as_dict(self) -> dict[str, int | float]:
+        """The figures as JSON."""
+        derived = {"hit_rate": self.hit_rate, "bytes": self.num_bytes, "least_bytes": self.least_bytes}
+        return asdict(self) | derived | {"most_bytes": self.most_bytes}
+
+    def __str__(self) -> str:
+        uniform = f"under uniform routing {self.used:.3g} experts a step, hit rate {100 * self.hit_rate:.3g} %"
+        reads = f"{amount(self.num_bytes)} read, at most {amount(self.most_bytes)}"
+        return f"{self.slots} of {self.experts} experts in memory; {uniform}, {reads}"
+
+
+def expected_reads(problem: Problem) -> ExpectedReads | None:
+    """What a step reads where `kernel.residency` keeps fewer experts than the rank has; None: nothing."""
+    slots = resident_experts(problem)
+    if slots >= problem.slots:
+        return None
+    experts, top_k, tokens = problem.config.model.num_experts, problem.config.router.top_k, cost.all_tokens(problem)
+    used = expected_experts(problem.slots, experts, top_k, tokens)
+    return ExpectedReads(slots, problem.slots, used, min(problem.slots, tokens * top_k), slot_bytes(problem))
 
 
 def buffers_of(

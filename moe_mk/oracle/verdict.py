@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle.fallback import Effect, RejectedFormat
-from moe_mk.oracle.memory import Buffers
+from moe_mk.oracle.memory import Buffers, expected_reads
 from moe_mk.prepare_finalize.base import Budget, LinkChoice
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
@@ -320,6 +320,7 @@ class Decision:
             "tokens_that_fit": self.tokens_that_fit,
             "budget": None if self.budget is None else asdict(self.budget),
             "link": None if self.link is None else asdict(self.link),
+            "residency": reads.as_dict() if (reads := expected_reads(self.problem)) else None,
             "parameters": self.parameters,
             "unrouted": self.unrouted,
             "graph_safe": self.graph_safe,
@@ -357,6 +358,7 @@ class Decision:
         head += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
         head += [] if self.link is None else [f"  {self.chosen.prepare_finalize} sends rows over {self.link}"]
         head += self._tiles()
+        head += [f"  {reads}"] if (reads := expected_reads(p)) else []
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]

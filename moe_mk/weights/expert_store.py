@@ -52,7 +52,8 @@ def write_store(
 ) -> None:
     """Write `num_experts` records; each buffer is read before the next one is asked for.
 
-    facts: JSON values that `ExpertStore.facts` returns. Raises StoreError where the file cannot be written.
+    facts: JSON values that `ExpertStore.facts` returns. What writers of the same store left when they were killed is
+    removed first. Raises StoreError where the file cannot be written.
     """
     first = aligned(PREFIX + len(_header(facts, record_bytes, ["0" * 2 * DIGEST] * num_experts)))
     total = first + num_experts * record_bytes

@@ -59,6 +59,7 @@ def test_paths_that_are_named_exist(page: Path) -> None:
             "mutants",
             "residency",
             "site",
+            "stores",
             "small",
             "tiny-ds3",
             "wheels",

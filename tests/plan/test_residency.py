@@ -12,7 +12,7 @@ import torch
 
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
-from moe_mk.lab.cli.fit import bytes_of
+from moe_mk.lab.cli.options import bytes_of, enough
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from tests.cli.conftest import moe_mk
@@ -136,10 +136,13 @@ def test_a_trace_becomes_steps_of_some_tokens() -> None:
 
 def test_amounts_are_read_with_their_units() -> None:
     assert bytes_of("--memory", "3GB") == 3_000_000_000 and bytes_of("--memory", "1.5 KiB") == 1536
+    assert bytes_of("--memory", "512MiB") == 2**29 and bytes_of("--memory", "77") == 77
     assert bytes_of("--disk", "1.1GB/s", per_second=True) == 1_100_000_000
-    for wrong in ("3", "GB", "-1GB", "0GB", "3GB/s", "nanGB", "3 XB"):
+    for wrong in ("", "0", "GB", "-1GB", "0GB", "3GB/s", "nanGB", "3 XB"):
         with pytest.raises(ConfigError, match="--memory"):
             bytes_of("--memory", wrong)
+    for count in (1, 999, 1000, 88_096_768, 44_048_384, 3 * 10**9 + 1, 7 * 10**12):
+        assert count <= bytes_of("--memory", enough(count)) <= 1.01 * count
 
 
 def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) -> None:
@@ -156,6 +159,6 @@ def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) 
     rates = {one["name"]: one["hit_rate"] for one in stated["outcomes"]}
     assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name)
     less = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "50MB", *sizes)
-    assert less.exit_code == 2 and "give at least 88.1 MB" in less.output
+    assert less.exit_code == 2 and "give at least 88.11MB" in less.output
     other = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "3GB")
     assert other.exit_code == 2 and "--set num_experts=16" in other.output

@@ -171,6 +171,17 @@ class CpuNativeExperts(FusedExperts):
         return assignments * problem.intermediate * 2 + rows * problem.config.model.hidden_size * 4
 
     @classmethod
+    def slot_bytes(cls, problem: Problem) -> int:
+        """A record of the store; 0 for weights that are not packed."""
+        model, inner = problem.config.model, problem.intermediate
+        storage13, storage2 = storage_of(problem.weights), storage_of(model.quant.down_scheme)
+        if storage13 is None or storage2 is None:
+            return 0
+        layout13 = storage13.layout(inner, model.hidden_size, gated=model.gated)
+        layout2 = storage2.layout(model.hidden_size, inner, gated=False)
+        return RecordLayout(layout13, layout2, biased=model.expert_bias).num_bytes
+
+    @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
         """Memory access parameters to try for a number of tokens; none of them changes a bit of the result."""
         return candidates(context, rows)

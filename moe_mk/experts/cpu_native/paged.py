@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import ConfigError, StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
-from moe_mk.experts.residency import POLICIES, Policy
+from moe_mk.experts.residency import POLICIES, Policy, ResidencyCounts
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix
 from moe_mk.kernels.native.packed import HUGE_PAGE
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -91,7 +91,7 @@ def records(num_records: int, layout: RecordLayout) -> Tensor:
     return whole[start : start + size].view(num_records, layout.num_bytes)
 
 
-def _memory_of(record_B: Tensor) -> memoryview:
+def memory_of(record_B: Tensor) -> memoryview:
     """The bytes of a record, which keep its memory: a read that was not waited for may still write to it."""
     return record_B.numpy().data
 
@@ -112,8 +112,8 @@ def open_store(
     Raises StoreError for a store that is damaged, foreign, or cannot be written.
     """
     slots_of(config, layout.num_bytes, num_experts)  # raises before anything is written
-    facts = layout.facts()
-    of_layout = blake2b(repr(sorted(facts.items())).encode(), digest_size=4).hexdigest()
+    of_layout = blake2b(repr(sorted(layout.facts().items())).encode(), digest_size=4).hexdigest()
+    facts = layout.facts() | {"experts": name}
     path = Path(config.store) / f"{name[:32]}-{of_layout}.experts"
     passing = not keep and not path.exists()
     if passing:
@@ -125,7 +125,7 @@ def open_store(
         def packed() -> Iterator[memoryview]:
             for expert in range(num_experts):
                 pack(expert, w13, w2)
-                yield _memory_of(record[0])
+                yield memory_of(record[0])
 
         write_store(path, facts, num_experts, layout.num_bytes, packed())
     try:
@@ -186,6 +186,13 @@ class Cache:
         """Whether every expert is in memory, each in the slot of its number."""
         return len(self.slot_of) == self.store.num_experts
 
+    def clear(self) -> None:
+        """Empty the slots, and forget what was used."""
+        with self.exclusive():
+            self.slot_of.clear()
+            self._free = list(range(len(self.records_SB)))
+            self.policy = POLICIES[self.config.policy](self.store.num_experts)
+
     def exclusive(self) -> Lock:
         """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
         if self._process != os.getpid():
@@ -240,7 +247,7 @@ class Cache:
             expert = missing.pop(0)
             slot = expert if len(self.records_SB) == self.store.num_experts else self._free[-1]
             self._free.remove(slot)
-            reading[expert] = _Reading(self.store, expert, slot, _memory_of(self.records_SB[slot]), self._readers)
+            reading[expert] = _Reading(self.store, expert, slot, memory_of(self.records_SB[slot]), self._readers)
             self.reads += 1
 
     def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
@@ -314,10 +321,17 @@ class PagedExperts:
         """Bytes in memory."""
         return self.cache.num_bytes
 
+    @property
+    def counts(self) -> ResidencyCounts:
+        """The slots, and what was read so far."""
+        cache = self.cache
+        sizes = len(cache.records_SB), self.num_slots, cache.layout.num_bytes
+        return ResidencyCounts(*sizes, cache.uses, cache.hits, cache.reads)
+
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy. Raises StoreError."""
         record = records(1, self.cache.layout)
-        self.cache.store.read(index, _memory_of(record[0]))
+        self.cache.store.read(index, memory_of(record[0]))
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
 

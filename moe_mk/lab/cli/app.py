@@ -20,8 +20,10 @@ from moe_mk.lab.cli.options import (
     Device,
     Experts,
     ExplainCommand,
+    Memory,
     PrepareFinalize,
     Settings,
+    Store,
     settings_of,
 )
 from moe_mk.lab.cli.predictions import predictions
@@ -80,6 +82,8 @@ def run(
         Path | None, typer.Option(help="token ids, for layers that route by them; default random")
     ] = None,
     replicated: Annotated[bool, typer.Option("--replicated", help="all ranks have the same tokens")] = False,
+    memory: Memory = None,
+    store: Store = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
@@ -109,6 +113,7 @@ def run(
     from moe_mk.lab.cli.inputs import RunSettings, dtype_of, expect_checkpoint, first_moe_layer, tokens_of
     from moe_mk.lab.cli.plan import plan_run
     from moe_mk.lab.cli.processes import run_ranks
+    from moe_mk.lab.cli.residency import with_budget
     from moe_mk.lab.cli.run import run_rank
     from moe_mk.lab.cli.screen import Screen
     from moe_mk.lab.cli.show import show_plan
@@ -131,7 +136,8 @@ def run(
         "timeout_s": timeout,
         "network": network,
     }
-    config = config_of(checkpoint, layer, **(overrides | settings_of(settings)))
+    overrides = with_budget(overrides | settings_of(settings), memory, store, checkpoint, world.size)
+    config = config_of(checkpoint, layer, **overrides)
     order = RunSettings(
         checkpoint=checkpoint,
         layer=layer,
@@ -153,6 +159,7 @@ def run(
         threads=world.threads,
         ranks_per_node=ranks_per_node,
         prefix=prefix,
+        memory=memory,
     )
     plan = plan_run(order, world)
     show_plan(Screen(quiet=as_json or not world.prints), plan)

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ from moe_mk.files import write_text
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, tokens_of
-from moe_mk.lab.cli.measure import SHOWN, time_stages
+from moe_mk.lab.cli.measure import SHOWN, stage_times, time_stages
 from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
 from moe_mk.lab.cli.processes import run_ranks
+from moe_mk.lab.cli.residency import (
+    curves_of,
+    expect_budget,
+    measure_residency,
+    residency_lines,
+    residency_table,
+    save_residency_plot,
+    with_budget,
+)
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.cli.version import own_version
 from moe_mk.lab.cli.world import Place, World, groups_of, team_of, together
@@ -51,12 +60,20 @@ class BenchOrder:
     threads: int = 1
     out: Path | None = None
     plot: Path | None = None
+    memory: str | None = None
+    """For the experts of all ranks; None: all are resident."""
+    store: Path | None = None
+    steps: int = 32
+    """With `memory`: batches per size, half of which are counted."""
+    quiet: bool = False
+    """Whether no progress is shown."""
 
 
 def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
     """Measure on every rank, print on one. Raises the errors of building the layer."""
     dtype_of(order.dtype)
     expect_outputs({"--out": order.out, "--plot": order.plot})
+    with_budget(order.settings, order.memory, order.store, Path(), 1)  # raises ConfigError
     if order.checkpoint is not None:
         expect_checkpoint(order.checkpoint)
     if order.plot is not None:
@@ -68,7 +85,8 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
         if order.checkpoint is None:
             write_checkpoint(folder, order.shape)
         result = Path(results) / "bench.json"
-        job = BenchJob(order, Path(str(folder)), result)
+        settings = with_budget(order.settings, order.memory, order.store, Path(str(folder)), world.size)
+        job = BenchJob(replace(order, settings=settings), Path(str(folder)), result)
         backend = collective_backend(order.device, world.local_size)
         code = run_ranks(bench_rank, job, world, backend, order.timeout_s)
         if code == OK and result.is_file():
@@ -97,13 +115,23 @@ def bench_rank(job: BenchJob, place: Place) -> int:
         settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
         config = stated(config_of(job.folder, order.layer, **settings), job.folder, order.layer)
         layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
-        return layer.load_from_safetensors(job.folder, order.layer)
+        expect_budget(layer.decision, order.memory)
+        with Screen(quiet=order.quiet or place.rank > 0).progress("load") as advance:
+            return layer.load_from_safetensors(job.folder, order.layer, on_progress=advance)
 
     layer, measured = together(team, build), []
     for count in order.tokens:
-        batch = _random_batch(layer.config, count, place.ep_rank, dtype).to(device)
-        times = time_stages(layer, batch, team, order.repeats)
-        measured.append({"tokens": count, "total_ms": times.total, "stages_ms": times.stages})
+        batches = [
+            _random_batch(layer.config, count, place.ep_rank + step * place.size, dtype).to(device)
+            for step in range(1 if order.memory is None else order.steps)
+        ]
+        if order.memory is None:
+            times, paged = time_stages(layer, batches[0], team, order.repeats), None
+        else:
+            paged, samples = measure_residency(layer, batches, team)
+            times = stage_times(samples, team)
+        result = {"tokens": count, "total_ms": times.total, "stages_ms": times.stages}
+        measured.append(result if paged is None else result | {"residency": paged})
     layer.report().require_as_planned()
     if place.rank == 0:
         job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
@@ -143,7 +171,7 @@ def _facts(
         },
         "pair": layer.decision.chosen.name,
         "because": layer.decision.because,
-        "repeats": order.repeats,
+        "repeats": order.repeats if order.memory is None else order.steps - order.steps // 2,
         "ran_as_decided": not layer.report().departures,
         "results": list(measured),
     }
@@ -152,13 +180,19 @@ def _facts(
 def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json: bool) -> None:
     if order.out is not None:
         write_text(order.out, json.dumps(facts, indent=2) + "\n")
-    if order.plot is not None:
+    paged = [(each["tokens"], each["residency"]) for each in facts["results"] if "residency" in each]
+    if order.plot is not None and paged:
+        save_residency_plot([curve for tokens, each in paged for curve in curves_of(each, tokens)], order.plot)
+    elif order.plot is not None:
         save_bench_plot(facts, order.plot)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     screen.facts(bench_head(facts))
     screen.console.print(bench_table(facts))
+    screen.facts([line for _, each in paged[:1] for line in residency_lines(each)])
+    for tokens, each in paged:
+        screen.console.print(residency_table(each, tokens))
     for option, file in (("json", order.out), ("plot", order.plot)):
         if file is not None:
             screen.fact(option, str(file))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_mk.lab.cli.exits import with_exit_code
+from moe_mk.lab.cli.options import AsJson, Settings, settings_of
 from moe_mk.lab.cli.words import FORMATS, TARGETS
 
 checkpoint_verbs = typer.Typer()
@@ -65,14 +66,29 @@ def make_checkpoint(
 @with_exit_code
 def convert_command(
     source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
-    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not exist")],
-    to: Annotated[str, typer.Option(help=f"target format of the experts: {TARGETS}")],
+    target: Annotated[Path, typer.Argument(help="folder to write: without --store it must be empty or not exist")],
+    to: Annotated[str | None, typer.Option(help=f"target format of the experts: {TARGETS}")] = None,
+    store: Annotated[
+        bool, typer.Option("--store", help="keep the format, and write the stores of experts larger than memory")
+    ] = False,
+    layer: Annotated[list[int] | None, typer.Option(help="of --store: which layer; repeatable; default all")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="of --store: expert-parallel size")] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=65536, help="of --store: tensor-parallel size")] = 1,
+    settings: Settings = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Convert the experts of a checkpoint to another format, one at a time, and report the error of each."""
-    from moe_mk.lab.cli.convert import ConvertOrder, convert
+    """Convert the experts of a checkpoint to another format, or write the stores of experts larger than memory."""
+    from moe_mk.errors import ConfigError
+    from moe_mk.lab.cli.convert import ConvertOrder, StoreOrder, convert, convert_to_stores
     from moe_mk.lab.cli.screen import Screen
 
-    return convert(Screen(), ConvertOrder(source, target, to))
+    if store == (to is not None):
+        raise ConfigError("convert takes either --to FORMAT or --store; moe-mk convert --help lists the formats")
+    if store:
+        order = StoreOrder(source, target, tuple(layer or ()), ranks, tp, settings_of(settings))
+        return convert_to_stores(Screen(quiet=as_json), order, as_json=as_json)
+    assert to is not None
+    return convert(Screen(quiet=as_json), ConvertOrder(source, target, to), as_json=as_json)
 
 
 @checkpoint_verbs.command("inspect", hidden=True)

@@ -1,16 +1,25 @@
-"""`moe-mk convert`: convert the experts of a checkpoint to another format, with the error of each."""
+"""`moe-mk convert`: to another format with the error of each expert, or to stores of experts larger than memory."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from moe_mk.lab.checkpoints.conversion_report import ExpertError
 from moe_mk.lab.checkpoints.convert import REPORT, convert_checkpoint
+from moe_mk.lab.checkpoints.stores import WrittenStore, plan_stores, write_layer
 from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.inputs import layers_of
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.text import amount
 from moe_mk.trace.clock import now
+from moe_mk.weights.scan import Progress
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,13 @@ class ConvertOrder:
     to: str
 
 
-def convert(screen: Screen, order: ConvertOrder) -> int:
+def convert(screen: Screen, order: ConvertOrder, *, as_json: bool = False) -> int:
     """Convert, and print sizes and errors per layer."""
     start = now()
     with screen.progress("convert") as advance:
         report = convert_checkpoint(order.source, order.target, order.to, on_progress=advance)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
     size = f"{amount(report.bytes_read)} to {amount(report.bytes_written)} in {now() - start:.1f} s"
     screen.fact("converted", f"{order.target}: experts in {order.to}, {size}")
     for layer in dict.fromkeys(error.layer for error in report.errors):
@@ -35,6 +46,47 @@ def convert(screen: Screen, order: ConvertOrder) -> int:
         screen.fact("dropped", line)
     screen.fact("report", f"{order.target / REPORT}: the error of every expert and matrix")
     return OK
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """A checkpoint whose experts are written to stores."""
+
+    source: Path
+    target: Path
+    layers: tuple[int, ...]
+    """Empty: all with experts."""
+    ranks: int
+    tp: int
+    overrides: Mapping[str, Any]
+
+
+def convert_to_stores(screen: Screen, order: StoreOrder, *, as_json: bool = False) -> int:
+    """Write the stores of every layer and rank, and print each with the time it took."""
+    layers = list(order.layers) or layers_of(order.source)
+    plans = plan_stores(order.source, order.target, layers, order.overrides, ranks=order.ranks, tp=order.tp)
+    stores: list[WrittenStore] = []
+    for plan in plans:
+        start = now()
+        with screen.progress(f"layer {plan.layer}") as advance:
+            found = write_layer(order.source, plan, partial(_labelled, advance))
+        stores += found
+        written = sum(store.num_bytes for store in found if store.written)
+        how = f"{amount(written)} written in {now() - start:.1f} s" if written else "there already"
+        for store in found:
+            what = how if len(found) == 1 else ("written" if store.written else "there already")
+            rank = f"rank {store.rank}, " if len(found) > 1 else ""
+            text = f"{rank}{store.experts} experts, {amount(store.num_bytes)}, {what}: {store.file.name}"
+            screen.fact(f"layer {store.layer}", text)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(order.target), "stores": [each.as_dict() for each in stores]}, indent=2))
+    screen.fact("use", f"moe-mk run {order.source} --memory SIZE --store {order.target}, or kernel.residency.store")
+    return OK
+
+
+def _labelled(advance: Progress, rank: int) -> Progress:
+    """Progress with the rank in front of the stage."""
+    return lambda stage, done, total: advance(f"rank {rank} {stage}", done, total)
 
 
 def _summary(errors: list[ExpertError]) -> str:

@@ -28,8 +28,7 @@ from moe_mk.lab.cli.show import show_pairs
 from moe_mk.lab.plan.roofline import LayerShape, Rates, experts_us
 from moe_mk.lab.plan.wanted import ways_to
 from moe_mk.oracle import Decision, libraries_of, select
-from moe_mk.oracle.cost import expert_bytes
-from moe_mk.oracle.memory import resident_experts, room_of
+from moe_mk.oracle.memory import expected_reads, room_of
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
 from moe_mk.text import amount
@@ -200,11 +199,8 @@ def memory_lines(decision: Decision) -> list[str]:
         f"{amount(decision.weights_bytes)} of experts, {most}",
         f"worst routing (all tokens of all ranks on this rank): {by}{least}",
     ]
-    if (resident := resident_experts(p)) < p.slots:
-        each, reached = expert_bytes(p), min(p.slots, p.num_tokens * p.ranks * p.config.router.top_k)
-        least = amount(max(reached - resident, 0) * each)
-        reads = f"a step with {reached} experts reads {least} to {amount(reached * each)} of them"
-        lines.insert(1, f"{resident} of {p.slots} experts in memory; {reads}, for hit rates see moe-mk fit")
+    if reads := expected_reads(p):
+        lines.insert(1, f"{reads}; of other routing: moe-mk fit")
     if fits < limit:
         lines.append(f"more than the {amount(room_of(p))} of {device.name}, which hold a limit of {fits}")
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,9 @@ from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.options import bytes_of, enough
+from moe_mk.lab.cli.outputs import expect_outputs, format_of
+from moe_mk.lab.cli.residency import Curve, save_residency_plot
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.lab.trace.importers import import_trace
@@ -25,9 +27,12 @@ from moe_mk.quant.plain import BF16
 from moe_mk.text import amount
 from moe_mk.trace.routing import RoutingTrace, TraceError
 
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PARTS = (0.125, 0.25, 0.375, 0.5, 0.75)
 """Slots of the first table, as parts of the experts of a layer."""
+
+
+AVERAGED = 100
+"""Points of a curve in the picture; each is the mean of as many steps as that takes."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,15 @@ class FitOrder:
     tokens: int
     gate_trace: Path | None
     overrides: Mapping[str, Any]
-
-
-def bytes_of(option: str, text: str, *, per_second: bool = False) -> int:
-    """The number of bytes that a text such as 3GB, 512MiB or, per second, 1.1GB/s names; raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)", text.strip().removesuffix("/s" if per_second else ""))
-    if found is None or found[2] not in UNITS or not (value := round(float(found[1]) * UNITS[found[2]])):
-        example = "1.1GB/s" if per_second else "3GB or 512MiB"
-        raise ConfigError(f"{option} {text!r} is no amount above 0; write for example {example}")
-    return value
+    plot: Path | None = None
 
 
 def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     """Simulate and print. Raises ConfigError, or TraceError for a trace that does not fit the configuration."""
     memory = bytes_of("--memory", order.memory)
+    expect_outputs({"--plot": order.plot})
+    if order.plot is not None:
+        format_of(order.plot)
     config = load_config(order.config).with_(**order.overrides)
     trace = _read(order.trace, config.model.num_experts)
     early = None if order.gate_trace is None else _read(order.gate_trace, config.model.num_experts)
@@ -74,13 +74,15 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     if slots < 1:
         raise ConfigError(
             f"--memory {order.memory} is less than one expert of {amount(each)} in each of {layers} layers; "
-            f"give at least {amount(layers * each)}"
+            f"give at least {enough(layers * each)}"
         )
     recorded = Recorded(steps, experts, trace.facts.top_k, early_steps)
     outcomes = compare(recorded, machine, slots, list(POLICIES))
     by_slots = {
         count: _rates(recorded, machine, count) for count in sorted({max(1, round(p * experts)) for p in PARTS})
     }
+    if order.plot is not None:
+        save_residency_plot([_curve(one, each) for one in outcomes if "prefetch" not in one.name], order.plot)
     if as_json:
         stated = {
             "expert_bytes": each, "layers": layers, "experts": experts, "slots": slots,
@@ -114,6 +116,15 @@ def _read(file: Path, num_experts: int) -> RoutingTrace:
             f"add --set num_experts={trace.facts.num_experts}"
         )
     return trace
+
+
+def _curve(one: Outcome, expert_bytes: int) -> Curve:
+    """Hits and reads over the counted steps."""
+    size = max(1, len(one.by_step) // AVERAGED)
+    parts = [one.by_step[at : at + size] for at in range(0, len(one.by_step), size)]
+    hits = [sum(hit for _, hit, _ in part) / max(sum(use for use, _, _ in part), 1) for part in parts]
+    num_bytes = [sum(reads for *_, reads in part) / len(part) * expert_bytes for part in parts]
+    return Curve(one.name, hits, num_bytes, every=size)
 
 
 def _rates(recorded: Recorded, machine: Machine, slots: int) -> dict[str, float]:

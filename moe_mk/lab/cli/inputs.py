@@ -98,6 +98,8 @@ class RunSettings:
     """Number of neighbouring ranks to treat as a node; None: those of this host."""
     prefix: str | None = None
     """The part of names before "experts.0..."; None: the only block of the layer."""
+    memory: str | None = None
+    """For the experts of all ranks; None: all are resident, or as the configuration states."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,12 @@ class Batch:
     @property
     def first(self) -> Batch:
         """One token, or none."""
-        return Batch(self.x_TH[:1], None if self.token_ids_T is None else self.token_ids_T[:1])
+        return self.token(0)
+
+    def token(self, index: int) -> Batch:
+        """One token, or none behind the last."""
+        one = slice(index, index + 1)
+        return Batch(self.x_TH[one], None if self.token_ids_T is None else self.token_ids_T[one])
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
@@ -138,13 +145,18 @@ def expect_checkpoint(path: Path) -> None:
         )
 
 
-def first_moe_layer(path: Path) -> int:
-    """The first layer of a checkpoint that has experts; reads headers only. Raises ConfigError if there is none."""
+def layers_of(path: Path) -> list[int]:
+    """The layers of a checkpoint that have experts; reads headers only. Raises ConfigError if there is none."""
     expect_checkpoint(path)
-    numbers = [each.layer for each in inspect_checkpoint(path).layers if each.layer is not None]
+    numbers = sorted({each.layer for each in inspect_checkpoint(path).layers if each.layer is not None})
     if not numbers:
         raise ConfigError(f"{path} has no MoE layer; moe-mk inspect-checkpoint {path} lists its contents")
-    return min(numbers)
+    return numbers
+
+
+def first_moe_layer(path: Path) -> int:
+    """The first layer of a checkpoint that has experts; reads headers only. Raises ConfigError if there is none."""
+    return layers_of(path)[0]
 
 
 def tokens_of(text: str) -> tuple[int, ...]:

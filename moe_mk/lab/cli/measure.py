@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,10 +33,18 @@ class StageTimes:
         return replace(self, tokens=tuple(tokens))
 
 
+StageSample = dict[str, float]
+"""Seconds of each of SHOWN, and "total"."""
+
+
 def time_stages(layer: MoELayer, batch: Batch, team: Communicator, repeats: int) -> StageTimes:
     """Run a layer `repeats` times after one warm-up; every rank of the team must call this with the same repeats."""
     layer(batch.x_TH, batch.token_ids_T)
-    samples = [_one_forward(layer, batch) for _ in range(repeats)]
+    return stage_times([sample_of(layer, lambda: layer(batch.x_TH, batch.token_ids_T)) for _ in range(repeats)], team)
+
+
+def stage_times(samples: Sequence[StageSample], team: Communicator) -> StageTimes:
+    """The median of each stage over samples, on its slowest rank; every rank of the team must call this."""
     mine = [median(sample[stage] for sample in samples) for stage in (*SHOWN, "total")]
     row = torch.tensor([mine], dtype=torch.float64, device="cpu")
     slowest = wait(team.all_gather(row, [1] * team.size, "report")).amax(dim=0)
@@ -45,12 +53,13 @@ def time_stages(layer: MoELayer, batch: Batch, team: Communicator, repeats: int)
     return StageTimes(times, total)
 
 
-def _one_forward(layer: MoELayer, batch: Batch) -> dict[str, float]:
+def sample_of(layer: MoELayer, call: Callable[[], object]) -> StageSample:
+    """The stages of one call of a layer."""
     recorder = Recorder()
     layer.spans.recorder = recorder
     try:
         with recorder.span("other"):
-            layer(batch.x_TH, batch.token_ids_T)
+            call()
             synchronize(layer.device)
     finally:
         layer.spans.recorder = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,3 +82,30 @@ def settings_of(words: Sequence[str] | None) -> dict[str, Any]:
         except yaml.YAMLError as problem:
             raise ConfigError(f"--set {word!r} has a value that is not YAML: {problem}") from problem
     return found
+
+
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def bytes_of(option: str, text: str, *, per_second: bool = False) -> int:
+    """The number of bytes of a text such as 3GB, 512MiB or 3000000000, or per second of 1.1GB/s; else ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B|)", text.strip().removesuffix("/s" if per_second else ""))
+    if found is None or found[2] not in UNITS or not (value := round(float(found[1]) * UNITS[found[2]])):
+        example = "1.1GB/s" if per_second else "3GB, 512MiB or 3000000000"
+        raise ConfigError(f"{option} {text!r} is no amount above 0; write for example {example}")
+    return value
+
+
+def enough(num_bytes: int) -> str:
+    """An amount of at least this many bytes that `bytes_of` reads, with three digits or a little more: 88.2MB."""
+    unit = next((name for name in ("GB", "MB", "kB") if num_bytes >= UNITS[name]), "B")
+    return f"{math.ceil(num_bytes / UNITS[unit] * 100) / 100:g}{unit}"
+
+
+Memory = Annotated[
+    str | None,
+    typer.Option(help="memory for the experts of the layer on all ranks, such as 3GB; the others stay in a store"),
+]
+Store = Annotated[
+    Path | None, typer.Option(help="folder of the store, see convert --store; default: experts.store in the checkpoint")
+]

@@ -11,6 +11,7 @@ from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, installed
 from moe_mk.lab.cli.inputs import DTYPES, RunSettings, check_token_ids, token_counts
 from moe_mk.lab.cli.outputs import expect_outputs, format_of
+from moe_mk.lab.cli.residency import expect_budget
 from moe_mk.lab.cli.world import World
 from moe_mk.lab.verify import check_fault
 from moe_mk.layer.report import MemoryReport, memory_report
@@ -67,6 +68,7 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     decision = select(
         Problem(config, profile_here(device), dtype, most, installed(config.kernel.cache_dir), emulated())
     )
+    expect_budget(decision, settings.memory)
     experts = expert_map_of(config)
     owners = [rank // world.tp for rank in range(world.size)]
     return RunPlan(

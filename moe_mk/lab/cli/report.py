@@ -73,6 +73,8 @@ class Report:
     """The same bytes by kind of link, one of `comm.traffic.LINKS`."""
     expert_load: list[int] = field(default_factory=list)
     """Tokens of the prefill that chose each expert."""
+    residency: dict[str, Any] | None = None
+    """With a budget: measured and predicted reads of steps of one token."""
     verification: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,6 +103,7 @@ class Report:
             "sent_bytes": self.traffic,
             "sent_bytes_by_link": self.links,
             "expert_load": self.expert_load,
+            "residency": self.residency,
             "verification": self.verification,
         }
 

@@ -33,6 +33,7 @@ from moe_mk.lab.cli.inputs import DTYPES, Batch, RunSettings, batch_of
 from moe_mk.lab.cli.measure import time_stages
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.report import RankReport, Report
+from moe_mk.lab.cli.residency import measure_residency
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.cli.show import show_results, show_verdict
 from moe_mk.lab.cli.world import Place, groups_of, team_of, together
@@ -44,6 +45,9 @@ from moe_mk.trace.recorder import STAGES, Recorder, Span
 from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import open_source
+
+MOST_STEPS = 64
+"""Steps of one token that are measured with a budget."""
 
 
 def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path) -> int:
@@ -234,6 +238,8 @@ def _run(rank: Rank) -> list[Answer]:
         rank.screen.fact("trace", f"{settings.record_trace}, the routing of prefill and decode")
     ones = [min(count, 1) for count in counts]
     report.decode = time_stages(layer, batch.first, rank.team, 3 * settings.repeats).for_tokens(ones)
+    if settings.memory is not None and (steps := min(max(counts), MOST_STEPS)) > 1:
+        report.residency, _ = measure_residency(layer, [batch.token(step) for step in range(steps)], rank.team)
     return [prefill, decode]
 
 

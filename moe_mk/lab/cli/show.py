@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -15,8 +16,10 @@ from moe_mk.lab.cli.checkpoints import show_checkpoint
 from moe_mk.lab.cli.measure import StageTimes
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.report import Report
+from moe_mk.lab.cli.residency import residency_lines, residency_table
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.verify import Verification
+from moe_mk.oracle.memory import expected_reads
 from moe_mk.oracle.verdict import Decision, Verdict, explain_pairs
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.text import amount
@@ -44,6 +47,8 @@ def show_plan(screen: Screen, plan: RunPlan) -> None:
         sizes = f"experts {amount(memory.experts)}, shared {amount(memory.shared)}, gate {amount(memory.gate)}"
         total = f"buffers at most {amount(memory.buffers)}, total {amount(memory.total)}"
         screen.fact(f"rank {rank}", f"experts {listed(experts)}: {sizes}, {total}")
+    if reads := expected_reads(replace(p, num_tokens=max(1, *plan.counts))):
+        screen.fact("residency", str(reads))
     show_decision(screen, plan.decision)
 
 
@@ -83,6 +88,9 @@ def show_results(screen: Screen, report: Report) -> None:
     layout = f"converted to the layout of {report.decision['chosen']['experts']} after {seconds:.2f} s"
     screen.fact("load", f"{amount(total)} read and checked in {read:.2f} s ({rate}), {layout}")
     screen.console.print(stage_table(report.prefill, report.decode))
+    if report.residency is not None:
+        screen.facts(residency_lines(report.residency))
+        screen.console.print(residency_table(report.residency, 1))
     screen.fact("sent", sent_bytes(report.traffic, report.decision))
     if report.plan.decision.problem.nodes > 1 and report.traffic:
         near, far = report.links[INTRA_NODE], report.links[INTER_NODE]

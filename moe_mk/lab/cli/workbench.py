@@ -16,8 +16,10 @@ from moe_mk.lab.cli.options import (
     AsJson,
     Device,
     Experts,
+    Memory,
     PrepareFinalize,
     Settings,
+    Store,
     settings_of,
 )
 from moe_mk.lab.cli.words import FORMATS
@@ -97,6 +99,9 @@ def bench_command(
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: ranks over which experts are sliced")] = 1,
     tokens: Annotated[str, typer.Option(help="batch sizes per rank, by comma")] = "1,16,64",
     repeats: Annotated[int, typer.Option(min=1, help="timed forward passes per size")] = 5,
+    memory: Memory = None,
+    store: Store = None,
+    steps: Annotated[int, typer.Option(min=4, help="with --memory: batches per size, half of them counted")] = 32,
     prepare_finalize: PrepareFinalize = "auto",
     experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
@@ -105,7 +110,9 @@ def bench_command(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     timeout: Annotated[float, typer.Option(help="seconds to wait for a peer")] = 120.0,
     out: Annotated[Path | None, typer.Option(help="write the results, for benchmarks/compare.py")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the stages")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw the stages, or with --memory hits and reads over time")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Measure every stage of a layer over several batch sizes, for the selected pair or a pinned one."""
@@ -129,8 +136,9 @@ def bench_command(
     pins = {"prepare_finalize": prepare_finalize, "experts": experts, "allow_emulated": allow_emulated}
     pins |= settings_of(settings)
     order = BenchOrder(
-        checkpoint, shape, layer, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot
-    )
+        checkpoint, shape, layer, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot,
+        memory, store, steps, as_json,
+    )  # fmt: skip
     return bench(Screen(quiet=not world.prints), order, world, as_json=as_json)
 
 
@@ -232,13 +240,14 @@ def fit_command(
         Path | None, typer.Option(help="what each gate chooses from the input of the layer before, as a trace")
     ] = None,
     settings: Settings = None,
+    plot: Annotated[Path | None, typer.Option(help="draw hits and reads over time")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict hit rates and time of experts larger than memory: policies, their optimum, prefetch, page cache."""
     from moe_mk.lab.cli.fit import FitOrder, fit
     from moe_mk.lab.cli.screen import Screen
 
-    order = FitOrder(config, trace, memory, disk, ram, faults, other, tokens, gate_trace, settings_of(settings))
+    order = FitOrder(config, trace, memory, disk, ram, faults, other, tokens, gate_trace, settings_of(settings), plot)
     return fit(Screen(), order, as_json=as_json)
 
 

@@ -78,6 +78,18 @@ class Outcome:
     """Of the predicted experts, those that were used."""
     seconds: list[float] = field(default_factory=list)
     """Of each step."""
+    by_step: list[tuple[int, int, float]] = field(default_factory=list)
+    """Uses, hits and reads of each step."""
+
+    @property
+    def counted(self) -> tuple[int, int, float]:
+        """Uses, hits and reads so far."""
+        return self.uses, self.hits, self.reads
+
+    def end_step(self, seconds: float, before: tuple[int, int, float]) -> None:
+        """Note a counted step. before: `counted` when it began."""
+        self.seconds.append(seconds)
+        self.by_step.append((self.uses - before[0], self.hits - before[1], self.reads - before[2]))
 
     @property
     def hit_rate(self) -> float:
@@ -229,7 +241,7 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
     for number, step in enumerate(recorded.steps):
         if number == recorded.half:
             outcome.uses, outcome.hits, outcome.reads, outcome.wasted, outcome.predicted, outcome.right = (0,) * 6
-        began = now
+        began, before_step = now, outcome.counted
         for layer, needed in enumerate(step):
             held, start = layers[layer], now
             held.policy.used(needed)
@@ -261,7 +273,7 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
                         following.unused.add(expert)
                         outcome.reads += 1
         if number >= recorded.half:
-            outcome.seconds.append(now - began)
+            outcome.end_step(now - began, before_step)
     return outcome
 
 
@@ -273,7 +285,7 @@ def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Out
     for number, step in enumerate(recorded.steps):
         if number == recorded.half:
             outcome.uses, outcome.hits, outcome.reads = 0, 0, 0.0
-        missed = 0
+        missed, before_step = 0, outcome.counted
         for layer, needed in enumerate(step):
             for expert in needed:
                 before = missed
@@ -290,7 +302,7 @@ def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Out
         outcome.reads += missed / PIECES
         if number >= recorded.half:
             computed = sum(len(needed) for needed in step) * machine.compute_s + len(step) * machine.other_s
-            outcome.seconds.append(computed + missed / PIECES * machine.expert_bytes / rate)
+            outcome.end_step(computed + missed / PIECES * machine.expert_bytes / rate, before_step)
     return outcome
 
 

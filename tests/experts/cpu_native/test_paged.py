@@ -131,7 +131,7 @@ def test_a_layer_with_shared_experts_has_the_same_bits_and_states_its_memory(che
     for tokens in (24, 1, 0, 5):
         assert torch.equal(paged(x_TH[:tokens]), resident(x_TH[:tokens]))
     assert "3 of 16 experts in memory, decayed" in paged.explain().parameters
-    assert paged.memory_report().experts * 16 == resident.memory_report().experts * 3
+    assert paged.memory_report().experts == paged.state.laid_out.num_bytes < resident.memory_report().experts / 5
     assert paged.release_weights() and torch.equal(paged(x_TH), resident(x_TH))
     with pytest.raises(UnsupportedError, match="keeps all experts in memory"):
         built(checkpoint, experts="torch_cpu", residency={"slots": 3, "store": str(tmp_path)})

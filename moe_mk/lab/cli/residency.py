@@ -1,0 +1,284 @@
+"""Experts larger than memory in `run`, `bench` and `fit`: budget, measured and predicted reads, and their picture.
+
+Every step has tokens of its own. Its experts are noted, and the simulator of `moe-mk fit` runs over them with the rates
+at which this machine read the store and multiplied resident experts. The first half of the steps fills the slots, the
+second half is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.errors import ConfigError
+from moe_mk.experts.cpu_native.paged import READERS, PagedExperts, memory_of, records
+from moe_mk.experts.residency import Policy
+from moe_mk.external.library import find
+from moe_mk.flight import wait
+from moe_mk.lab.cli.inputs import Batch
+from moe_mk.lab.cli.measure import StageSample, sample_of
+from moe_mk.lab.cli.options import bytes_of, enough
+from moe_mk.lab.cli.outputs import save_picture
+from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, simulate, simulate_page_cache
+from moe_mk.layer import MoELayer
+from moe_mk.oracle.memory import slot_bytes
+from moe_mk.oracle.verdict import Decision
+from moe_mk.text import amount
+from moe_mk.trace.clock import now
+
+STORE = "experts.store"
+"""The folder in a checkpoint that is used without --store."""
+POLICY = "kernel.residency.policy"
+CALIBRATED = 5
+"""Calls with resident experts whose median is the time of a product."""
+MOST_READ = 1 << 29
+"""Bytes that are read to measure the disk."""
+
+
+def with_budget(
+    settings: Mapping[str, Any], memory: str | None, store: Path | None, checkpoint: Path, ranks: int
+) -> dict[str, Any]:
+    """The settings with a budget of all ranks, if there is one. The policy is that of kernel.residency.policy.
+
+    Raises ConfigError for a budget that is no amount, and for a store without one.
+    """
+    if memory is None:
+        if store is not None:
+            raise ConfigError(f"--store {store} needs --memory, such as --memory 3GB")
+        return dict(settings)
+    policy = {"policy": settings[POLICY]} if POLICY in settings else {}
+    folder = store or (checkpoint if checkpoint.is_dir() else checkpoint.parent) / STORE
+    share = max(1, bytes_of("--memory", memory) // ranks)
+    others = {key: each for key, each in settings.items() if key != POLICY}
+    return others | {"residency": {"bytes": share, "store": str(folder.absolute()), **policy}}
+
+
+def expect_budget(decision: Decision, memory: str | None) -> None:
+    """Raise ConfigError with the least budget if not one expert a rank fits into it."""
+    ranks, each = decision.problem.ranks * decision.problem.config.parallel.tp, slot_bytes(decision.problem)
+    if memory is not None and bytes_of("--memory", memory) // ranks < each:
+        on = "" if ranks == 1 else f" on each of {ranks} ranks"
+        raise ConfigError(
+            f"--memory {memory} is less than one expert of {amount(each)}{on}; give at least {enough(ranks * each)}"
+        )
+
+
+class _Noting(Policy):
+    """Evicts as the policy of a layer does, and notes the experts of every call."""
+
+    def __init__(self, num_experts: int, inner: Policy) -> None:
+        super().__init__(num_experts)
+        self.inner, self.calls = inner, list[tuple[int, ...]]()
+
+    def used(self, experts: Sequence[int]) -> None:
+        """Notes them."""
+        self.calls.append(tuple(experts))
+        self.inner.used(experts)
+
+    def victim(self, resident: Collection[int]) -> int:
+        """That of the policy."""
+        return self.inner.victim(resident)
+
+
+@dataclass(frozen=True)
+class PagedSteps:
+    """What the ranks of a layer did in the counted steps: per step, over all ranks."""
+
+    name: str
+    uses: list[float]
+    hits: list[float]
+    read_bytes: list[float]
+    seconds: list[float]
+    """Of the slowest rank."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the uses that found their expert resident."""
+        return sum(self.hits) / max(sum(self.uses), 1)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes read, on average."""
+        return sum(self.read_bytes) / len(self.read_bytes)
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def hit_rates(self) -> list[float]:
+        """Of every step; 1 where no expert was used."""
+        return [hit / use if use else 1.0 for hit, use in zip(self.hits, self.uses, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON."""
+        means = {"hit_rate": self.hit_rate, "read_bytes_per_step": self.bytes_per_step, "step_ms": 1e3 * self.step_s}
+        return {"name": self.name, **means, "hit_rate_by_step": self.hit_rates, "read_bytes_by_step": self.read_bytes}
+
+
+def measure_residency(
+    layer: MoELayer, batches: Sequence[Batch], team: Communicator
+) -> tuple[dict[str, Any], list[StageSample]]:
+    """Run a layer on batches, from empty slots; all ranks of the team call this with as many batches.
+
+    Returns the figures as JSON, equal on every rank, and the stages of the counted steps on this rank.
+    """
+    weights: PagedExperts = layer.state.laid_out
+    cache, half, samples, steps, counts = weights.cache, len(batches) // 2, [], list[list[tuple[int, ...]]](), []
+    cache.clear()
+    noting = cache.policy = _Noting(weights.num_slots, cache.policy)
+    for batch in batches:
+        before, start = weights.counts, len(noting.calls)
+        samples.append(sample_of(layer, lambda batch=batch: layer(batch.x_TH, batch.token_ids_T)))  # type: ignore[misc]
+        after = weights.counts
+        counts.append((after.uses - before.uses, after.hits - before.hits, after.read_bytes - before.read_bytes))
+        steps.append([tuple(sorted({expert for call in noting.calls[start:] for expert in call}))])
+    cache.policy = noting.inner
+    machine = _machine(layer, weights, batches, steps, samples, team)
+    recorded, slots, policy = Recorded(steps, weights.num_slots, 1), len(cache.records_SB), cache.config.policy
+    simulated = [simulate(recorded, machine, slots, name) for name in (policy, "belady")]
+    simulated.append(simulate_page_cache(recorded, machine, slots))
+    measured = [[*each, sample["total"]] for each, sample in zip(counts[half:], samples[half:], strict=True)]
+    rows = [_over_ranks("measured", measured, team)]
+    for one in simulated:
+        rows.append(_over_ranks(f"predicted, {one.name}", _rows_of(one, machine.expert_bytes), team))
+    figures = {
+        "slots": slots, "experts": weights.num_slots, "record_bytes": machine.expert_bytes, "policy": policy,
+        "steps": len(measured), "disk_bytes_per_s": machine.disk, "ram_bytes_per_s": machine.memory,
+        "other_ms": 1e3 * machine.other_s, "rows": [row.as_dict() for row in rows],
+    }  # fmt: skip
+    return figures, samples[half:]
+
+
+def _rows_of(one: Outcome, expert_bytes: int) -> list[list[float]]:
+    pairs = zip(one.by_step, one.seconds, strict=True)
+    return [[uses, hits, reads * expert_bytes, seconds] for (uses, hits, reads), seconds in pairs]
+
+
+def _over_ranks(name: str, mine: Sequence[Sequence[float]], team: Communicator) -> PagedSteps:
+    """Counts added up over ranks, and the time of the slowest one. mine: uses, hits, bytes and seconds of each step."""
+    row = torch.tensor(mine, dtype=torch.float64, device="cpu").reshape(1, -1)
+    everyone = wait(team.all_gather(row, [1] * team.size, "report")).view(team.size, len(mine), 4)
+    uses, hits, num_bytes = (everyone[..., column].sum(0).tolist() for column in range(3))
+    return PagedSteps(name, uses, hits, num_bytes, everyone[..., 3].amax(0).tolist())
+
+
+def _machine(
+    layer: MoELayer,
+    weights: PagedExperts,
+    batches: Sequence[Batch],
+    steps: Sequence[Sequence[tuple[int, ...]]],
+    samples: Sequence[StageSample],
+    team: Communicator,
+) -> Machine:
+    """The rates of this machine: of direct reads, of products with resident experts, and what is left of a step."""
+    used = max(1, round(sum(len(step[0]) for step in steps) / len(steps)))
+    tokens = max(len(batch.x_TH) for batch in batches)
+    product_s = _product_s(layer, weights, tokens, used)
+    rate = _read_rate(weights)
+    other = median(sample["total"] - sample["experts"] for sample in samples[len(samples) // 2 :])
+    row = torch.tensor([[product_s, -rate, other]], dtype=torch.float64, device="cpu")
+    product_s, rate, other = wait(team.all_gather(row, [1] * team.size, "report")).amax(0).tolist()
+    size = weights.counts.record_bytes
+    return Machine(size, -rate, size / max(product_s, 1e-9), max(other, 0.0))
+
+
+def _product_s(layer: MoELayer, weights: PagedExperts, tokens: int, used: int) -> float:
+    """Seconds of one resident expert with as many rows as those of the steps have. used: distinct experts of a step."""
+    top_k, mine = layer.config.router.top_k, layer.expert_map.local_to_global(layer.ep.rank)
+    some = min(len(weights.cache.records_SB), used)
+    each = min(top_k, some)
+    count = max(1, round(some * tokens * top_k / used / each))
+    ids_TK = torch.full((count, top_k), -1, dtype=torch.int32, device="cpu")
+    for token in range(count):
+        for choice in range(each):
+            ids_TK[token, choice] = mine[(token * each + choice) % some]
+    x_TH = torch.ones((count, layer.config.model.hidden_size), dtype=layer.dtype, device="cpu")
+    weights_TK = torch.full((count, top_k), 1 / top_k, dtype=torch.float32, device="cpu")
+    layer.forward_routed(x_TH, weights_TK, ids_TK)  # reads what is missing
+    calls = [sample_of(layer, lambda: layer.forward_routed(x_TH, weights_TK, ids_TK)) for _ in range(CALIBRATED)]
+    return median(call["experts"] for call in calls) / some
+
+
+def _read_rate(weights: PagedExperts) -> float:
+    """Bytes per second of direct reads, with the requests and threads of a call."""
+    store = weights.cache.store
+    record = memory_of(records(1, weights.cache.layout)[0])
+    experts = range(max(1, min(store.num_experts, MOST_READ // store.record_bytes)))
+    with ThreadPoolExecutor(READERS) as readers:
+        start = now()
+        reads = [readers.submit(store.read_piece, expert, at, record) for expert in experts for at in store.pieces()]
+        for each in reads:
+            each.result()
+        return len(experts) * store.record_bytes / max(now() - start, 1e-9)
+
+
+def residency_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Slots, and the rates that were measured."""
+    held = f"{figures['slots']} of {figures['experts']} experts of {amount(figures['record_bytes'])} in memory a rank"
+    disk, ram = (f"{amount(figures[f'{name}_bytes_per_s'])}/s" for name in ("disk", "ram"))
+    return [("residency", f"{held}, {figures['policy']}; measured here: disk {disk}, ram {ram}")]
+
+
+def residency_table(figures: Mapping[str, Any], tokens: int) -> Table:
+    """Measured and predicted hits, reads and time of a step."""
+    many = "token" if tokens == 1 else "tokens"
+    title = f"{figures['steps']} steps of {tokens} {many} a rank, after others that fill the slots; all ranks"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for column in ("hits", "read/step", "ms/step", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in figures["rows"]:
+        table.add_row(
+            row["name"], f"{100 * row['hit_rate']:.1f} %", amount(row["read_bytes_per_step"]),
+            f"{row['step_ms']:.4g}", f"{1e3 * tokens / row['step_ms']:.4g}",
+        )  # fmt: skip
+    return table
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of the picture."""
+
+    name: str
+    hit_rate_N: Sequence[float]
+    read_bytes_N: Sequence[float]
+    dashed: bool = False
+    every: int = 1
+    """Steps between two points."""
+
+
+def curves_of(figures: Mapping[str, Any], tokens: int) -> list[Curve]:
+    """The measured curve of a batch size, and the predicted one."""
+    return [
+        Curve(f"{tokens} tokens, {row['name']}", row["hit_rate_by_step"], row["read_bytes_by_step"], dashed)
+        for row, dashed in zip(figures["rows"][:2], (False, True), strict=True)
+    ]
+
+
+def save_residency_plot(curves: Sequence[Curve], file: Path) -> None:
+    """Draw hits and bytes read over the steps. Raises LibraryMissing without matplotlib."""
+    find("matplotlib")
+    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
+    figure = figures.Figure(figsize=(9, 6), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, sharex=True)
+    for curve in curves:
+        style: dict[str, Any] = {"label": curve.name, "linestyle": "--" if curve.dashed else "-", "linewidth": 1}
+        steps = [at * curve.every for at in range(len(curve.hit_rate_N))]
+        above.plot(steps, [100 * rate for rate in curve.hit_rate_N], **style)
+        below.plot(steps, [num_bytes / 1e6 for num_bytes in curve.read_bytes_N], **style)
+    above.set_ylabel("hits, %")
+    above.legend(fontsize="small")
+    below.set_ylabel("MB read per step")
+    below.set_xlabel("counted step")
+    save_picture(figure, file)

@@ -1,0 +1,206 @@
+"""Experts larger than memory at a desk: stores ahead of time, budgets, and reads that are measured and predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from moe_mk import DeepseekV3MoE
+from moe_mk.errors import StoreError
+from moe_mk.lab.checkpoints import stores
+from moe_mk.lab.cli.options import bytes_of
+from moe_mk.lab.plan.residency import Machine, Recorded, simulate
+from moe_mk.weights import expert_store
+from tests.cli.conftest import Invoke, moe_mk
+
+pytestmark = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of the tiny checkpoint for one rank. Never write into it."""
+    folder = tmp_path_factory.mktemp("stores")
+    done = moe_mk("convert", tiny, folder, "--store")
+    assert done.exit_code == 0, done.output
+    assert "layer 3     32 experts" in done.stdout and "written in" in done.stdout
+    return folder
+
+
+def test_a_store_is_written_once_and_found_by_the_layer(
+    tiny: Path, store: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = store.iterdir()
+    before = file.stat()
+    again = json.loads(invoke("convert", tiny, store, "--store", "--json").stdout)
+    assert [(each["layer"], each["rank"], each["written"]) for each in again["stores"]] == [(3, 0, False)]
+    assert again["stores"][0]["num_bytes"] == before.st_size and list(store.iterdir()) == [file]
+
+    def packs(*_: object) -> None:
+        raise AssertionError("the layer packs its experts again")
+
+    monkeypatch.setattr("moe_mk.experts.cpu_native.paged.write_store", packs)
+    layer = DeepseekV3MoE.from_checkpoint(tiny, 3, residency={"slots": 4, "store": str(store)})
+    layer(torch.ones(2, 256, dtype=torch.bfloat16))
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    counts = layer.report().residency
+    assert counts is not None and (counts.slots, counts.experts) == (4, 32)
+    assert counts.uses == int((layer.expert_load > 0).sum()) and counts.reads == counts.uses - counts.hits
+    assert layer.memory_report().experts == 4 * counts.record_bytes
+    assert layer.report().as_dict()["residency"]["reads"] == counts.reads
+
+
+def test_every_rank_has_a_store_that_ranks_find(tiny: Path, invoke: Invoke, tmp_path: Path) -> None:
+    done = invoke("convert", tiny, tmp_path, "--store", "--ranks", 2, "--layer", 3)
+    assert done.exit_code == 0 and "rank 1, 16 experts" in done.stdout, done.output
+    assert len(list(tmp_path.glob("*.experts"))) == 2
+
+
+@pytest.mark.thorough
+def test_two_ranks_run_from_their_stores(tiny: Path, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("convert", tiny, tmp_path / "s", "--store", "--ranks", 2).exit_code == 0
+    options = ("--memory", "1MB", "--store", tmp_path / "s", "--tokens", 8, "--repeats", 1, "--out", tmp_path / "o")
+    done = invoke("run", tiny, "--ranks", 2, *options)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "o").read_text())
+    assert len(list((tmp_path / "s").iterdir())) == 2 and found["verification"]["passed"]
+    measured, predicted = found["residency"]["rows"][:2]
+    assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=0.2)
+
+
+def test_convert_takes_one_of_both(tiny: Path, invoke: Invoke, tmp_path: Path) -> None:
+    for options in ((), ("--store", "--to", "bf16")):
+        refused = invoke("convert", tiny, tmp_path, *options)
+        assert refused.exit_code == 2 and "either --to FORMAT or --store" in refused.stderr
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tiny: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        free: int
+
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Usage(1_000_000))
+    refused = invoke("convert", tiny, tmp_path / "s", "--store")
+    assert refused.exit_code == 2 and "1 MB are free" in refused.stderr and "name another folder" in refused.stderr
+    assert not list((tmp_path / "s").iterdir())
+
+
+def test_wrong_stores_are_errors(tiny: Path, store: Path, invoke: Invoke, tmp_path: Path) -> None:
+    (file,) = store.iterdir()
+    moe_mk("make-checkpoint", tmp_path / "c", "--experts", 32, "--hidden", 256, "--intermediate", 128, "--seed", 9)
+    assert moe_mk("convert", tmp_path / "c", tmp_path / "s", "--store").exit_code == 0
+    (other,) = (tmp_path / "s").iterdir()
+    assert other.name != file.name  # of other experts in the same layout
+    shutil.copy(file, other)
+    refused = invoke("convert", tmp_path / "c", tmp_path / "s", "--store")
+    assert refused.exit_code == 2 and "holds other experts than its name states" in refused.stderr
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    refused = invoke("run", tiny, "--memory", "1MB", "--store", blocked / "s", "--tokens", 1)
+    assert refused.exit_code == 2 and "cannot be written" in refused.stderr
+    refused = invoke("convert", tiny, blocked / "s", "--store")
+    assert refused.exit_code == 2 and "cannot be used for stores" in refused.stderr
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    left, living = (tmp_path / f".a.experts.{pid}.partial" for pid in (1, 2))
+    for each in (left, living):
+        each.write_bytes(bytes(100))
+    size = expert_store.ALIGNMENT
+    with living.open("rb") as held:
+        expert_store.fcntl.flock(held, expert_store.fcntl.LOCK_EX)
+        expert_store.write_store(tmp_path / "a.experts", {}, 1, size, [memoryview(bytes(size))])
+    assert not left.exists() and living.exists() and (tmp_path / "a.experts").exists()
+
+
+def figures(invoke: Invoke, *words: object) -> dict[str, Any]:
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.row(173)
+@pytest.mark.parametrize(("policy", "off"), [("lru", 0.05), ("decayed", 0.1)])
+def test_measured_reads_are_those_that_the_simulator_predicts(
+    tiny: Path, store: Path, invoke: Invoke, policy: str, off: float
+) -> None:
+    words = ("bench", tiny, "--memory", "1.2MB", "--store", store, "--tokens", "1,4", "--steps", 24, "--json")
+    for result in figures(invoke, *words, "--set", f"kernel.residency.policy={policy}")["results"]:
+        found = result["residency"]
+        assert (found["policy"], found["steps"]) == (policy, 12)
+        assert found["slots"] == 1_200_000 // found["record_bytes"]
+        measured, predicted, optimum, _ = found["rows"]
+        # Experts of one call are read in the order in which threads finish, which decides between equal scores.
+        assert predicted["hit_rate"] == pytest.approx(measured["hit_rate"], abs=off)
+        assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=2 * off)
+        assert optimum["read_bytes_per_step"] <= measured["read_bytes_per_step"]
+        assert all(num_bytes % found["record_bytes"] == 0 for num_bytes in measured["read_bytes_by_step"])
+        assert 0 < measured["hit_rate"] < 1 and measured["step_ms"] > 0
+
+
+def test_steps_are_counted_one_by_one() -> None:
+    uses: list[list[tuple[int, ...]]] = [[(0,)], [(1,)], [(0, 1)], [(2,)]]
+    one = simulate(Recorded(uses, 3, 1), Machine(100, 100.0, 1000.0), 2, "lru")
+    assert one.by_step == [(2, 2, 0), (1, 0, 1)] and len(one.seconds) == 2
+
+
+def test_run_states_hits_and_reads_beside_the_verdict(tiny: Path, store: Path, invoke: Invoke) -> None:
+    done = invoke("run", tiny, "--memory", "1MB", "--store", store, "--tokens", 12, "--repeats", 1)
+    assert done.exit_code == 0, done.output
+    assert "9 of 32 experts in memory; under uniform routing" in done.stdout
+    assert "PASS" in done.stdout and "predicted, decayed" in done.stdout and "predicted, page cache" in done.stdout
+
+
+def test_a_budget_of_less_than_one_expert_names_the_least(tiny: Path, store: Path, invoke: Invoke) -> None:
+    refused = invoke("run", tiny, "--memory", "9kB", "--store", store)
+    assert refused.exit_code == 2 and "is less than one expert of 102 kB" in refused.stderr
+    least = refused.stderr.split("give at least ")[1].strip()
+    assert invoke("run", tiny, "--memory", least, "--store", store, "--tokens", 1, "--repeats", 1).exit_code == 0
+    less = str(bytes_of("--memory", least) - 1000)
+    assert invoke("run", tiny, "--memory", less, "--store", store, "--tokens", 1).exit_code == 2
+    refused = invoke("bench", tiny, "--memory", "9kB", "--store", store)
+    assert refused.exit_code == 2 and "less than one expert" in refused.stderr
+    refused = invoke("bench", tiny, "--store", store)
+    assert refused.exit_code == 2 and "needs --memory" in refused.stderr
+
+
+def test_hits_and_reads_are_drawn(tiny: Path, store: Path, invoke: Invoke, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[lab]'")
+    options = ("--memory", "1MB", "--store", store, "--tokens", "1", "--steps", 6)
+    done = invoke("bench", tiny, *options, "--plot", tmp_path / "bench.png")
+    assert done.exit_code == 0 and "measured" in done.stdout, done.output
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert os.listdir(store) == [next(store.iterdir()).name]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quant", "bf16 fp8_channel int8_block mxfp4 nvfp4 int4_g32_zp awq q4_k_m".split())
+def test_every_format_has_a_store_of_the_planned_size(quant: str, invoke: Invoke, tmp_path: Path) -> None:
+    sizes = ("--experts", 16, "--hidden", 512, "--intermediate", 256, "--quant", quant)
+    assert invoke("make-checkpoint", tmp_path / "c", *sizes).exit_code == 0
+    assert invoke("convert", tmp_path / "c", tmp_path / "s", "--store").exit_code == 0
+    options = ("--store", tmp_path / "s", "--tokens", 4, "--repeats", 1, "--out", tmp_path / "o")
+    done = invoke("run", tmp_path / "c", "--memory", "2MB", *options)
+    assert done.exit_code == 0 and "PASS" in done.stdout, done.output
+    found = json.loads((tmp_path / "o").read_text())
+    assert found["memory"][0]["experts"] == found["residency"]["slots"] * found["residency"]["record_bytes"]
+    assert len(list((tmp_path / "s").iterdir())) == 1
+
+
+def test_a_store_that_changes_ends_a_run(tiny: Path, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "s")
+    layer = DeepseekV3MoE.from_checkpoint(tiny, 3, residency={"slots": 2, "store": str(tmp_path / "s")})
+    x_TH = torch.ones(2, 256, dtype=torch.bfloat16)
+    layer(x_TH)
+    os.utime(next((tmp_path / "s").iterdir()), ns=(1, 1))
+    with pytest.raises(StoreError, match="changed while it was in use"):
+        layer(x_TH)
