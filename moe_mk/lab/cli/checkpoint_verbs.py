@@ -1,4 +1,4 @@
-"""The verbs of checkpoints: make-checkpoint, convert, inspect-checkpoint."""
+"""The verbs of checkpoints: make-checkpoint, convert, derive, inspect-checkpoint."""
 
 from __future__ import annotations
 
@@ -89,6 +89,37 @@ def convert_command(
         return convert_to_stores(Screen(quiet=as_json), order, as_json=as_json)
     assert to is not None
     return convert(Screen(quiet=as_json), ConvertOrder(source, target, to), as_json=as_json)
+
+
+@checkpoint_verbs.command("derive")
+@with_exit_code
+def derive_command(
+    config: Annotated[Path, typer.Argument(help="config.json of a model that transformers knows, or its folder")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="file to write; default: layer_equation.json next to it")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
+) -> int:
+    """Derive what the MoE layers of a model compute from its class in transformers, and write layer_equation.json."""
+    from moe_mk.config.equation import FILE
+    from moe_mk.errors import UnsupportedError
+    from moe_mk.lab.cli.screen import Screen
+
+    try:
+        from moe_mk.integrations.hf.derive import derive
+    except ModuleNotFoundError as missing:
+        raise UnsupportedError(
+            "moe-mk derive reads model classes of transformers",
+            [f"{missing.name} is not installed; pip install moe-mk[hf]"],
+        ) from None
+    found = derive(config, layer)
+    target = out or (config if config.is_dir() else config.parent) / FILE
+    target.write_text(found.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+    layers = len(found.layers or ())
+    Screen().fact("derived", f"{target}: {found.derived_from}, {layers} {'layer' if layers == 1 else 'layers'}")
+    Screen().fact("model", ", ".join(f"{key} {value}" for key, value in found.model.items()))
+    Screen().fact("router", ", ".join(f"{key} {value}" for key, value in found.router.items()))
+    return 0
 
 
 @checkpoint_verbs.command("inspect", hidden=True)

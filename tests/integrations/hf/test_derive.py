@@ -1,0 +1,187 @@
+"""Equations derived from model classes: of a family without a row, and of those that have a row in a table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from typer.testing import CliRunner
+
+from moe_mk import DeepseekV3MoE
+from moe_mk.config import MoEConfig
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.derive import derive, derive_from
+from moe_mk.lab.cli.app import app
+
+H, I, E, K, S = 40, 12, 6, 3, 20
+
+
+class OddConfig(transformers.PretrainedConfig):
+    model_type = "odd_one"
+
+    def __init__(self, breadth: int = H, reach: int = I, staff: int = E, pick: int = K, common: int = S,
+                 stretch: float = 1.75, **others: Any) -> None:  # fmt: skip
+        self.breadth, self.reach, self.staff, self.pick, self.common = breadth, reach, staff, pick, common
+        self.stretch = stretch
+        super().__init__(**others)
+
+
+class Worker(nn.Module):
+    def __init__(self, breadth: int, reach: int) -> None:
+        super().__init__()
+        self.beta, self.alpha = nn.Linear(breadth, reach, bias=False), nn.Linear(breadth, reach, bias=False)
+        self.omega = nn.Linear(reach, breadth, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.omega(nn.functional.gelu(self.alpha(x)) * self.beta(x))
+
+
+class Mixture(nn.Module):
+    """Softmax, a bias for the choice alone, weights that are not renormalised, and a scale."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.chooser = nn.Linear(config.breadth, config.staff, bias=False)
+        self.balance = nn.Parameter(torch.zeros(config.staff))
+        self.workers = nn.ModuleList(Worker(config.breadth, config.reach) for _ in range(config.staff))
+        self.everyone = Worker(config.breadth, config.common)
+
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        ids = (scores + self.balance).topk(self.config.pick).indices
+        return torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids) * self.config.stretch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights = self.weights(self.chooser(flat).softmax(-1))
+        routed = sum(weights[:, e, None] * worker(flat) for e, worker in enumerate(self.workers))
+        return (routed + self.everyone(flat)).view(x.shape)
+
+
+class Squared(Mixture):
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        return super().weights(scores) ** 2
+
+
+class OddLayer(nn.Module):
+    def __init__(self, config: OddConfig, index: int) -> None:
+        super().__init__()
+        self.turn = nn.Linear(config.breadth, config.breadth)
+        self.mix = {"squared": Squared, "plain": Mixture}[config.kind](config) if index else Worker(config.breadth, 8)
+
+
+class OddModel(transformers.PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.stages = nn.ModuleList(OddLayer(config, index) for index in range(3))
+        self.post_init()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    transformers.AutoConfig.register("odd_one", OddConfig)
+    transformers.AutoModel.register(OddConfig, OddModel)
+
+
+def written(folder: Path, **changes: Any) -> OddModel:
+    model = OddModel(OddConfig(**{"kind": "plain", "dtype": "float32"} | changes))
+    draw = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) / 4)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_family_that_no_table_has_runs_by_its_derived_equation(tmp_path: Path) -> None:
+    model = written(tmp_path)
+    done = CliRunner().invoke(app, ["derive", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    equation = json.loads((tmp_path / "layer_equation.json").read_text())
+    assert equation["layers"] == [1, 2] and equation["names"]["prefix"] == "stages.{N}.mix."
+    assert equation["config"] == {"breadth": H, "staff": E, "reach": I, "common": S, "pick": K, "stretch": 1.75}
+    assert equation["names"]["parts"]["experts.{e}.gate_proj"] == "workers.{e}.alpha"
+    config = MoEConfig.from_hf(tmp_path)
+    router = config.router
+    assert (router.scoring_func, router.top_k, router.has_correction_bias) == ("softmax", K, True)
+    assert (router.renormalize, router.routed_scaling_factor) == (False, 1.75)
+    assert (config.model.activation, config.model.shared_size) == ("gelu", S)
+    layer = DeepseekV3MoE.from_checkpoint(tmp_path, 2, dtype=torch.float32, experts="torch_cpu")
+    x = torch.randn((33, H), generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(layer(x), model.stages[2].mix(x), rtol=1e-4, atol=1e-5)
+
+
+def test_routing_that_no_layer_computes_is_refused_with_the_difference(tmp_path: Path) -> None:
+    written(tmp_path, kind="squared")
+    with pytest.raises(UnsupportedError, match=r"its routing is none that is known; the nearest .* for token \d+, the"):
+        derive(tmp_path)
+
+
+def test_layers_without_experts_and_unknown_classes_are_named(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"(?s)layer 0 .* layers with experts: \[1, 2\]"):
+        derive(tmp_path, layer=0)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd_two"}))
+    with pytest.raises(UnsupportedError, match="transformers has no such configuration"):
+        derive(tmp_path)
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 48},
+    "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 8},
+    "qwen3_moe": {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "olmoe": {"intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "minimax_m2": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0,
+        "norm_topk_prob": False, "n_shared_experts": 2,
+    },
+    "dots1": {
+        "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_shared_experts": 2,
+    },
+}  # fmt: skip
+WHOLE = (
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_next", "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
+)  # fmt: skip
+"""With the default configuration of their class."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
+def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(family, **(SMALL | FAMILIES[family] if family in FAMILIES else {}))
+    hf = json.loads(json.dumps(config.to_dict(), default=str)) | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    table = MoEConfig.from_hf(tmp_path)
+    equation = derive_from(config, hf)
+    (tmp_path / "layer_equation.json").write_text(equation.model_dump_json())
+    derived = MoEConfig.from_hf(tmp_path, layer=equation.layers[0])
+    ours = {"shared_size": table.model.shared_size, **table.model.model_dump(), **table.router.model_dump()}
+    theirs = {"shared_size": derived.model.shared_size, **derived.model.model_dump(), **derived.router.model_dump()}
+    stated = {"name", "num_shared_experts", "shared_intermediate_size", "stacks_transposed"}  # names, not mathematics
+    assert {k: (v, theirs[k]) for k, v in ours.items() if k not in stated and v != theirs[k]} == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("phimoe", "its routing is none that is known"), ("deepseek_v4", "tid2eid"), ("gemma4_text", "can be derived")],
+)
+def test_what_no_layer_computes_is_refused(family: str, reason: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    with pytest.raises(UnsupportedError, match=reason):
+        derive_from(config, config.to_dict())
