@@ -155,7 +155,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 WHOLE = (
-    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_next", "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_next",
+    "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
 )  # fmt: skip
 """With the default configuration of their class."""
 
