@@ -37,13 +37,13 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 35,
+    "short ones, no plugins": 34,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_844,
-    "library lines": 53_849,
-    "test lines": 69_983,
-    "tool and benchmark lines": 10_810,
+    "core lines": 27_000,
+    "library lines": 54_460,
+    "test lines": 70_640,
+    "tool and benchmark lines": 11_350,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
@@ -55,6 +55,7 @@ LONGEST = 500
 """Lines of a file, but for those of LONGER, each with the lines that it has at most until it is split."""
 LONGER = {
     "moe_mk/comm/messages.py": 760,
+    "moe_mk/integrations/hf/derive.py": 730,
     "moe_mk/kernels/native/build.py": 510,
     "tests/kernels/native/test_build.py": 600,
     "tests/testing/broken/experts.py": 630,

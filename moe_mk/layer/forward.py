@@ -144,7 +144,9 @@ class PreparedForward:
         state, routing, routed, tensors = self.state, self.routing, None, None
         try:
             first, listener, shared = Stage.ROUTE, routing.listener, state.backends.shared
-            router_TH, x_TH = state.inputs(x_TH)
+            router_TH = x_TH
+            if state.input_norm_H is not None:
+                router_TH, x_TH = state.inputs(x_TH)
             if given is not None or not call.routes:
                 with torch.no_grad():
                     chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
