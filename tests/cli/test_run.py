@@ -156,3 +156,22 @@ def test_two_ranks_run_weight_only_experts_and_verify_them(
     done = invoke("run", tmp_path, "--ranks", 2, "--tokens", "6")
     printed = done.output + capfd.readouterr().out
     assert done.exit_code == 0 and printed.count("PASS") == 1, printed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("setting", "code"), [(None, 0), ("routed_scaling_factor=1.5", 1), ("renormalize=false", 1)])
+def test_what_is_read_otherwise_than_the_models_own_class_computes_fails(
+    setting: str | None, code: int, tiny: Path, invoke: Invoke
+) -> None:
+    words = ["run", str(tiny), "--tokens", "16", "--repeats", "1", "--against", "transformers"]
+    done = invoke(*words, *([] if setting is None else ["--set", setting]))
+    assert done.exit_code == code and "DeepseekV3MoE of transformers" in done.output
+    named = [line.split()[0] for line in done.output.splitlines() if line.endswith(" in the block")]
+    assert named == ([] if setting is None else [setting.partition("=")[0]])
+    # The reference that reads the same configuration does not notice.
+    assert invoke(*words[:-2], *([] if setting is None else ["--set", setting])).exit_code == 0
+
+
+def test_only_transformers_can_be_compared_with(tiny: Path, invoke: Invoke) -> None:
+    done = invoke("run", str(tiny), "--against", "transformer")
+    assert done.exit_code == 2 and "did you mean 'transformers'" in done.output

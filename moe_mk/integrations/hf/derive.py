@@ -291,6 +291,7 @@ class Measured:
             if type(value) is int and value in wanted and not is_count:
                 is_width = hidden == width and ("intermediate" in key or "ffn" in key)
                 setattr(small, key, small_width if is_width else wanted[value])
+        small._experts_implementation = "eager"
         small.__class__ = _recording(type(config), read)
         made = _built(type(block), small, number)
         return cls(

@@ -102,6 +102,9 @@ def run(
     network: Annotated[str, typer.Option(help="network of one_sided_network, such as 10.0.0.0/24")] = "127.0.0.0/8",
     inject: Annotated[str | None, typer.Option(help="inject a fault that verification must detect")] = None,
     verify: Annotated[bool, typer.Option(help="verify against the reference")] = True,
+    against: Annotated[
+        str | None, typer.Option(help="transformers: verify what the model's own class computes, measured there")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write all results as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the expert load")] = None,
     trace: Annotated[Path | None, typer.Option(help="write one prefill of all ranks as a Chrome trace")] = None,
@@ -118,6 +121,7 @@ def run(
     from moe_mk.lab.cli.screen import Screen
     from moe_mk.lab.cli.show import show_plan
     from moe_mk.lab.cli.world import world_of
+    from moe_mk.lab.verify import own_block
     from moe_mk.layer.settings import config_of
 
     dtype_of(dtype)
@@ -151,6 +155,7 @@ def run(
         token_ids=token_ids,
         inject=inject,
         verify=verify,
+        against=None if against is None else own_block(against, config, checkpoint, layer),
         out=out,
         as_json=as_json,
         plot=plot,

@@ -16,6 +16,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
+from moe_mk.lab.verify import OwnBlock
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 from moe_mk.weights.inspect import inspect_checkpoint
@@ -85,6 +86,8 @@ class RunSettings:
     """For the rows of all batches; None: random, if the layer routes by token id."""
     inject: str | None = None
     verify: bool = True
+    against: OwnBlock | None = None
+    """The model's own block, whose settings the reference has; None: those of the layer."""
     out: Path | None = None
     as_json: bool = False
     plot: Path | None = None

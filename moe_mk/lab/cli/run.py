@@ -262,12 +262,18 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
             source, settings.layer, layer.spec, owned=everybody, prefix=settings.prefix, on_progress=advance
         )
     with rank.screen.progress("verify", in_bytes=False) as advance:
-        judged = verify(gathered_answer, layer.decision, weights, advance)
-    rank.report.verification = judged.as_dict()
+        own = settings.against
+        config = None if own is None else own.config
+        judged = verify(gathered_answer, layer.decision, weights, advance, config=config)
+    rank.report.verification = judged.as_dict() | ({} if own is None else {"against": own.title})
     show_verdict(rank.screen, judged, layer.decision)
-    rank.screen.fact(
-        "", f"  not verified, since the reference shares it: {reading_of(layer.config, settings.checkpoint)}"
-    )
+    reading = reading_of(layer.config, settings.checkpoint)
+    if own is None:
+        rank.screen.fact("", f"  not verified, since the reference shares it: {reading}")
+    else:
+        rank.screen.fact("", f"  with the settings measured of {own.title}; the layer has {reading}")
+        for difference in own.differences:
+            rank.screen.fact("", f"  {difference}")
     return OK if judged.passed else MISMATCH
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.config.moe import RouterConfig
+from moe_mk.config.moe import MoEConfig, RouterConfig
 from moe_mk.lab.verify.dense import Array, Progress, dense_layer, group_worth, num_counted
 from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN, error_of
 from moe_mk.oracle.verdict import Decision
@@ -67,14 +67,20 @@ class Answer(NamedTuple):
 
 
 def verify(
-    answer: Answer, decision: Decision, weights: LayerWeights, on_progress: Progress | None = None
+    answer: Answer,
+    decision: Decision,
+    weights: LayerWeights,
+    on_progress: Progress | None = None,
+    *,
+    config: MoEConfig | None = None,
 ) -> Verification:
     """Compare a layer's output and its choice of experts with the independent reference.
 
-    weights: of all experts, unsliced. Tokens whose choice differs by a tie are recomputed with the layer's choice;
-    layers that choose by token id have no ties. Raises ShapeError or ConfigError for missing or invalid token ids.
+    weights: of all experts, unsliced. config: of the reference, if it is not the layer's. Tokens whose choice differs
+    by a tie are recomputed with the layer's choice; layers that choose by token id have no ties. Raises ShapeError or
+    ConfigError for missing or invalid token ids.
     """
-    config, ids = decision.problem.config, answer.ids_TK.cpu().numpy().astype(np.int64)
+    config, ids = config or decision.problem.config, answer.ids_TK.cpu().numpy().astype(np.int64)
     expected = dense_layer(answer.x_TH, config, weights, on_progress=on_progress, token_ids_T=answer.token_ids_T)
     tolerance = tie_tolerance(decision)
     elsewhere = [t for t in range(len(ids)) if set(ids[t]) != set(expected.ids_TK[t])]
