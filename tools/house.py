@@ -41,7 +41,7 @@ LIMITS = {
     "circles": 0,
     "orphans": 0,
     "core lines": 27_000,
-    "library lines": 54_460,
+    "library lines": 54_475,
     "test lines": 70_640,
     "tool and benchmark lines": 11_350,
     "long files": 0,
@@ -55,7 +55,6 @@ LONGEST = 500
 """Lines of a file, but for those of LONGER, each with the lines that it has at most until it is split."""
 LONGER = {
     "moe_mk/comm/messages.py": 760,
-    "moe_mk/integrations/hf/derive.py": 730,
     "moe_mk/kernels/native/build.py": 510,
     "tests/kernels/native/test_build.py": 600,
     "tests/testing/broken/experts.py": 630,
