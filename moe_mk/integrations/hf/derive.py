@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
-from moe_mk.errors import UnsupportedError, unless_signalled
+from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
 from moe_mk.integrations.hf.block_tensors import (
     Tensors,
     is_block,
@@ -85,8 +85,13 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
         )
     name, block = found[number]
     text = config.get_text_config()
-    measured = Measured.of(block, text, number)
-    settings = measured.settings()
+    try:
+        measured = Measured.of(block, text, number)
+        settings = measured.settings()
+    except unless_signalled(*FAILURES) as problem:
+        if isinstance(problem, MoEMKError):
+            raise
+        raise UnsupportedError(f"{title} cannot be measured", [_first_line(problem)]) from None
     same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
     keys = stated.get("text_config") if isinstance(stated.get("text_config"), Mapping) else stated
     assert isinstance(keys, Mapping)
@@ -159,9 +164,7 @@ class Measured:
         try:
             found = self.block(x_TH[None])
         except unless_signalled(*FAILURES) as problem:
-            raise UnsupportedError(
-                "its block cannot be called with hidden states alone", [_first_line(problem)]
-            ) from None
+            raise UnsupportedError("its block cannot be called with tokens alone", [_first_line(problem)]) from None
         found = found[0] if isinstance(found, tuple) else found
         if not isinstance(found, Tensor) or found.numel() != x_TH.numel():
             raise UnsupportedError("its block does not return one tensor of the tokens' shape")
