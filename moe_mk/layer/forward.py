@@ -7,7 +7,7 @@ spans or replace lost experts run stage by stage.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from torch import Tensor
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native import LayerCall, PreparedExperts, Stage
-from moe_mk.kernels.native.layer import Gating
+from moe_mk.kernels import native
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.shared import SharedExperts
@@ -25,6 +24,9 @@ from moe_mk.quant.wire import row_bytes
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native import Gating, LayerCall, PreparedExperts
 
 
 def steps(
@@ -143,7 +145,7 @@ class PreparedForward:
         """The forward in one call: from its router on, or from a routing that is given or that another router makes."""
         state, routing, routed, tensors = self.state, self.routing, None, None
         try:
-            first, listener, shared = Stage.ROUTE, routing.listener, state.backends.shared
+            first, listener, shared = native.Stage.ROUTE, routing.listener, state.backends.shared
             router_TH = x_TH
             if state.input_norm_H is not None:
                 router_TH, x_TH = state.inputs(x_TH)
@@ -151,10 +153,10 @@ class PreparedForward:
                 with torch.no_grad():
                     chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
                     if state.tables.one_to_one:
-                        first = Stage.PLACE
+                        first = native.Stage.PLACE
                         routed = None if listener is None else partial(listener, chosen)
                     else:
-                        first, chosen = Stage.DISPATCH, routing.place(chosen, load_E, state)
+                        first, chosen = native.Stage.DISPATCH, routing.place(chosen, load_E, state)
                 ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
                 tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
             elif listener is not None:
@@ -164,7 +166,7 @@ class PreparedForward:
             if given is None and shared is not None and shared.gate_H is not None:
                 weights_T = shared.row_weights(x_TH)
             y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
-            if first is not Stage.DISPATCH:
+            if first is not native.Stage.DISPATCH:
                 routing.tokens += x_TH.shape[0]
             return y_TH
         except BaseException as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import LayerCall
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, LayerParts, PrepareFinalize, TransportTraits, Volume
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native import LayerCall
 
 
 @PREPARE_FINALIZE.register("no_ep")

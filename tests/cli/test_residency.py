@@ -16,7 +16,6 @@ from moe_mk.errors import StoreError
 from moe_mk.lab.checkpoints import stores
 from moe_mk.lab.cli.options import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, simulate
-from moe_mk.weights import expert_store
 from tests.cli.conftest import Invoke, moe_mk
 
 pytestmark = pytest.mark.skipif(
@@ -108,17 +107,6 @@ def test_wrong_stores_are_errors(tiny: Path, store: Path, invoke: Invoke, tmp_pa
     assert refused.exit_code == 2 and "cannot be written" in refused.stderr
     refused = invoke("convert", tiny, blocked / "s", "--store")
     assert refused.exit_code == 2 and "cannot be used for stores" in refused.stderr
-
-
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    left, living = (tmp_path / f".a.experts.{pid}.partial" for pid in (1, 2))
-    for each in (left, living):
-        each.write_bytes(bytes(100))
-    size = expert_store.ALIGNMENT
-    with living.open("rb") as held:
-        expert_store.fcntl.flock(held, expert_store.fcntl.LOCK_EX)
-        expert_store.write_store(tmp_path / "a.experts", {}, 1, size, [memoryview(bytes(size))])
-    assert not left.exists() and living.exists() and (tmp_path / "a.experts").exists()
 
 
 def figures(invoke: Invoke, *words: object) -> dict[str, Any]:

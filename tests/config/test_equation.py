@@ -12,7 +12,7 @@ from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.config.equation import LayerEquation
 from moe_mk.errors import ConfigError
-from moe_mk.layer.settings import config_problems, reading_of
+from moe_mk.lab.cli.checkpoints import config_problems, reading_of
 from moe_mk.weights import inspect_checkpoint
 from tests.cli.conftest import moe_mk
 

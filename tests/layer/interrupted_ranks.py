@@ -22,6 +22,7 @@ from moe_mk import CommError, MoELayer
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.header import EAGER_BYTES
 from moe_mk.flight import wait
+from moe_mk.layer.forward import steps
 from moe_mk.runner import run_dual
 from tests.layer.failing_ranks import built, outcome, references, tokens
 
@@ -107,7 +108,7 @@ def _call(made: MoELayer, rank: int, seed: int, dual: bool) -> torch.Tensor:
 
 
 def _function_of(dual: bool) -> CodeType:
-    return (MoELayer.steps if dual else MoELayer.forward).__code__
+    return (steps if dual else MoELayer.forward).__code__
 
 
 def _traced(interrupts: Interrupts, made: MoELayer, rank: int, dual: bool) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_mk import MoELayer
 from moe_mk.errors import ShapeError
-from moe_mk.experts.cpu_native.experts import MOST_SHAPES
 from moe_mk.kernels.native import RouteCall, RouteMode, loaded
+from moe_mk.kernels.native.layer import MOST_SIZES
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
 from tests.support.replaced import CHANGES
@@ -57,16 +57,19 @@ def test_gate_and_bias_are_those_of_now(experts: str, quant: str, change: str, n
 
 
 @NEEDS_COMPILER
-def test_prepared_layers_are_kept_for_a_bounded_number_of_shapes() -> None:
+def test_arguments_of_a_prepared_call_are_kept_for_a_bounded_number_of_sizes() -> None:
     layer = load("cpu_native", "bf16", tensors(8, bias=True, dtype=torch.bfloat16), max_num_tokens=1024)
-    x_TH = torch.randn(MOST_SHAPES + 8, HIDDEN).bfloat16()
+    x_TH = torch.randn(MOST_SIZES + 8, HIDDEN).bfloat16()
     routing, wanted_TH = layer.route(x_TH), layer(x_TH)
     for rows in range(1, len(x_TH)):
         assert torch.equal(layer(x_TH[:rows]), wanted_TH[:rows])
         layer.forward_routed(x_TH[:rows], routing.weights_TK[:rows], routing.ids_TK[:rows])
     assert layer._prepared is not None
-    prepared: Any = (layer._prepared.call, layer._prepared.alone)
-    assert all(0 < len(layers) <= MOST_SHAPES for layers in prepared)
+    call: Any
+    for call in (layer._prepared.call, layer._prepared.alone):  # as where a tuned file has kernels by rows
+        for rows in range(1, len(x_TH)):
+            call._block_at(rows)
+            assert 0 < len(call._of_rows) <= MOST_SIZES
 
 
 @NEEDS_COMPILER

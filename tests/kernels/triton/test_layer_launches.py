@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     from moe_mk.experts.triton import experts as backend
     from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
-    from moe_mk.layer import gate, moe_layer, settings
+    from moe_mk.layer import gate, module_habits, settings
     from moe_mk.weights import layer_reader
 
     seen, topk = Launches(), import_module("moe_mk.router.topk")
@@ -59,7 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         monkeypatch.setattr(module, "profile_here", lambda device: device_profile("h200"))
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: launched(seen, kernel))
     monkeypatch.setattr(backend, "stream_of", lambda device: 0)
-    monkeypatch.setattr(moe_layer, "usable_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(module_habits, "usable_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(topk, "is_plain", lambda x: True)
     monkeypatch.setattr(backend, "stacked", stacked)  # a CPU build of torch cannot index fake tensors of a GPU
     monkeypatch.setattr(backend, "joined", lambda routed, shared: stacked(routed, routed.w2.values.device, more=1))

@@ -27,6 +27,7 @@ from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.faults.plans import Fault, World
 from moe_mk.layer import MoELayer
+from moe_mk.layer.forward import steps
 from moe_mk.trace.clock import now
 
 POSTPONED_S = 0.0005
@@ -226,7 +227,7 @@ def _end_proxies() -> None:
 def _is_in_call(frame: FrameType | None) -> bool:
     """Whether a call of a layer has begun and has not returned; at its very first instruction it has not begun."""
     while frame is not None:
-        if frame.f_code is MoELayer.steps.__code__:
+        if frame.f_code is steps.__code__:
             return frame.f_lineno != frame.f_code.co_firstlineno
         frame = frame.f_back
     return False
