@@ -164,6 +164,8 @@ WHOLE = (
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
 def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     config = transformers.AutoConfig.for_model(family, **(SMALL | FAMILIES[family] if family in FAMILIES else {}))
     hf = json.loads(json.dumps(config.to_dict(), default=str)) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(hf))
