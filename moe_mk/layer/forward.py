@@ -149,7 +149,10 @@ class PreparedForward:
             router_TH = x_TH
             if state.input_norm_H is not None:
                 router_TH, x_TH = state.inputs(x_TH)
-            if given is not None or not call.routes:
+            if given is not None and state.tables.one_to_one and state.is_direct:  # as `can_be_called` has checked it
+                first, tensors = native.Stage.PLACE, (given.ids_TK, given.weights_TK)
+                routed = None if listener is None else partial(listener, given)
+            elif given is not None or not call.routes:
                 with torch.no_grad():
                     chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
                     if state.tables.one_to_one:
