@@ -4,8 +4,8 @@
 
 A trace of fewer experts than `--experts` is cut into streams that run side by side: stream s has experts of its own,
 and each of its tokens takes the first of its recorded choices, so that 8 streams of a trace with 32 experts are a layer
-of 256 that chooses 8. Beside the policies and their optimum stand two that are told more than any can know: the best
-choice of experts that never changes, and `decayed` with the routing of the next steps.
+of 256 that chooses 8. Two policies use information that no cache has, as bounds: the best choice
+of experts that never changes, and `decayed` with the routing of the next steps.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def main() -> None:
     for tokens in options.tokens:
         column = [tuple(torch.unique(each).tolist()) for each in ids_RK.split(tokens) if len(each) == tokens]
         recorded = Recorded([[each] for each in column], options.experts, ids_RK.shape[1])
-        told = {"best fixed choice": in_hindsight(column)} | {f"{n} steps ahead": ahead_of(column, n) for n in AHEAD}
-        for name, policy in told.items():
+        bounds = {"best fixed choice": in_hindsight(column)} | {f"{n} steps ahead": ahead_of(column, n) for n in AHEAD}
+        for name, policy in bounds.items():
             POLICIES.register(f"{name}, {tokens}")(policy)
-        names = {name: name for name in ("lru", "lfu", "decayed")} | {name: f"{name}, {tokens}" for name in told}
+        names = {name: name for name in ("lru", "lfu", "decayed")} | {name: f"{name}, {tokens}" for name in bounds}
         belady = simulate(recorded, Machine(1, 1.0, 1.0), options.slots, "belady")
         print(f"{tokens} tokens, {options.slots} slots, belady: {belady.reads / len(belady.seconds):.2f} reads a step")
         for name, registered in names.items():

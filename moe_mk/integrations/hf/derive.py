@@ -59,7 +59,7 @@ def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquat
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     stated = read_mapping(file)
     try:
-        config = AutoConfig.from_pretrained(file)
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
     except unless_signalled(*FAILURES) as problem:
         raise UnsupportedError(f"{file}: transformers has no such configuration", [_first_line(problem)]) from None
     return derive_from(config, stated, layer)
