@@ -41,7 +41,7 @@ LIMITS = {
     "circles": 0,
     "orphans": 0,
     "core lines": 27_000,
-    "library lines": 54_483,
+    "library lines": 54_484,
     "test lines": 70_640,
     "tool and benchmark lines": 11_350,
     "long files": 0,

@@ -1,4 +1,4 @@
-"""`layer_equation.json`: what an MoE layer computes, for a model whose family has no row in `config.hf`.
+"""`layer_equation.json`: what a MoE layer computes, for model types that `config.hf` does not list.
 
 The file is stored next to a config.json, of which it needs no key but the quantisation. `moe-mk derive` writes it from
 the model's class in transformers; it can be edited, or written by hand.

@@ -455,6 +455,7 @@ class MoEConfig(Settings):
         Raises ConfigError for a path that does not exist, for a model type without a MoE layer, and for unknown
         overrides.
         """
+        from moe_mk.config.equation import FILE, KEY
         from moe_mk.config.hf import read_config, settings_from_hf
 
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -463,8 +464,8 @@ class MoEConfig(Settings):
             raise ConfigError(f"{what}; name the folder of a downloaded checkpoint, or a config.json")
         hf = read_config(file)
         if equation is not None:
-            hf["layer_equation"] = read_mapping(Path(equation))
-        where = f"{file} with layer_equation.json" if "layer_equation" in hf else str(file)
+            hf[KEY] = read_mapping(Path(equation))
+        where = f"{file} with {FILE}" if KEY in hf else str(file)
         return cls.parse(settings_from_hf(hf, str(file), layer), where).with_(**overrides)
 
     def with_(self, **overrides: Any) -> Self:

@@ -1,7 +1,7 @@
 // A whole layer in one call: routing, expert load, logical experts to slots or physical ones, dispatch, experts, combine and
 // shared experts (exchange.h). On one rank nothing is exchanged. The stages are the functions of route.cpp, exchange.cpp and
-// experts.cpp, so results are theirs, bit for bit. In Python, whose memory the weights have just evicted from all caches, the
-// steps between them took several times as long as the experts of a small layer.
+// experts.cpp, so results are theirs, bit for bit. In Python, the steps between
+// them took several times as long as the experts of a small layer: reading the weights evicts the interpreter from the caches.
 #include <algorithm>
 #include <cstring>
 #include <new>
