@@ -117,9 +117,9 @@ def figures(invoke: Invoke, *words: object) -> dict[str, Any]:
 
 
 @pytest.mark.row(173)
-@pytest.mark.parametrize(("policy", "off"), [("lru", 0.05), ("decayed", 0.1)])
+@pytest.mark.parametrize("policy", ["lru", "decayed"])
 def test_measured_reads_are_those_that_the_simulator_predicts(
-    tiny: Path, store: Path, invoke: Invoke, policy: str, off: float
+    tiny: Path, store: Path, invoke: Invoke, policy: str
 ) -> None:
     words = ("bench", tiny, "--memory", "1.2MB", "--store", store, "--tokens", "1,4", "--steps", 24, "--json")
     for result in figures(invoke, *words, "--set", f"kernel.residency.policy={policy}")["results"]:
@@ -127,9 +127,11 @@ def test_measured_reads_are_those_that_the_simulator_predicts(
         assert (found["policy"], found["steps"]) == (policy, 12)
         assert found["slots"] == 1_200_000 // found["record_bytes"]
         measured, predicted, optimum, _ = found["rows"]
-        # Experts of one call are read in the order in which threads finish, which decides between equal scores.
-        assert predicted["hit_rate"] == pytest.approx(measured["hit_rate"], abs=off)
-        assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=2 * off)
+        if result["tokens"] == 1:
+            assert predicted["hit_rate_by_step"] == measured["hit_rate_by_step"]
+        # With four tokens a step needs more experts than there are slots, and threads may finish in another order.
+        assert predicted["hit_rate"] == pytest.approx(measured["hit_rate"], abs=0.02)
+        assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=0.04)
         assert optimum["read_bytes_per_step"] <= measured["read_bytes_per_step"]
         assert all(num_bytes % found["record_bytes"] == 0 for num_bytes in measured["read_bytes_by_step"])
         assert 0 < measured["hit_rate"] < 1 and measured["step_ms"] > 0

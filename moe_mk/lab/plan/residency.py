@@ -208,12 +208,17 @@ class _Slots:
     unused: set[int] = field(default_factory=set)
     """Prefetched experts that no call has used."""
 
-    def make_room(self, kept: Collection[int]) -> int:
-        """Evict one expert if all slots are taken; returns how many unused ones that were."""
+    def make_room(self, needed: Collection[int], done: Collection[int] = ()) -> int:
+        """Evict one expert if all slots are taken; returns how many unused ones that were.
+
+        As a layer does: what the call does not need; then those of its experts that were resident, which are computed
+        first (`done`); then the others, in the order in which they arrive.
+        """
         if len(self.ready) < self.slots:
             return 0
-        others = [expert for expert in self.ready if expert not in kept]
-        victim = self.policy.victim(others or list(self.ready))
+        others = [expert for expert in self.ready if expert not in needed]
+        others = others or [expert for expert in self.ready if expert in done]
+        victim = self.policy.victim(others) if others else next(iter(self.ready))
         del self.ready[victim]
         wasted = victim in self.unused
         self.unused.discard(victim)
@@ -249,9 +254,9 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
             missing = [expert for expert in needed if expert not in held.ready]
             outcome.uses, outcome.hits = outcome.uses + len(needed), outcome.hits + len(there)
             held.unused.difference_update(there)
-            arrivals, kept = [max(start, held.ready[expert]) for expert in there], set(needed)
+            arrivals, wanted, done = [max(start, held.ready[expert]) for expert in there], set(needed), set(there)
             for expert in missing:
-                outcome.wasted += held.make_room(kept)
+                outcome.wasted += held.make_room(wanted, done)
                 disk = max(disk, start) + machine.read_s
                 held.ready[expert] = disk
                 arrivals.append(disk)
