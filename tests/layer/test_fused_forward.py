@@ -61,12 +61,16 @@ def test_settings_of_the_experts_are_heeded(checkpoint: Path, settings: dict[str
     assert whole(layer) and torch.equal(layer(tokens(9)), wait(layer.steps(tokens(9))))
 
 
-def test_a_recorder_gets_every_stage(layer: MoELayer) -> None:
+def test_who_listens_gets_every_stage_and_every_routing(layer: MoELayer) -> None:
     x_TH = tokens(6)
     wanted_TH = layer(x_TH)
     layer.spans.recorder = Recorder()
     assert torch.equal(layer(x_TH), wanted_TH)
     assert {span.stage for span in layer.spans.recorder.spans} >= {"route", "permute", "experts", "reduce"}
+    heard: list[Routing] = []
+    layer.spans.recorder, layer.on_routing = None, heard.append
+    assert whole(layer) and torch.equal(layer(x_TH), wanted_TH)
+    assert torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
 
 
 def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer: MoELayer) -> None:
@@ -101,7 +105,9 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
     rows: Any = layer.kernel.experts
     rows, twice = rows.fuse_layer(layer.state.laid_out, 4), ExpertMap(((0, 1), (1, 2)), 3).tables(layer.device)
-    assert rows.alone(None, None, twice, None) is None and not rows.alone(None, None, layer.state.tables, None).routes
+    for gating in (None, layer.state.backends.gate.gating(layer.router)):
+        assert rows.alone(None, gating, twice, None) is None
+        assert rows.alone(None, gating, layer.state.tables, None).routes == (gating is not None)
 
 
 def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
