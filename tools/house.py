@@ -42,7 +42,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 27_000,
     "library lines": 54_484,
-    "test lines": 70_640,
+    "test lines": 70_680,
     "tool and benchmark lines": 11_350,
     "long files": 0,
     "frames at EP=1": 9,

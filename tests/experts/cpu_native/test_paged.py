@@ -272,3 +272,30 @@ def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:
     assert raised > 20  # which places a call passes depends on the order of arrival
     assert torch.equal(paged.run(tokens, some).y, expected)
     assert len(some.cache._free) + len(some.cache.slot_of) == 2
+
+
+def test_an_interrupt_while_the_reads_of_a_failed_call_end_loses_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
+    x = QuantTensor(torch.ones(9, SIZE).bfloat16(), None, BF16)
+    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
+    expected, within = resident.run(tokens, held).y, Cache._end_reads.__code__
+
+    def damaged(*_: object) -> None:
+        raise StoreError("a damaged record")
+
+    def failed(place: int | None) -> Interrupts:
+        interrupts = Interrupts(place, within)
+        with monkeypatch.context() as broken, interrupts.traced():
+            broken.setattr(ExpertStore, "check", damaged)
+            with pytest.raises((KeyboardInterrupt, StoreError)):
+                paged.run(tokens, some)
+        return interrupts
+
+    places = failed(None).places
+    assert places > 3
+    for place in range(1, places + 1):
+        assert failed(place).at
+        assert torch.equal(paged.run(tokens, some).y, expected)
+        assert len(some.cache._free) + len(some.cache.slot_of) == 2

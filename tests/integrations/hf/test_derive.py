@@ -66,11 +66,23 @@ class Squared(Mixture):
         return super().weights(scores) ** 2
 
 
+class Crossed(Mixture):
+    """Each part alone is as in a layer, and both together are not their sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.everyone(x)
+        return super().forward(x) + shared * (super().forward(x) - shared)
+
+
 class OddLayer(nn.Module):
     def __init__(self, config: OddConfig, index: int) -> None:
         super().__init__()
         self.turn = nn.Linear(config.breadth, config.breadth)
-        self.mix = {"squared": Squared, "plain": Mixture}[config.kind](config) if index else Worker(config.breadth, 8)
+        self.mix = (
+            {"squared": Squared, "crossed": Crossed, "plain": Mixture}[config.kind](config)
+            if index
+            else Worker(config.breadth, 8)
+        )
 
 
 class OddModel(transformers.PreTrainedModel):
@@ -118,6 +130,12 @@ def test_a_family_that_no_table_has_runs_by_its_derived_equation(tmp_path: Path)
 def test_routing_that_no_layer_computes_is_refused_with_the_difference(tmp_path: Path) -> None:
     written(tmp_path, kind="squared")
     with pytest.raises(UnsupportedError, match=r"its routing is none that is known; the nearest .* for token \d+, the"):
+        derive(tmp_path)
+
+
+def test_parts_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, kind="crossed")
+    with pytest.raises(UnsupportedError, match=r"something else than its parts\n.*the output of token \d+ differs by"):
         derive(tmp_path)
 
 
