@@ -53,8 +53,8 @@ from residency_bounds import routing_of
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
-from moe_mk.experts.cpu_native.paged import READERS, Cache, PagedExperts, records
-from moe_mk.experts.residency import POLICIES
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, records
+from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
 from moe_mk.lab.cli.fit import bytes_of
 from moe_mk.lab.cli.outputs import output_file

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 SEED = 20_260_101
+torch.set_num_threads(1)  # as in the processes of RankWorld, whose bits are compared
 
 MARKS_OF_FOLDERS = {
     "tests/testing/emulated/": "emulated",

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from moe_mk.registry import Registry
 
+READERS = 4
+"""Threads that read: as many requests as keep a disk busy."""
+
 
 @dataclass(frozen=True)
 class ResidencyCounts:

@@ -16,6 +16,7 @@ from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels import native
+from moe_mk.layer.gate import Gate
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.shared import SharedExperts
@@ -79,6 +80,12 @@ def steps(
 NO_WEIGHTS = "layer {!r} has no weights yet; call load(path, layer=N)"
 
 
+def _memory(gate: Gate) -> tuple[object, object]:
+    """Where a gate's parameters lie, and how."""
+    w, b = gate.weight_EH, gate.bias_E
+    return w is None or (w.data_ptr(), w.is_contiguous()), b is None or (b.data_ptr(), b.is_contiguous())
+
+
 class PreparedForward:
     """The native calls of one state; None where the pair of backends has none."""
 
@@ -91,10 +98,7 @@ class PreparedForward:
         self.state, self.routing, gate, shared = state, routing, state.backends.gate, state.backends.shared
         self._router, self._logit_bias_E = routing.router, gate.logit_bias_E
         self._shared = None if shared is None else shared.weights
-        gate_at = [
-            (each.data_ptr(), each.is_contiguous()) for each in (gate.weight_EH, gate.bias_E) if each is not None
-        ]
-        self._gate_at, self._load_shape = gate_at, (state.expert_map.num_experts,)
+        self._gate_at, self._load_shape = _memory(gate), (state.expert_map.num_experts,)
         kernel = state.kernel
         if state.weights is None or not state.may_be_native or not isinstance(kernel, FusedMoEKernel):
             return
@@ -109,14 +113,11 @@ class PreparedForward:
         else:
             self.call = prepared(state.laid_out, gating=gating, shared=shared)
 
-    def is_current(self, state: ServingState) -> bool:
-        """Whether it was made from the parts of now, and the gate's memory was not replaced."""
-        gate, shared = state.backends.gate, state.backends.shared
-        gate_at = [
-            (each.data_ptr(), each.is_contiguous()) for each in (gate.weight_EH, gate.bias_E) if each is not None
-        ]
-        same = state is self.state and self._router is self.routing.router and gate.logit_bias_E is self._logit_bias_E
-        return same and (shared is None or shared.weights is self._shared) and self._gate_at == gate_at
+    def is_current(self) -> bool:
+        """Whether the parts of its state are those it was made from, and the gate's memory was not replaced."""
+        gate, shared = self.state.backends.gate, self.state.backends.shared
+        same = self._router is self.routing.router and gate.logit_bias_E is self._logit_bias_E
+        return same and (shared is None or shared.weights is self._shared) and self._gate_at == _memory(gate)
 
     def call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> LayerCall | None:
         """What makes the next forward; None: the stages do. given: a routing of logical experts.

@@ -342,7 +342,7 @@ class MoELayer(WithoutParameters):
         """
         try:
             prepared = self._prepared
-            if prepared is None or not prepared.is_current(self.state):
+            if prepared is None or not prepared.is_current():
                 prepared = self.prepare()
             if (call := prepared.call_for(x_TH, expert_load_E, given)) is not None:
                 return prepared.run(call, x_TH, expert_load_E, given)
@@ -399,7 +399,7 @@ class MoELayer(WithoutParameters):
         alone = untraced and self.state.is_direct and self.on_routing is None
         if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
             prepared, given = self._prepared, Routing(topk_ids, topk_weights)
-            if prepared is None or not prepared.is_current(self.state):
+            if prepared is None or not prepared.is_current():
                 prepared = self.prepare()
             if (call := prepared.call_for(x_TH, load_E, given)) is not None:
                 try:

@@ -19,8 +19,25 @@ from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 
 
+class Fp8(BlockedScheme):
+    """FP8 e4m3 values, whatever their scales."""
+
+    @property
+    def family(self) -> str:
+        return "fp8"
+
+    @property
+    def element(self) -> Element:
+        return E4M3
+
+    @property
+    def relative_rms(self) -> float:
+        """Rounding is uniform over one spacing of 2^-3; relative to mantissas in [1, 2) that is 2^-3 / sqrt(24)."""
+        return E4M3.relative_spacing / math.sqrt(24.0)
+
+
 @dataclass(frozen=True)
-class Fp8Block(BlockedScheme):
+class Fp8Block(Fp8):
     """FP8 e4m3 values, one scale for every block of `rows` x `columns`."""
 
     name: str
@@ -29,23 +46,9 @@ class Fp8Block(BlockedScheme):
     ue8m0: bool = False
 
     @property
-    def family(self) -> str:
-        """fp8, whatever the block."""
-        return "fp8"
-
-    @property
-    def element(self) -> Element:
-        return E4M3
-
-    @property
     def scale_dtype(self) -> torch.dtype:
         """float32, or float8_e8m0fnu for power-of-two scales."""
         return torch.float8_e8m0fnu if self.ue8m0 else torch.float32
-
-    @property
-    def relative_rms(self) -> float:
-        """Rounding is uniform over one spacing of 2^-3; relative to mantissas in [1, 2) that is 2^-3 / sqrt(24)."""
-        return E4M3.relative_spacing / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
         """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.quant.blocked import E4M3, WHOLE, BlockedScheme, Element
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.blocked import E4M3, WHOLE
+from moe_mk.quant.fp8_block import Fp8, Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 
 FP8_CHANNEL = Fp8Block("fp8_channel", 1, WHOLE)
@@ -25,8 +25,8 @@ FP8_DYNAMIC_TENSOR = Fp8Block("fp8_dynamic_tensor", WHOLE, WHOLE)
 
 
 @dataclass(frozen=True)
-class Fp8Static(BlockedScheme):
-    """Activations in FP8 with one static scale."""
+class Fp8Static(Fp8):
+    """Activations in FP8 with one static scale; values above 448 times the scale saturate."""
 
     name: str
     scale: float
@@ -34,14 +34,6 @@ class Fp8Static(BlockedScheme):
     """Scale of the rows between the two products of an expert; None: the same."""
     rows: int = WHOLE
     columns: int = WHOLE
-
-    @property
-    def family(self) -> str:
-        return "fp8"
-
-    @property
-    def element(self) -> Element:
-        return E4M3
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -56,11 +48,6 @@ class Fp8Static(BlockedScheme):
     def hidden(self) -> Fp8Static:
         """The scheme of the rows between the two products."""
         return self if self.hidden_scale is None else fp8_static(self.hidden_scale)
-
-    @property
-    def relative_rms(self) -> float:
-        """The error of FP8, if no value exceeds 448 times the scale, where it saturates."""
-        return E4M3.relative_spacing / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
         """Divide by the scale and round; NaN stays NaN, large values saturate."""

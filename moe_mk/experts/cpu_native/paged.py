@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import ConfigError, StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
-from moe_mk.experts.residency import POLICIES, Policy, ResidencyCounts
+from moe_mk.experts.residency import POLICIES, READERS, Policy, ResidencyCounts
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix
 from moe_mk.kernels.native.packed import HUGE_PAGE
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -35,8 +35,6 @@ from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, T
 from moe_mk.weights.expert_store import ExpertStore, aligned, write_store
 from moe_mk.weights.expert_weights import SlotWeights
 
-READERS = 4
-"""Threads that read: as many requests as keep a disk busy."""
 LINE = 64
 """Alignment of the parts of a record."""
 PAIR = 32
@@ -213,12 +211,13 @@ class Cache:
         missing = [expert for expert in experts if expert not in self.slot_of]
         self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
         reading: dict[int, _Reading] = {}
+        needed = frozenset(experts)
         try:
-            self._read(missing, here, reading)
+            self._read(missing, needed, reading)
             if here:
                 yield here
             while missing or reading:
-                self._read(missing, (), reading)
+                self._read(missing, needed, reading, is_used=True)
                 assert reading, "no slot is free, and none can be taken"
                 yield self._arrived(reading)
         except BaseException:
@@ -234,13 +233,20 @@ class Cache:
         self._free = sorted(set(range(len(self.records_SB))) - set(self.slot_of.values()))
         self._is_used = False
 
-    def _read(self, missing: list[int], kept: Collection[int], reading: dict[int, _Reading]) -> None:
-        """Begin to read missing experts, in order, as far as there are slots; those of `kept` experts are not taken."""
+    def _read(
+        self, missing: list[int], needed: Collection[int], reading: dict[int, _Reading], *, is_used: bool = False
+    ) -> None:
+        """Begin to read missing experts, in order, as far as there are slots.
+
+        Experts that the call does not need make room first. is_used: whether the resident ones have been used, and may
+        make room too; then `READERS` records are read at a time, so that the policy keeps the best of the others.
+        """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
         while missing:
             if not self._free:
-                others = [expert for expert in self.slot_of if expert not in kept]
+                may_use = is_used and len(reading) < READERS
+                others = [each for each in self.slot_of if each not in needed] or list(self.slot_of) * may_use
                 if not others:
                     return
                 self._free.append(self.slot_of.pop(self.policy.victim(others)))

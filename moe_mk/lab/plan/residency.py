@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_mk.errors import ConfigError
-from moe_mk.experts.residency import POLICIES, Policy
+from moe_mk.experts.residency import POLICIES, READERS, Policy
 from moe_mk.trace.routing import RoutingTrace, TraceError
 
 Step = list[tuple[int, ...]]
@@ -211,8 +211,8 @@ class _Slots:
     def make_room(self, needed: Collection[int], done: Collection[int] = ()) -> int:
         """Evict one expert if all slots are taken; returns how many unused ones that were.
 
-        As a layer does: what the call does not need; then those of its experts that were resident, which are computed
-        first (`done`); then the others, in the order in which they arrive.
+        As a layer does: what the call does not need; then, of its experts, those that have been computed (`done`), or
+        the first that arrives.
         """
         if len(self.ready) < self.slots:
             return 0
@@ -255,7 +255,8 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
             outcome.uses, outcome.hits = outcome.uses + len(needed), outcome.hits + len(there)
             held.unused.difference_update(there)
             arrivals, wanted, done = [max(start, held.ready[expert]) for expert in there], set(needed), set(there)
-            for expert in missing:
+            for index, expert in enumerate(missing):
+                done.update(missing[max(index - READERS, 0) : max(index - READERS + 1, 0)])
                 outcome.wasted += held.make_room(wanted, done)
                 disk = max(disk, start) + machine.read_s
                 held.ready[expert] = disk
