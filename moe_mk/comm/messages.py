@@ -227,11 +227,7 @@ class GroupMessages:
         return received
 
     def exchange_eager(
-        self,
-        caller: Caller,
-        phase: str,
-        outgoing: Mapping[int, Envelope],
-        awaited: Mapping[int, int],
+        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
     ) -> Flight[dict[int, Arrival]]:
         """`exchange` of rows that come with their headers; returns those of each peer in `outgoing`.
 

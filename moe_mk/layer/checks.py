@@ -52,12 +52,7 @@ def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
 
 
 def check_routing(
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    device: torch.device,
-    sizes: tuple[int, int, int],
-    *,
-    read_ids: bool = True,
+    topk_weights: Tensor, topk_ids: Tensor, device: torch.device, sizes: tuple[int, int, int], *, read_ids: bool = True
 ) -> None:
     """Raise ShapeError unless an engine's own routing fits. sizes: T, K, E. read_ids: check the ids, on the host.
 

@@ -11,14 +11,7 @@ from moe_mk.quant.fp8_block import (
     activation_scheme,
     weight_scheme,
 )
-from moe_mk.quant.fp8_whole import (
-    FP8_CHANNEL,
-    FP8_DYNAMIC_TENSOR,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    Fp8Static,
-    fp8_static,
-)
+from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_DYNAMIC_TENSOR, FP8_TENSOR, FP8_TOKEN, Fp8Static, fp8_static
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128, Int8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8, Microscaled
 from moe_mk.quant.nvfp4 import NVFP4, NVFP4_TOKENS, Nvfp4, nvfp4_tokens

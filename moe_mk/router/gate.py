@@ -39,11 +39,7 @@ class GateChoice:
 
 
 def choose_gate_tier(
-    arch: tuple[int, int] | None,
-    num_tokens: int,
-    dtype: torch.dtype,
-    router_dtype: str,
-    available: frozenset[str],
+    arch: tuple[int, int] | None, num_tokens: int, dtype: torch.dtype, router_dtype: str, available: frozenset[str]
 ) -> GateChoice:
     """Choose the gate's tier for one device and token count, from plain data only.
 

@@ -276,11 +276,7 @@ class TileWork:
     """The tiles of a call with the transport and the experts, and what each step of a plan does to them."""
 
     def __init__(
-        self,
-        transport: PrepareFinalize,
-        multiply: Multiply,
-        tiles: Sequence[MicroBatch],
-        onward: Onward | None = None,
+        self, transport: PrepareFinalize, multiply: Multiply, tiles: Sequence[MicroBatch], onward: Onward | None = None
     ) -> None:
         self.transport, self.multiply, self.tiles, self.onward = transport, multiply, tiles, onward
         self.kept: list[ExpertOutput] = []

@@ -184,9 +184,7 @@ class RoutingTrace:
     def without(self, *, weights: bool = False, token_ids: bool = False) -> RoutingTrace:
         """The same trace without its weights, or its token ids."""
         return replace(
-            self,
-            weights_RK=None if weights else self.weights_RK,
-            token_ids_R=None if token_ids else self.token_ids_R,
+            self, weights_RK=None if weights else self.weights_RK, token_ids_R=None if token_ids else self.token_ids_R
         )
 
     @property
@@ -343,8 +341,7 @@ def _tensors(trace: RoutingTrace) -> dict[str, Tensor | None]:
 def _mapped(trace: RoutingTrace, change: Callable[[str, Tensor], Tensor]) -> RoutingTrace:
     """The trace with every tensor that is there changed, by name."""
     return RoutingTrace(
-        trace.facts,
-        **{name: change(name, value) for name, value in _tensors(trace).items() if value is not None},
+        trace.facts, **{name: change(name, value) for name, value in _tensors(trace).items() if value is not None}
     )
 
 

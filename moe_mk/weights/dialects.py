@@ -69,8 +69,4 @@ def _compressed_tensors(quant: str, block: tuple[int, int]) -> dict[str, Any]:
         weights["block_structure"] = list(block)
     tokens = {"num_bits": 8, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True}
     group = {"weights": weights, "input_activations": tokens, "targets": ["Linear"]}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "config_groups": {"group_0": group},
-    }
+    return {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": {"group_0": group}}

@@ -16,8 +16,7 @@ from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source,
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.row(54)) if name == "imports_go_down" else name for name in RULES],
+    "name", [pytest.param(name, marks=pytest.mark.row(54)) if name == "imports_go_down" else name for name in RULES]
 )
 def test_the_package_keeps_the_rule(name: str) -> None:
     findings = [finding for source in package_sources() for finding in RULES[name](source)]
@@ -54,12 +53,7 @@ BAD = [
     ("imports_go_down", "quant/a.py", "from moe_mk.experts.base import X", r"quant \(floor 2\) .* \(floor 3\)"),
     ("imports_go_down", "router/a.py", "from moe_mk import errors, permute", r"router .* moe_mk\.permute"),
     ("imports_go_down", "experts/a.py", "import moe_mk.prepare_finalize.base as b", r"experts .*prepare_finalize"),
-    (
-        "imports_go_down",
-        "kernel.py",
-        "def f():\n    from moe_mk.oracle import decide",
-        r"py:2: kernel .*\.oracle",
-    ),
+    ("imports_go_down", "kernel.py", "def f():\n    from moe_mk.oracle import decide", r"py:2: kernel .*\.oracle"),
     ("imports_go_down", "rebalance/a.py", "import moe_mk.integrations.vllm", r"rebalance .* moe_mk\.integrations"),
     ("imports_go_down", "layer/a.py", "def f():\n    import moe_mk.lab.verify", r"py:2: layer .* moe_mk\.lab"),
     ("imports_go_down", "integrations/a.py", "from moe_mk.lab.cli import app", r"integrations .* moe_mk\.lab"),

@@ -49,11 +49,7 @@ def test_swap_carries_lists_of_tensors_of_any_dtype_and_length() -> None:
 def test_a_rank_that_never_comes_is_named_within_the_time() -> None:
     world = ThreadWorld(3, timeout_s=0.2)
     comms = world.communicators()
-    jobs = [
-        partial(wait, comms[0].gather_count(1, "count")),
-        list,
-        partial(wait, comms[2].gather_count(3, "count")),
-    ]
+    jobs = [partial(wait, comms[0].gather_count(1, "count")), list, partial(wait, comms[2].gather_count(3, "count"))]
     with pytest.raises(CommError, match=r"rank 0.*count.*peer 1.*later than 0\.2 s|peer 1.*is later"):
         world.together(jobs)
 

@@ -124,8 +124,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "missing": lambda: buffer.dispatch(x, topk_idx=topk_idx),
         "other layout": lambda: buffer.dispatch(x, **{**given, "is_token_in_rank": ~in_rank}),
         "tokens": lambda: buffer.dispatch(
-            x.repeat(30, 1),
-            **{**given, "topk_idx": topk_idx.repeat(30, 1), "topk_weights": topk_weights.repeat(30, 1)},
+            x.repeat(30, 1), **{**given, "topk_idx": topk_idx.repeat(30, 1), "topk_weights": topk_weights.repeat(30, 1)}
         ),
         "stream": lambda: buffer.get_dispatch_layout(topk_idx, experts, allocate_on_comm_stream=True),
         "experts": lambda: buffer.get_dispatch_layout(topk_idx, experts + 1),

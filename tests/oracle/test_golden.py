@@ -125,16 +125,6 @@ def test_the_table_is_broad() -> None:
     assert len({case["held"] for case in CASES if "held" in case}) >= 2
     codes = {c for case in CASES for part in ("against", "both") for cs in case.get(part, {}).values() for c in cs}
     assert codes >= {
-        "ranks",
-        "tokens",
-        "device",
-        "library",
-        "dtype",
-        "weights",
-        "activations",
-        "graphs",
-        "wire",
-        "memory",
-        "bias",
+        "ranks", "tokens", "device", "library", "dtype", "weights", "activations", "graphs", "wire", "memory", "bias",
         "activation",
-    }
+    }  # fmt: skip

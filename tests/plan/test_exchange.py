@@ -69,8 +69,7 @@ def test_impossible_exchanges_are_refused_with_all_reasons() -> None:
 
 @pytest.mark.row(99, 163)
 @pytest.mark.parametrize(
-    "wire,row",
-    [("bf16", 14336), ("fp8", 7392), ("fp8_ue8m0", 7224), ("mxfp8", 7392), ("nvfp4", 4032), ("int8", 7172)],
+    "wire,row", [("bf16", 14336), ("fp8", 7392), ("fp8_ue8m0", 7224), ("mxfp8", 7392), ("nvfp4", 4032), ("int8", 7172)]
 )
 def test_rows_take_the_bytes_of_their_format(wire: str, row: int) -> None:
     exchange = Exchange(128, 32, nodes_kept=None, wire=wire, combine_wire=wire)

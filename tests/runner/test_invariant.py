@@ -150,10 +150,7 @@ def test_a_layer_that_was_given_another_placement_keeps_its_bits(checkpoints: An
 
 def test_what_cannot_keep_it_is_refused_by_name(checkpoints: Any) -> None:
     config = MoEConfig.from_hf(checkpoints("bf16")).with_(invariant=True, ep=2)
-    for settings, stated in (
-        ({"tiles": 2}, "kernel.tiles=2"),
-        ({"wire": "fp8"}, "kernel.wire='fp8'"),
-    ):
+    for settings, stated in (({"tiles": 2}, "kernel.tiles=2"), ({"wire": "fp8"}, "kernel.wire='fp8'")):
         with pytest.raises(ConfigError, match=stated):
             config.with_(**settings)
     for pins, stated in (

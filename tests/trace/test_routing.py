@@ -181,10 +181,7 @@ def test_what_makes_no_sense_is_refused_with_all_reasons() -> None:
     with pytest.raises(TraceError, match="1 of 2 forwards have weights"):
         RoutingTrace.of(
             TraceFacts(8, 2),
-            [
-                TracedForward(0, 0, 0, "prefill", ids, torch.ones(1, 2)),
-                TracedForward(0, 0, 0, "prefill", ids),
-            ],
+            [TracedForward(0, 0, 0, "prefill", ids, torch.ones(1, 2)), TracedForward(0, 0, 0, "prefill", ids)],
         )
     with pytest.raises(TraceError, match="expert ids from 0 to 70000 do not fit torch.int16"):
         RoutingTrace.of(TraceFacts(8, 2), [TracedForward(0, 0, 0, "prefill", torch.tensor([[0, 70_000]]))])

@@ -20,14 +20,7 @@ from torch import Tensor
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
-from moe_mk.experts.base import (
-    EXPERTS,
-    QUANTISED,
-    WEIGHT_ONLY,
-    ExpertsContext,
-    ExpertsTraits,
-    FusedExperts,
-)
+from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordLayout, open_store, run_paged
 from moe_mk.experts.cpu_native.tuning import (
     CHOICES,
@@ -97,11 +90,7 @@ class CpuNativeExperts(FusedExperts):
         kinds=frozenset({"cpu"}),
         library="c++",
         extra="install a C++ compiler (Debian: apt install g++); torch_cpu serves without, several times slower",
-        emits={
-            RowTokens: OutputStage.REDUCED,
-            GroupedTokens: OutputStage.RAW,
-            BatchedTokens: OutputStage.RAW,
-        },
+        emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
         mixed_weights=True,
         pages=True,

@@ -83,11 +83,7 @@ class TritonExperts(FusedExperts):
         min_arch=(9, 0),
         library="triton",
         extra="pip install 'moe-mk[cuda]'",
-        emits={
-            RowTokens: OutputStage.REDUCED,
-            GroupedTokens: OutputStage.RAW,
-            BatchedTokens: OutputStage.RAW,
-        },
+        emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED, *GROUPED}),
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),

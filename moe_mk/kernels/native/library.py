@@ -90,10 +90,7 @@ class CRoute(ctypes.Structure):
 _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "abi_version": (c_int32, ()),
     "isa_supported": (c_int32, (c_int32,)),
-    "pack": (
-        c_int32,
-        (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32, POINTER(c_int64)),
-    ),
+    "pack": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32, POINTER(c_int64))),
     "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "pack_blocks": (
         c_int32,
@@ -102,10 +99,7 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "unpack_blocks": (c_int32, (*(c_void_p,) * 4, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "product": (c_int32, (POINTER(CExperts), c_void_p, c_int64, c_void_p, c_int32)),
-    "sum_terms": (
-        c_int32,
-        (*(c_void_p,) * 3, c_int64, c_int32, c_int64, c_int64, c_void_p, *(c_int32,) * 3),
-    ),
+    "sum_terms": (c_int32, (*(c_void_p,) * 3, c_int64, c_int32, c_int64, c_int64, c_void_p, *(c_int32,) * 3)),
     "route": (c_int32, (POINTER(CRoute),)),
     "quantize": (
         c_int32,

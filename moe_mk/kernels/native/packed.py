@@ -58,12 +58,7 @@ class PackedMatrix:
 
 
 def allocate(
-    native: Native,
-    layout: MatrixLayout,
-    num_slots: int,
-    bias_LX: torch.Tensor | None = None,
-    *,
-    touch: bool = True,
+    native: Native, layout: MatrixLayout, num_slots: int, bias_LX: torch.Tensor | None = None, *, touch: bool = True
 ) -> PackedMatrix:
     """Allocate `num_slots` packed experts, on 2 MiB pages if the system provides them; values are undefined.
 

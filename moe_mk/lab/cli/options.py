@@ -42,8 +42,7 @@ PrepareFinalize = Annotated[
     str, typer.Option("--prepare-finalize", help="pin the transport", autocompletion=TRANSPORT_NAMES)
 ]
 Experts = Annotated[
-    str,
-    typer.Option("--experts", "--experts-backend", help="pin the experts backend", autocompletion=EXPERTS_NAMES),
+    str, typer.Option("--experts", "--experts-backend", help="pin the experts backend", autocompletion=EXPERTS_NAMES)
 ]
 AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]

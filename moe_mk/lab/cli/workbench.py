@@ -55,8 +55,7 @@ def certify_command(
 @with_exit_code
 def chaos_command(
     config: Annotated[
-        str | None,
-        typer.Argument(help="model or file with the routing and kernel settings; default random"),
+        str | None, typer.Argument(help="model or file with the routing and kernel settings; default random")
     ] = None,
     transport: Annotated[
         str, typer.Option(help="registered transports, separated by commas, or all built-in ones")

@@ -38,9 +38,7 @@ from moe_mk.lab.testing.on_ranks import (
     outputs_on_processes,
     suitable_cases,
 )
-from moe_mk.lab.testing.on_ranks import (
-    SLOTS as SLOTS_OF_CASES,
-)
+from moe_mk.lab.testing.on_ranks import SLOTS as SLOTS_OF_CASES
 from moe_mk.lab.testing.transports import check_graph_safe_transport, check_transport, suited_to
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits
 from moe_mk.quant.blocked import WHOLE
@@ -58,11 +56,7 @@ PASSED_OVER = frozenset({"device", "library"})
 """Codes of reasons: certification runs on a CPU, and on an emulation where the library is not installed."""
 SIZES = ((HIDDEN, INNER), (256, 256))
 """Hidden and intermediate size; the first that a backend supports is used. 192 is no multiple of 128."""
-FURTHER_SIZES = (
-    ((256, 256),),
-    ((384, 384),),
-    ((328, 200), (336, 208), (320, 192), (328, 128), (320, 128), (384, 128)),
-)
+FURTHER_SIZES = (((256, 256),), ((384, 384),), ((328, 200), (336, 208), (320, 192), (328, 128), (320, 128), (384, 128)))
 """Two blocks of 128, three, and a ragged last one: of each row the first that a backend supports."""
 HIDDEN_SIZES = (256, 384, 320)
 """The same for transports."""

@@ -10,11 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from moe_mk.errors import MoEMKError
 from moe_mk.lab.testing.laws import DETERMINISTIC, INPUTS, ON_FRESH, READ_ON_HOST, STAGE, Law, law_of

@@ -129,10 +129,7 @@ class Bench:
             return None
         gpu = sites.site_P[theirs]
         moved = self.each[self.placed[mine]][:, None] - self.each[self.placed[theirs]]
-        after = np.maximum(
-            self.time[hot] - moved / sites.speed_W[hot],
-            self.time[gpu] + moved / sites.speed_W[gpu],
-        )
+        after = np.maximum(self.time[hot] - moved / sites.speed_W[hot], self.time[gpu] + moved / sites.speed_W[gpu])
         after[~self.allowed[self.placed[mine]][:, gpu]] = np.inf
         after[:, ~self.allowed[self.placed[theirs], hot]] = np.inf
         best = int(after.argmin())

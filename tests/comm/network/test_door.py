@@ -110,13 +110,7 @@ def test_a_greeting_in_pieces_has_one_deadline_for_all_of_them() -> None:
         slow.close(), quick.close()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        Hello(b"x" * TOKEN_BYTES, 1, 0, 1, 0).pack(),
-        b"GET / HTTP/1.0\r\n\r\n" * 8,
-    ],
-)
+@pytest.mark.parametrize("words", [Hello(b"x" * TOKEN_BYTES, 1, 0, 1, 0).pack(), b"GET / HTTP/1.0\r\n\r\n" * 8])
 def test_strangers_are_closed_and_not_let_in(words: bytes) -> None:
     with a_door([1]) as (door, _, let_in), caller(door, words) as stranger:
         assert is_ended(stranger) and not let_in

@@ -169,15 +169,7 @@ def test_a_tile_that_cannot_be_is_refused_by_name(wrong: dict[str, int], stated:
 
 def test_a_built_in_tile_serves_every_number_of_rows() -> None:
     assert BUILT_IN[-1][0] == float("inf")
-    assert [UNTUNED.at(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        128,
-        128,
-    ]
+    assert [UNTUNED.at(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [16, 16, 32, 32, 64, 128, 128]
     assert all(tile.engine == "triton" for _, tile in (*BUILT_IN, *DECODED)), (
         "what was never run on a GPU is not chosen unasked"
     )

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, WeightError
-from moe_mk.integrations.engine_experts import (
-    EngineExperts,
-    EngineWeights,
-    HeldExperts,
-    _warn_of_copies,
-    is_released,
-)
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts, _warn_of_copies, is_released
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER

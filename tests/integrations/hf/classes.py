@@ -30,28 +30,13 @@ def experts_classes() -> list[type[nn.Module]]:
 def tiny_config(**changes: Any) -> SimpleNamespace:
     """The settings that experts classes read, by all the names they have for them."""
     names = {
-        "hidden_size": HIDDEN,
-        "moe_hidden_size": HIDDEN,
-        "moe_latent_size": None,
-        "intermediate_size": INNER,
-        "moe_intermediate_size": INNER,
-        "num_experts": EXPERTS,
-        "num_local_experts": EXPERTS,
-        "n_routed_experts": EXPERTS,
-        "moe_num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "hidden_act": "silu",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "mlp_hidden_act": "relu2",
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-        "mlp_gate_softcap": 5.0,
-        "mlp_up_softcap": 4.0,
-        "post_norm_eps": 1e-6,
-        "rms_norm_eps": 1e-6,
-        "mlp_bias": False,
-        "_experts_implementation": "moe_mk",
-    }
+        **dict.fromkeys(("hidden_size", "moe_hidden_size"), HIDDEN), "moe_latent_size": None,
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), INNER), "num_experts_per_tok": TOP_K,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+        "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2",
+        "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "mlp_gate_softcap": 5.0, "mlp_up_softcap": 4.0,
+        "post_norm_eps": 1e-6, "rms_norm_eps": 1e-6, "mlp_bias": False, "_experts_implementation": "moe_mk",
+    }  # fmt: skip
     return SimpleNamespace(**(names | changes))
 
 

@@ -16,12 +16,7 @@ from transformers.integrations import finegrained_fp8
 
 from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
-from moe_mk.integrations.transformers import (
-    cpu_fp8,
-    explain,
-    patch_blocks,
-    register,
-)
+from moe_mk.integrations.transformers import cpu_fp8, explain, patch_blocks, register
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.quant.fp8_block import FP8_1x128

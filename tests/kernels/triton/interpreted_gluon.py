@@ -18,15 +18,7 @@ from moe_mk.lab.testing.experts import _poisoned, random_experts
 from moe_mk.lab.testing.limits import require_close
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.permute import permute, weight_and_reduce
-from moe_mk.quant import (
-    BF16,
-    FP8_1x128,
-    FP8_1x128_UE8M0,
-    FP8_128x128,
-    FP8_128x128_UE8M0,
-    QuantScheme,
-    QuantTensor,
-)
+from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.kernels.triton.gluon_interpreter import interpreted

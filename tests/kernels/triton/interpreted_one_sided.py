@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.triton.one_sided import (
-    LATE,
-    ON_TIME,
-    Windows,
-    await_flags,
-    pull_sums,
-    send_rows,
-    show,
-    slots_of,
-)
+from moe_mk.kernels.triton.one_sided import LATE, ON_TIME, Windows, await_flags, pull_sums, send_rows, show, slots_of
 
 HIDDEN, MAX_ROWS = 24, 8
 

@@ -18,16 +18,7 @@ from moe_mk.experts.triton.tuning import DECODED, load_tuned
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, session, tune, tuned_path
-from moe_mk.quant import (
-    BF16,
-    FP8_CHANNEL,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    FP8_1x128,
-    FP8_128x128,
-    QuantScheme,
-    fp8_static,
-)
+from moe_mk.quant import BF16, FP8_CHANNEL, FP8_TENSOR, FP8_TOKEN, FP8_1x128, FP8_128x128, QuantScheme, fp8_static
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128
 from moe_mk.quant.microscaling import MXFP4, MXFP8

@@ -8,11 +8,7 @@ from torch import Tensor as TorchTensor
 
 from moe_mk.external.nccl_ep_limits import ROW_ALIGNMENT
 from moe_mk.lab.testing.emulated.nccl.core import NcclDataType
-from moe_mk.lab.testing.emulated.nccl.ep.enums import (
-    CombineQuantizationRecipe,
-    DispatchQuantizationRecipe,
-    PassDir,
-)
+from moe_mk.lab.testing.emulated.nccl.ep.enums import CombineQuantizationRecipe, DispatchQuantizationRecipe, PassDir
 from moe_mk.lab.testing.emulated.nccl.ep.state import PLAIN, RAW, HandleState, aborts_unless, refuses_unless
 from moe_mk.lab.testing.emulated.nccl.ep.tensor import Tensor, read
 
