@@ -23,6 +23,9 @@ class Routing:
     """f32 scalars by name, only while training."""
     logits_TE: Tensor | None = None
     """f32, or the layer's dtype with router_dtype = "model"; always set by `MoELayer.route`."""
+    input_weights_T1: Tensor | None = None
+    """f32, by which the layer's input is multiplied and added to the output: the sums of the weights of experts that
+    return it, whose ids are -1 here. None: there are no such experts."""
     bias_E: Tensor | None = None
     """f32, added to scores for the choice of experts; only for kernels that route inside, with the logits."""
 

@@ -59,15 +59,15 @@ GPT_OSS = ("gpt_oss",)
 LLAMA4 = ("llama4",)
 DEEPSEEK_V4 = ("deepseek_v4",)
 GEMMA4 = ("gemma4",)
-FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4, *GEMMA4)
+LONGCAT = ("longcat_flash", "longcat_flash_ngram")
+FAMILIES = (
+    *DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4, *GEMMA4,
+    *LONGCAT,
+)  # fmt: skip
 WRAPPERS = (
     "kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4",
 )  # fmt: skip
 """Multimodal models, whose text_config describes the layers."""
-UNSUPPORTED = {
-    "longcat_flash": "experts that return their input",
-}
-"""Families whose layers have a part that is not computed here, with that part."""
 SECOND = "hf_quant_config.json"
 """The file in which modelopt states formats, next to config.json or in place of its quantization_config."""
 
@@ -82,10 +82,12 @@ _OF_KIMI = {
     "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
     "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
 }  # fmt: skip
+_OF_LONGCAT = {"moe_topk": "num_experts_per_tok", "expert_ffn_hidden_size": "moe_intermediate_size"}
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI),
     **dict.fromkeys(STEP, _OF_STEP),
     "gemma4": {"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
+    **dict.fromkeys(LONGCAT, _OF_LONGCAT),
 }  # fmt: skip
 """Keys of a family with the meaning of a key that others have, and that key."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -116,6 +118,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": _V3,
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
+    **dict.fromkeys(LONGCAT, _ONE | {"routed_scaling_factor": 6.0, "zero_expert_num": 256, "norm_topk_prob": False}),
 }  # fmt: skip
 """Of each family's configuration class."""
 
@@ -176,6 +179,12 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
     "llama4": _COMMON | {"intermediate_size": COUNT, "interleave_moe_layer_step": COUNT, "moe_layers": ANY},
     "mixtral": _COMMON | {"intermediate_size": COUNT},
     "gemma4": _COMMON | {"moe_intermediate_size": COUNT, "enable_moe_block": TRUE, "rms_norm_eps": FACTOR},
+    **dict.fromkeys(LONGCAT, _COMMON | _ROUTED | {
+        "hidden_act": _SILU, "norm_topk_prob": ("false", lambda v: v is False), "zero_expert_num": COUNT_OR_NONE,
+        "zero_expert_type": ("'identity' or 'drop'", lambda v: v in ("identity", "drop")),
+        "router_dtype": ("'float32'", lambda v: v == "float32"),
+        "disable_quant_module": NAMES,
+    }),
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
     "gpt_oss": _COMMON | {
         "hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
@@ -194,6 +203,7 @@ _OTHER_PARTS = {
     "llama4": ("intermediate_size_mlp", "floor_scale"),
     "gemma4": ("use_double_wide_mlp",),
     "bailing_hybrid": ("layer_group_size", "kda_safe_gate"),
+    **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": ("deepseek_v2",),
@@ -248,9 +258,6 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     if family in WRAPPERS and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
         return settings_from_hf(_of_wrapper(hf, text, where), where, layer)
     if family not in FAMILIES:
-        if part := next((UNSUPPORTED[name] for name in UNSUPPORTED if family.startswith(name)), None):
-            raise ConfigError(f"{where}: {family} has {part}, which is not supported; moe_mk.integrations.transformers."
-                              "register() runs the model's own blocks")  # fmt: skip
         raise ConfigError(
             f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. Derive it from "
             f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; or declare it "
@@ -262,8 +269,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     stated = {**DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
-    if "n_shared_experts" in hf and hf["n_shared_experts"] is None:
-        stated["n_shared_experts"] = 0  # null is the families' own way to state none
+    stated |= {key: 0 for key in ("n_shared_experts", "zero_expert_num") if key in hf and hf[key] is None}  # none
     if family in SHARED_GATED and hf.get("shared_expert_intermediate_size") == 0:
         stated["n_shared_experts"] = 0
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
@@ -349,10 +355,11 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
         values = [str(value).removeprefix("torch.") for value in found.values()]
         if len(set(values)) > 1:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
-    for key, other in (("n_group", "topk_group"), ("topk_group", "n_group"), ("routed_scaling_factor", "")):
-        default = DEFAULTS[family][key]
+    others = {"n_group": "topk_group", "topk_group": "n_group", "routed_scaling_factor": "", "zero_expert_num": ""}
+    for key, other in others.items():
         if key not in _READ[family] or hf.get(key) is not None:
             continue
+        default = DEFAULTS[family][key]
         if key in hf and other and default != 1:
             problems.append(f"{key} is null, and {family} has groups; state 1 for none")
         elif key not in hf and (not other or default != 1 or hf.get(other) is not None):
@@ -411,6 +418,8 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         "hidden_size": _first(hf, where, "hidden_size"),
         "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
+        "num_zero_experts": hf.get("zero_expert_num", 0),
+        "zero_expert_type": hf.get("zero_expert_type", "identity"),
         "num_shared_experts": hf["n_shared_experts"],
         "activation": activation,
         "quant": _quant(hf, where, layer),
@@ -425,19 +434,12 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "renormalize": family in RENORMALISED or (family not in LLAMA4 and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"],
     }
-    if family in LLAMA4:
-        router |= {"scoring_func": "sigmoid", "has_correction_bias": False, "weight_on_input": True}
-    elif family in GPT_OSS:
-        # The softmax over the chosen logits is that over all of them, renormalised.
-        router |= {"scoring_func": "softmax", "has_logit_bias": True}
-    elif family in DEEPSEEK_V4:
-        router |= {"scoring_func": "sqrtsoftplus", "has_correction_bias": True}
-    elif family in STEP or family in MINIMAX:
-        router |= {"scoring_func": "sigmoid", "has_correction_bias": hf["use_routing_bias"]}
-    elif family in DEEPSEEK_LIKE:
-        router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
-    else:
-        router |= {"scoring_func": "softmax", "has_correction_bias": False}
+    by_sigmoid, stated_bias = (*LLAMA4, *STEP, *MINIMAX, *DEEPSEEK_LIKE), (*STEP, *MINIMAX)
+    biased = hf["use_routing_bias"] if family in stated_bias else family in (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *LONGCAT)
+    scoring = "sqrtsoftplus" if family in DEEPSEEK_V4 else "sigmoid" if family in by_sigmoid else "softmax"
+    router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family in LLAMA4}
+    # The softmax over the chosen logits is that over all of them, renormalised.
+    router["has_logit_bias"] = family in GPT_OSS
     if family in GEMMA4:
         router["has_expert_scale"] = True
     if family == "mistral4" and hf["n_group"] > 1:

@@ -54,6 +54,10 @@ class ModelConfig(Settings):
     hidden_size: int = Size
     moe_intermediate_size: int = Size
     num_experts: int = Experts
+    num_zero_experts: int = Field(default=0, ge=0, le=2**16)
+    """Experts without weights, with the ids from num_experts on, as in LongCat-Flash; no token is sent to them."""
+    zero_expert_type: Literal["identity", "drop"] = "identity"
+    """What an expert without weights returns. identity: the layer's input; drop: zeros."""
     num_shared_experts: int = Field(default=0, ge=0, le=2**16)
     shared_intermediate_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
@@ -92,6 +96,11 @@ class ModelConfig(Settings):
     quant: QuantConfig = QuantConfig()
 
     @property
+    def scored_experts(self) -> int:
+        """The number of experts that the router scores."""
+        return self.num_experts + self.num_zero_experts
+
+    @property
     def shared_size(self) -> int:
         """Intermediate size of the MLP that computes all shared experts."""
         return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
@@ -128,9 +137,8 @@ class ModelConfig(Settings):
     def _bytes_are_whole(self) -> Self:
         scheme = self.quant.weight_scheme
         # Blocks of GGUF are never partial.
-        per_byte, per_byte_down = (
-            s.block[1] if s.family == "gguf" and s.block else s.per_byte for s in (scheme, self.quant.down_scheme)
-        )
+        both = scheme, self.quant.down_scheme
+        per_byte, per_byte_down = (s.block[1] if s.family == "gguf" and s.block else s.per_byte for s in both)
         sizes = {"latent_size" if self.latent_size else "hidden_size": (self.latent_size or self.hidden_size, per_byte)}
         sizes["moe_intermediate_size"] = self.moe_intermediate_size, per_byte_down
         # Shared experts of a GGUF file have blocks of their own.
@@ -351,6 +359,14 @@ class MoEConfig(Settings):
                 f"router.weight_on_input=True but router.top_k={r.top_k}: a token is sent to all of its experts as one "
                 "row, so that it can be multiplied by one weight only; use top_k=1"
             )
+        without = {
+            "router.num_expert_group": r.num_expert_group > 1, "router.hash_vocabulary": r.hash_vocabulary,
+            "router.has_expert_scale": r.has_expert_scale, "router.weight_on_input": r.weight_on_input,
+            "model.latent_size": self.model.latent_size, "model.input_norm": self.model.input_norm,
+        }  # fmt: skip
+        given = [name for name, is_given in without.items() if is_given]
+        if given and (zero := self.model.num_zero_experts):
+            problems.append(f"model.num_zero_experts={zero} is not supported with {', '.join(given)}")
         return problems + self._hash_problems() + self._training_problems()
 
     def _training_problems(self) -> list[str]:
@@ -479,4 +495,5 @@ class MoEConfig(Settings):
         if self.model.total_params_b and self.model.active_params_b:
             return self.model.active_params_b / self.model.total_params_b
         shared = self.model.shared_size / self.model.moe_intermediate_size
-        return (self.router.top_k + shared) / (self.model.num_experts + shared)
+        chosen = self.router.top_k * self.model.num_experts / self.model.scored_experts
+        return (chosen + shared) / (self.model.num_experts + shared)

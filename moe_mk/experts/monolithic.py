@@ -51,14 +51,16 @@ class MonolithicExperts(ABC):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """All reasons why these experts cannot run the problem."""
-        text = "routes inside, by scores alone; this layer chooses experts by token id"
-        by_id = [] if problem.config.router.hash_vocabulary is None else [Reason("routing", text)]
-        text = "routes inside, and this layer multiplies the input of experts by routing weights"
-        on_input = [Reason("routing", text)] if problem.config.router.weight_on_input else []
-        text = "routes inside, and this layer scales routing weights or normalises its input"
-        apart = problem.config.router.has_expert_scale or problem.config.model.input_norm is not None
-        scaled = [Reason("routing", text)] if apart else []
-        return [*reasons_of_traits(cls.traits, problem), *by_id, *on_input, *scaled]
+        model, router = problem.config.model, problem.config.router
+        held = {
+            ", by scores alone; this layer chooses experts by token id": router.hash_vocabulary is not None,
+            ", and this layer multiplies the input of experts by routing weights": router.weight_on_input,
+            ", and this layer scales routing weights or normalises its input":
+                router.has_expert_scale or model.input_norm is not None,
+            ", and this layer has experts without weights": model.num_zero_experts > 0,
+        }  # fmt: skip
+        inside = [Reason("routing", f"routes inside{what}") for what, holds in held.items() if holds]
+        return [*reasons_of_traits(cls.traits, problem), *inside]
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

@@ -70,11 +70,17 @@ def steps(
             total_TH[rows] += shared_XH
             y_TH = total_TH.to(y_TH.dtype)
         y_TH = yield from grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)
-        return y_TH.to(backends.gate.dtype)
+        return with_input(y_TH, x_TH, physical).to(backends.gate.dtype)
     except BaseException as error:
         if is_accepted or not isinstance(error, MoEMKError):
             state.grid.fail(error, epochs)
         raise
+
+
+def with_input(y_TH: Tensor, x_TH: Tensor, routing: Routing) -> Tensor:
+    """The layer's output with that of experts which return its input, added up in f32."""
+    weights_T1 = routing.input_weights_T1
+    return y_TH if weights_T1 is None else (y_TH.to(torch.float32) + weights_T1 * x_TH).to(y_TH.dtype)
 
 
 NO_WEIGHTS = "layer {!r} has no weights yet; call load(path, layer=N)"
@@ -144,20 +150,21 @@ class PreparedForward:
 
     def run(self, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Tensor:
         """The forward in one call: from its router on, or from a routing that is given or that another router makes."""
-        state, routing, routed, tensors = self.state, self.routing, None, None
+        state, routing, chosen, routed, tensors = self.state, self.routing, None, None, None
         try:
             first, listener, shared = native.Stage.ROUTE, routing.listener, state.backends.shared
             router_TH = x_TH
             if state.input_norm_H is not None:
                 router_TH, x_TH = state.inputs(x_TH)
-            if given is not None and state.tables.one_to_one and state.is_direct:  # as `can_be_called` has checked it
+            direct = state.tables.one_to_one and state.is_direct and routing.zero is None
+            if given is not None and direct:  # as `can_be_called` has checked it
                 first, tensors = native.Stage.PLACE, (given.ids_TK, given.weights_TK)
                 routed = None if listener is None else partial(listener, given)
             elif given is not None or not call.routes:
                 with torch.no_grad():
                     chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
                     if state.tables.one_to_one:
-                        first = native.Stage.PLACE
+                        first, chosen = native.Stage.PLACE, routing.dispatched(chosen, state)
                         routed = None if listener is None else partial(listener, chosen)
                     else:
                         first, chosen = native.Stage.DISPATCH, routing.place(chosen, load_E, state)
@@ -172,7 +179,7 @@ class PreparedForward:
             y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
             if first is not native.Stage.DISPATCH:
                 routing.tokens += x_TH.shape[0]
-            return y_TH
+            return y_TH if chosen is None else with_input(y_TH, x_TH, chosen)
         except BaseException as error:
             state.grid.fail(error)
             raise
@@ -204,14 +211,11 @@ def layer_call(
     if rows is None or (shared is not None and row_of_shared is None):
         return None
     token_bytes, mine = context.hidden_size * dtype.itemsize, type(transport)
+    sent_bytes = sum(row_bytes(each, context.hidden_size) for each in (context.wire, context.dtype))
     stages = (
         ("dispatch", mine, token_bytes),
         ("experts", type(experts if shared is None else shared.experts), 2 * token_bytes),
-        (
-            "experts",
-            type(experts),
-            row_bytes(context.wire, context.hidden_size) + row_bytes(context.dtype, context.hidden_size),
-        ),
+        ("experts", type(experts), sent_bytes),
         ("combine", mine, token_bytes),
     )
     ran = kernel.spans.ledger.meter(stages).words

@@ -154,14 +154,14 @@ def copied(layer: L, memo: dict[int, Any]) -> L:
     weights = _kept_weights(layer)
     twin = type(layer)(layer.config, device=layer.device, dtype=layer.dtype, groups=layer.groups, name=layer.name)
     memo[id(layer)] = twin
-    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer.routing.tokens)
+    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer.routing.counted)
 
 
 def pickled(layer: MoELayer) -> tuple[Any, ...]:
     """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
-    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer.routing.tokens
+    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer.routing.counted
     return _rebuild, (type(layer), layer.config, str(layer.device), layer.dtype, layer.name, state)
 
 
@@ -169,12 +169,12 @@ def _rebuild(cls: type[L], config: MoEConfig, device: str, dtype: torch.dtype, n
     return _with_state(cls(config, device=device, dtype=dtype, name=name), *state)
 
 
-def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, tokens: int) -> L:
+def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, counted: Any) -> L:
     if weights is not None:
         LivePlacement(layer).set_placement(expert_map)
         layer.take(weights)
     layer.expert_load.copy_(load_E)
-    layer.routing.tokens = tokens
+    layer.routing.count_from(*counted)
     return layer
 
 

@@ -67,7 +67,8 @@ class MoELayer(WithoutParameters):
     state: ServingState
     """Everything that a forward reads, as it serves now; another object after each change."""
     expert_load: Tensor
-    """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted."""
+    """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted, and experts
+    without weights are counted apart."""
     source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there; None: they cannot be read again."""
     _prepared: PreparedForward | None = None
@@ -140,6 +141,7 @@ class MoELayer(WithoutParameters):
         backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared)
         state = build_state(backends, expert_map, grid, device, self.spans)
         self.register_buffer("expert_load", counter(config.model.num_experts, device), persistent=False)
+        self.routing.zero = counter((), device) if config.model.num_zero_experts else None
         self.device, self.built_for = device, device
         self.use(state)
 
@@ -159,7 +161,7 @@ class MoELayer(WithoutParameters):
     def reset_expert_load(self) -> None:
         """Set the counters of chosen experts to zero."""
         self.expert_load.zero_()
-        self.routing.tokens = 0
+        self.routing.count_from(0, counter((), self.device))
 
     @property
     def spec(self) -> LayerSpec:
@@ -395,8 +397,8 @@ class MoELayer(WithoutParameters):
         _ = self.weights  # raises WeightError before loading
         x_TH, load_E, untraced = self.checked(hidden_states), self._buffers["expert_load"], is_untraced(hidden_states)
         assert load_E is not None
-        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
-        alone = untraced and self.state.is_direct and self.on_routing is None
+        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.scored_experts
+        alone = untraced and self.state.is_direct and self.on_routing is None and self.routing.zero is None
         if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
             prepared, given = self._prepared, Routing(topk_ids, topk_weights)
             if prepared is None or not prepared.is_current():

@@ -73,19 +73,12 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     shared_inner = model.shared_size // problem.config.parallel.tp
     shared = mlp_bytes(problem, shared_inner, shared=True) if shared_inner else 0
     router, width = problem.config.router, 4 if keeps_gate_in_f32(decision) else problem.dtype.dtype.itemsize
-    gate = model.num_experts * (problem.token_size * width + 4 * router.has_correction_bias)
+    gate = model.scored_experts * (problem.token_size * width + 4 * router.has_correction_bias)
     expert = expert_bytes(problem)
     chosen = decision.chosen.experts
     packing = expert if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0
-    return MemoryReport(
-        rank,
-        num_slots,
-        min(num_slots, resident_experts(problem)) * slot_bytes(problem),
-        shared,
-        gate,
-        decision.buffer_bytes,
-        packing,
-    )
+    experts = min(num_slots, resident_experts(problem)) * slot_bytes(problem)
+    return MemoryReport(rank, num_slots, experts, shared, gate, decision.buffer_bytes, packing)
 
 
 @dataclass(frozen=True)
@@ -124,6 +117,8 @@ class RunReport:
     """Assignments of this rank's tokens to lost experts that were left out."""
     unrouted: int = 0
     """Assignments that chose no expert, see `MoELayer.unrouted`."""
+    zero_assignments: int = 0
+    """Assignments to experts without weights (model.num_zero_experts), which no stage computes."""
     residency: ResidencyCounts | None = None
     """What was read from the store of `kernel.residency` since loading; None: all experts are in memory."""
 
@@ -144,17 +139,9 @@ class RunReport:
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON."""
         stages = [asdict(run) | {"as_planned": run.as_planned} for run in self.stages]
-        return {
-            "calls": self.num_calls,
-            "stages": stages,
-            "sent": dict(self.sent),
-            "departures": list(self.departures),
-            "lost_experts": list(self.lost_experts),
-            "on_lost_expert": self.on_lost_expert,
-            "dropped_assignments": self.dropped_assignments,
-            "unrouted": self.unrouted,
-            "residency": None if self.residency is None else asdict(self.residency),
-        }
+        lists = {"departures": list(self.departures), "lost_experts": list(self.lost_experts)}
+        found = asdict(self) | {"stages": stages} | lists
+        return {"calls": found.pop("num_calls"), **found}
 
     def __str__(self) -> str:
         """One line a stage."""
@@ -167,6 +154,7 @@ class RunReport:
             lost = f"{len(self.lost_experts)} lost experts, on_lost_expert = {self.on_lost_expert}"
             lines.append(f"! {lost}, {self.dropped_assignments:,} assignments left out")
         lines += [f"! {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
+        lines += [f"  {self.zero_assignments:,} assignments to experts without weights"] * bool(self.zero_assignments)
         lines += [f"  sent {phase:<22}{count:>28,} B" for phase, count in self.sent.items()]
         return "\n".join(lines)
 
@@ -206,6 +194,7 @@ def report_of(layer: MoELayer) -> RunReport:
         on_lost_expert=layer.on_lost_expert,
         dropped_assignments=layer.dropped_assignments,
         unrouted=layer.unrouted,
+        zero_assignments=0 if layer.routing.zero is None else int(layer.routing.zero),
         residency=getattr(layer.state.laid_out, "counts", None),
     )
 

@@ -31,6 +31,8 @@ class LayerRouting:
     """How many tokens were counted, in calls of `top_k` choices each."""
     dropped: Tensor | None = None
     """int64 scalar on the device: assignments to lost experts that were left out."""
+    zero: Tensor | None = None
+    """int64 scalar on the device: assignments to experts without weights; None in a layer without such experts."""
     _returned: tuple[weakref.ref[Tensor], int, int] | None = None
     """The ids that `choose` returned last, their version and address."""
 
@@ -90,6 +92,7 @@ class LayerRouting:
                 isinstance(router, Router)
                 and state.lost is None
                 and gate.expert_scale_E is None
+                and self.zero is None
                 and tables.one_to_one
                 and not state.kernel.routes_inside
             ):
@@ -106,6 +109,7 @@ class LayerRouting:
 
         Ranks with the same tokens choose the same replicas; else they are spread over the ranks.
         """
+        routing = self.dispatched(routing, state)
         self._note(routing)
         ids = routing.ids_TK.flatten().long()
         load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
@@ -115,7 +119,20 @@ class LayerRouting:
         if state.tables.is_identity:
             return routing
         salt = 0 if state.is_partial else state.grid.ep.rank
-        return Routing(state.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
+        return replace(routing, ids_TK=state.tables.to_physical(routing.ids_TK, salt))
+
+    def dispatched(self, routing: Routing, state: ServingState) -> Routing:
+        """The routing with ids of -1 in place of experts without weights, which are counted and not dispatched."""
+        model = state.backends.config.model
+        if self.zero is None:
+            return routing
+        zero_TK = routing.ids_TK >= model.num_experts
+        self.zero += zero_TK.sum()
+        weights_TK, weights_T1 = routing.weights_TK.masked_fill(zero_TK, 0.0), None
+        if model.zero_expert_type == "identity":
+            weights_T1 = routing.weights_TK.masked_fill(~zero_TK, 0.0).sum(1, keepdim=True)
+        ids_TK = routing.ids_TK.masked_fill(zero_TK, -1)
+        return replace(routing, ids_TK=ids_TK, weights_TK=weights_TK, input_weights_T1=weights_T1)
 
     def _note(self, routing: Routing) -> None:
         self.tokens += routing.num_tokens
@@ -125,13 +142,25 @@ class LayerRouting:
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Run forwards that are not counted as tokens, and not passed to the listener."""
-        listener, self.listener, tokens = self.listener, None, self.tokens
+        listener, self.listener, (tokens, zero) = self.listener, None, self.counted
         try:
             yield
         finally:
-            self.listener, self.tokens = listener, tokens
+            self.listener = listener
+            self.count_from(tokens, zero)
+
+    @property
+    def counted(self) -> tuple[int, Tensor | None]:
+        """A copy of what is counted: tokens, and assignments to experts without weights."""
+        return self.tokens, None if self.zero is None else self.zero.clone()
+
+    def count_from(self, tokens: int, zero: Tensor | None) -> None:
+        """Go on from what was `counted`."""
+        self.tokens = tokens
+        if zero is not None and self.zero is not None:
+            self.zero.copy_(zero)
 
     def unrouted(self, load_E: Tensor) -> int:
         """Assignments of all tokens that chose no expert; waits for the device."""
-        asked = self.tokens * self._top_k
+        asked = self.tokens * self._top_k - (0 if self.zero is None else int(self.zero))
         return max(asked - int(load_E.sum()), 0) if asked else 0

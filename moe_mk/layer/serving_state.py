@@ -80,7 +80,7 @@ class LostExperts:
             # A factor of exactly 1 leaves the weights of every other token as they are, to the bit.
             factor_T1 = torch.where(scales, asked_T1 / kept_T1.masked_fill(~scales, 1.0), 1.0)
             weights_TK = weights_TK * factor_T1
-        return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK.masked_fill(lost_TK, 0.0), routing.losses)
+        return replace(routing, ids_TK=ids_TK.masked_fill(lost_TK, -1), weights_TK=weights_TK.masked_fill(lost_TK, 0.0))
 
     def warn(self) -> None:
         """Warn under the policies that serve without the lost experts."""
@@ -182,8 +182,9 @@ class ServingState:
 
     @property
     def routes_apart(self) -> bool:
-        """Whether the router reads other rows than the experts, or its weights are changed before these use them."""
-        return self.input_norm_H is not None or self.backends.gate.expert_scale_E is not None
+        """Whether the router reads other rows than the experts, or its choice is changed before these use it."""
+        changes = self.backends.gate.expert_scale_E is not None or self.backends.config.model.num_zero_experts > 0
+        return self.input_norm_H is not None or changes
 
     def inputs(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """What the router reads and what the experts read of the layer's input, both in its dtype."""

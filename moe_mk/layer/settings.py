@@ -165,6 +165,7 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
     model = config.model
     return LayerSpec(
         num_experts=model.num_experts,
+        num_zero_experts=model.num_zero_experts,
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_intermediate_size,
         scheme=model.quant.weight_scheme,

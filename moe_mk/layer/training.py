@@ -175,28 +175,24 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
     model, router, parallel = config.model, config.router, config.parallel
     if parallel.ep not in (1, ranks):
         raise ConfigError(f"parallel.ep={parallel.ep} but the group has {ranks} ranks; pass a group of that size")
-    checks = {
-        f"model.quant.weights = {model.quant.weights}: quantised weights have no gradients; train in bf16 or fp32, "
-        "then `moe-mk convert`": model.quant.weights not in ("bf16", "fp16", "fp32"),
-        f"model.latent_size = {model.latent_size}: projections around the experts are not trained; set it to null":
-            model.latent_size is not None,
-        f"model.input_norm = {model.input_norm}: a norm of the input is not trained; set it to null":
-            model.input_norm is not None,
-        "router.has_expert_scale = true: factors of experts are not trained; set it to false": router.has_expert_scale,
-        "router.weight_on_input = true: weights of inputs are not trained; set it to false": router.weight_on_input,
-        "router.group_score = two_best is not trained; set it to auto": router.group_score != "auto",
-        "model.gated = false: experts without a gate are not trained; set it to true": not model.gated,
-        "model.shared_gate = true: a gate of the shared experts is not trained; set it to false": model.shared_gate,
-        "model.shared_activation is another one than that of the routed experts; set it to null":
-            model.shared_activation is not None,
-        "model.expert_bias = true: biases of experts are not trained; set it to false": model.expert_bias,
-        "router.has_logit_bias = true: a bias of the logits is not trained; set it to false": router.has_logit_bias,
-        "router.hash_vocabulary fixes the experts of every token, so that no router is trained; set it to null":
-            router.hash_vocabulary is not None,
-        f"parallel.tp = {parallel.tp}: experts are not cut into slices; set it to 1": parallel.tp > 1,
-        "parallel.tokens = replicated: every rank must have its own tokens; set it to sharded":
-            parallel.tokens == "replicated",
-        "parallel.placement is a list: train in one place each, with linear or round_robin":
-            not isinstance(parallel.placement, str),
+    trained: dict[str, tuple[object, object]] = {
+        "model.latent_size": (model.latent_size, None), "model.input_norm": (model.input_norm, None),
+        "model.gated": (model.gated, True), "model.shared_gate": (model.shared_gate, False),
+        "model.shared_activation": (model.shared_activation, None), "model.expert_bias": (model.expert_bias, False),
+        "model.num_zero_experts": (model.num_zero_experts, 0), "router.group_score": (router.group_score, "auto"),
+        "router.has_expert_scale": (router.has_expert_scale, False),
+        "router.weight_on_input": (router.weight_on_input, False), "parallel.tp": (parallel.tp, 1),
+        "router.has_logit_bias": (router.has_logit_bias, False), "parallel.tokens": (parallel.tokens, "sharded"),
+        "router.hash_vocabulary": (router.hash_vocabulary, None),
     }  # fmt: skip
-    return [reason for reason, wrong in checks.items() if wrong]
+    reasons = [
+        f"{name} = {value} is not trained; set it to {wanted}"
+        for name, (value, wanted) in trained.items()
+        if value != wanted
+    ]
+    if model.quant.weights not in ("bf16", "fp16", "fp32"):
+        weights = f"model.quant.weights = {model.quant.weights}: quantised weights have no gradients"
+        reasons.insert(0, f"{weights}; train in bf16 or fp32, then `moe-mk convert`")
+    if not isinstance(parallel.placement, str):
+        reasons.append("parallel.placement is a list: train in one place each, with linear or round_robin")
+    return reasons

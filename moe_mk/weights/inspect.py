@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
-from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors, unnamed_parts
+from moe_mk.weights.layer_spec import FLOATS, Features, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource, TensorSource
@@ -42,7 +43,7 @@ E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 
 
 @dataclass(frozen=True)
-class LayerFacts:
+class LayerFacts(Features):
     """One MoE block, as described by file headers."""
 
     layer: int | None
@@ -53,7 +54,6 @@ class LayerFacts:
     hidden_size: int
     intermediate_size: int
     shared_intermediate_size: int
-    has_gate_bias: bool
     dtype: str
     """Dtype of the expert weights, in safetensors notation."""
     scale_dtype: str
@@ -64,26 +64,10 @@ class LayerFacts:
     problems: tuple[str, ...]
     kind: str = ""
     """The format of the experts, a value of `model.quant.weights`; empty if unknown."""
-    has_expert_bias: bool = False
-    has_logit_bias: bool = False
     down: str = ""
     """The format of down projections where it differs; else empty."""
     shared: str = ""
     """The format of shared experts where it differs from that of the routed ones; else empty."""
-    gptq_v2: bool = False
-    """Whether zero points of GPTQ are stored as they are, not less one."""
-    gated: bool = True
-    """Whether experts have gate projections."""
-    has_shared_gate: bool = False
-    latent_size: int | None = None
-    """The width that routed experts read and write where it is not hidden_size."""
-    has_latent_norm: bool = False
-    has_input_norm: bool = False
-    has_expert_scale: bool = False
-    stacks_transposed: bool = False
-    """Whether tensors that hold all experts are (experts, in, out)."""
-    table: tuple[int, int] | None = None
-    """For layers that choose experts by token id: (vocabulary size, experts per token)."""
 
     def layer_spec(self) -> LayerSpec:
         """The specification for `load_layer`; WeightError if the layer's problems prevent it."""
@@ -92,15 +76,8 @@ class LayerFacts:
         scheme = scheme_of_kind(self.kind, self.block or (128, 128))
         width = self.shared_intermediate_size
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
-        return LayerSpec(
-            *sizes, scheme, int(width > 0), width, self.has_gate_bias,
-            has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias, table=self.table,
-            down_scheme=scheme_of_kind(self.down) if self.down else None, gptq_v2=self.gptq_v2,
-            shared_scheme=scheme_of_kind(self.shared) if self.shared else None, gated=self.gated,
-            has_shared_gate=self.has_shared_gate, stacks_transposed=self.stacks_transposed,
-            latent_size=self.latent_size, has_latent_norm=self.has_latent_norm, has_input_norm=self.has_input_norm,
-            has_expert_scale=self.has_expert_scale,
-        )  # fmt: skip
+        down, shared = (scheme_of_kind(kind) if kind else None for kind in (self.down, self.shared))
+        return LayerSpec(*sizes, scheme, int(width > 0), width, down_scheme=down, shared_scheme=shared, **self.features)
 
 
 @dataclass(frozen=True)
@@ -150,7 +127,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
             num_bytes += source.header(file).num_bytes
         except WeightError as problem:
             problems.append(str(problem))
-    layers = tuple(describe_block(source, prefix, block, quantization) for prefix in block_prefixes(source.names()))
+    zero = config.get("zero_expert_num")
+    stated = block, quantization, zero if isinstance(zero, int) else 0
+    layers = tuple(describe_block(source, prefix, *stated) for prefix in block_prefixes(source.names()))
     if not layers:
         stacks = [name for name in sorted(source.names()) if not problems and len(source.entry(name).shape) == 3]
         like = f"; stacks of matrices that are not read: {some(stacks)}" if stacks else ""
@@ -184,9 +163,12 @@ def _block(sides: object) -> tuple[int, int] | None:
 
 
 def describe_block(
-    source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object]
+    source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object], zero: int = 0
 ) -> LayerFacts:
-    """Describe the block under a prefix from its headers. block, quantization: what config.json states of them."""
+    """Describe the block under a prefix from its headers. block, quantization: what config.json states of them.
+
+    zero: how many of the scored experts have no weights.
+    """
     local = local_names(source.names(), prefix)
     convention = recognise(local)
     entries, unreadable = _entries(source, prefix, local)
@@ -195,6 +177,8 @@ def describe_block(
         spec, why_not = _guess_packed(parts, convention, quantization)
     else:
         spec, why_not = _guess(parts, convention, block)
+    if spec is not None and 0 < zero < spec.num_experts and Part(Role.ROUTER) in parts:
+        spec = replace(spec, num_experts=spec.num_experts - zero, num_zero_experts=zero)
     problems = list(unreadable)
     if spec is None:
         problems.append(why_not)
@@ -208,17 +192,24 @@ def describe_block(
     return LayerFacts(
         layer_of(prefix), prefix, convention.name,
         spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
-        spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
+        spec.shared_intermediate_size if spec else 0, dtypes, scale_dtypes,
         _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
-        _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
+        _kind_of(spec),
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
-        spec is not None and spec.gptq_v2, spec is None or spec.gated, Part(Role.SHARED_GATE) in parts,
-        None if spec is None else spec.latent_size, Part(Role.LATENT, "norm") in parts,
-        Part(Role.INPUT_NORM, "experts") in parts, Part(Role.EXPERT_SCALE) in parts,
-        spec is not None and spec.stacks_transposed,
-        None if spec is None else spec.table,
+        **(spec.features if spec else _named(parts)),
     )  # fmt: skip
+
+
+def _named(parts: dict[Part, TensorEntry]) -> dict[str, Any]:
+    """What a layer has by the names of its tensors."""
+    found = {
+        "has_gate_bias": Part(Role.BIAS), "has_logit_bias": Part(Role.LOGIT_BIAS),
+        "has_shared_gate": Part(Role.SHARED_GATE), "has_latent_norm": Part(Role.LATENT, "norm"),
+        "has_input_norm": Part(Role.INPUT_NORM, "experts"), "has_expert_scale": Part(Role.EXPERT_SCALE),
+    }  # fmt: skip
+    gated = any(part.role is Role.EXPERT and part.projection in ("gate", "gate_up") for part in parts)
+    return {name: part in parts for name, part in found.items()} | {"table": _table_of(parts), "gated": gated}
 
 
 def _entries(source: TensorSource, prefix: str, local: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -279,12 +270,9 @@ def _guess(
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
     try:
         spec = LayerSpec(
-            num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
-            Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
-            table=_table_of(parts), shared_scheme=shared_scheme, gated=_is_gated(parts),
-            has_shared_gate=Part(Role.SHARED_GATE) in parts, stacks_transposed=turned,
-            latent_size=None if latent is None else shape[-2], has_latent_norm=Part(Role.LATENT, "norm") in parts,
-            has_input_norm=Part(Role.INPUT_NORM, "experts") in parts, has_expert_scale=Part(Role.EXPERT_SCALE) in parts,
+            num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width, has_expert_bias=biased,
+            shared_scheme=shared_scheme, stacks_transposed=turned, latent_size=None if latent is None else shape[-2],
+            **_named(parts),
         )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
@@ -322,22 +310,15 @@ def _guess_packed(
     width = _shared_width(parts, convention, shared)
     try:
         spec = LayerSpec(
-            num_experts, hidden, inner, schemes[0], int(width > 0), width, Part(Role.BIAS) in parts,
+            num_experts, hidden, inner, schemes[0], int(width > 0), width,
             has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
-            has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
-            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), gated=_is_gated(parts),
-            has_shared_gate=Part(Role.SHARED_GATE) in parts, has_input_norm=Part(Role.INPUT_NORM, "experts") in parts,
-            has_expert_scale=Part(Role.EXPERT_SCALE) in parts,
+            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), **_named(parts),
         )  # fmt: skip
         expected_tensors(spec, convention)
     except ConfigError as problem:
         return None, str(problem)
     return spec, ""
-
-
-def _is_gated(parts: Iterable[Part]) -> bool:
-    return any(part.role is Role.EXPERT and part.projection in ("gate", "gate_up") for part in parts)
 
 
 def _is_gptq_v2(convention: Convention, scheme: QuantScheme, quantization: dict[str, object]) -> bool:

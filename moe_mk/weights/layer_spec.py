@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import gcd, lcm
+from typing import Any
 
 import torch
 
@@ -30,28 +31,13 @@ VALUE_DTYPES = {
 """Dtypes of the values of a scheme in files; four-bit values are stored two per byte."""
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """Sizes and formats of one MoE layer.
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What a layer has beside the matrices of its experts."""
 
-    shared_intermediate_size: the total of all shared experts, which checkpoints store as one MLP.
-    gate_up_order: the order of gate and up if one tensor holds both; other orders are converted at load.
-    """
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    scheme: QuantScheme
-    num_shared_experts: int = 0
-    shared_intermediate_size: int = 0
     has_gate_bias: bool = False
-    gate_up_order: str = "gate_up"
-    has_expert_bias: bool = False
     has_logit_bias: bool = False
-    down_scheme: QuantScheme | None = None
-    """The scheme of down projections; None: `scheme`."""
-    shared_scheme: QuantScheme | None = None
-    """The scheme of shared experts; None: those of the routed ones."""
+    has_expert_bias: bool = False
     gptq_v2: bool = False
     """Whether zero points of GPTQ are stored as they are, not less one."""
     gated: bool = True
@@ -66,10 +52,38 @@ class LayerSpec:
     """Whether the layer's input is normalised, with weights for the experts and for the router."""
     has_expert_scale: bool = False
     """Whether each expert has a factor of its routing weights."""
+    num_zero_experts: int = 0
+    """Experts without weights that the router scores behind the others."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
     table: tuple[int, int] | None = None
     """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Those of a derived class, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Features)}
+
+
+@dataclass(frozen=True)
+class LayerSpec(Features):
+    """Sizes and formats of one MoE layer.
+
+    shared_intermediate_size: the total of all shared experts, which checkpoints store as one MLP.
+    gate_up_order: the order of gate and up if one tensor holds both; other orders are converted at load.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    scheme: QuantScheme
+    num_shared_experts: int = 0
+    shared_intermediate_size: int = 0
+    gate_up_order: str = "gate_up"
+    down_scheme: QuantScheme | None = None
+    """The scheme of down projections; None: `scheme`."""
+    shared_scheme: QuantScheme | None = None
+    """The scheme of shared experts; None: those of the routed ones."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -171,11 +185,12 @@ class Expected:
 
 def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expected]:
     """Every tensor that the layer has in a convention, by local name."""
-    router = [Expected(Part(Role.ROUTER), (spec.num_experts, spec.hidden_size), FLOATS)]
+    scored = spec.num_experts + spec.num_zero_experts
+    router = [Expected(Part(Role.ROUTER), (scored, spec.hidden_size), FLOATS)]
     if spec.has_gate_bias:
-        router.append(Expected(Part(Role.BIAS), (spec.num_experts,), FLOATS))
+        router.append(Expected(Part(Role.BIAS), (scored,), FLOATS))
     if spec.has_logit_bias and convention.logit_bias:
-        router.append(Expected(Part(Role.LOGIT_BIAS), (spec.num_experts,), FLOATS))
+        router.append(Expected(Part(Role.LOGIT_BIAS), (scored,), FLOATS))
     if spec.table is not None:
         router.append(Expected(Part(Role.TABLE), spec.table, INTEGERS))
     if spec.has_shared_gate:

@@ -280,6 +280,13 @@ _GEMMA4 = tuple(
 )  # fmt: skip
 """Experts and router are next to the dense MLP of their decoder layer."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
+_LONGCAT = tuple(
+    replace(
+        like, name="longcat" if like is OFFICIAL else f"longcat_{like.name}", router="router.classifier.weight",
+        bias="router.e_score_correction_bias", logit_bias="",
+    )
+    for like in (OFFICIAL, SCALED, COMPRESSED)
+)  # fmt: skip
 STEP = Convention(
     name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
     expert="moe.{p}.weight", expert_scale="moe.{p}.weight_scale_inv",
@@ -298,7 +305,7 @@ CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
         OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
-        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING, *_GEMMA4,
+        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING, *_GEMMA4, *_LONGCAT,
     )
 }  # fmt: skip
 

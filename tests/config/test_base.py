@@ -20,8 +20,7 @@ class Outer(Settings):
 
 
 @pytest.mark.parametrize(
-    "name, text",
-    [("a.yaml", "name: x\ninner: {side: 64}\n"), ("a.json", '{"name": "x", "inner": {"side": 64}}')],
+    "name, text", [("a.yaml", "name: x\ninner: {side: 64}\n"), ("a.json", '{"name": "x", "inner": {"side": 64}}')]
 )
 def test_yaml_and_json_hold_the_same_settings(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")

@@ -26,9 +26,7 @@ from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_weights import LayerWeights
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
-REFUSED = {
-    "sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'",
-}
+REFUSED = {"sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'"}
 FORMATS = {
     "-NVFP4": "nvfp4", "Super-120B-A12B-FP8": "fp8_tensor", "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
     "MiniMax-M2": "fp8_block", "DeepSeek-V4": "mxfp4", "gpt-oss": "mxfp4", "Kimi-K2.5": "int4_g32",

@@ -64,15 +64,9 @@ def test_what_is_not_supported_is_named(stated: dict[str, Any], problem: str) ->
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        (
-            {"weights": "int8", "activations": "fp8"},
-            "'fp8' do not go with int8 weights; use auto, none, int8",
-        ),
+        ({"weights": "int8", "activations": "fp8"}, "'fp8' do not go with int8 weights; use auto, none, int8"),
         ({"weights": "mxfp4", "input_scale": 0.5}, "input_scale=0.5 means nothing for mxfp4 weights; drop it"),
-        (
-            {"weights": "bf16", "activations": "nvfp4"},
-            "'nvfp4' do not go with bf16 weights; use auto, none",
-        ),
+        ({"weights": "bf16", "activations": "nvfp4"}, "'nvfp4' do not go with bf16 weights; use auto, none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], problem: str) -> None:

@@ -61,6 +61,12 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     if not model["num_shared_experts"] and not model["latent_size"]:
         model["input_norm"] = draw(st.sampled_from([None, 1e-6]))
     router["weight_on_input"] = router["top_k"] == 1 and draw(flag)
+    changed = model["latent_size"] or model.get("input_norm") or router["has_expert_scale"]
+    if groups == 1 and not (hashed or changed or router["weight_on_input"]):
+        model |= {
+            "num_zero_experts": draw(st.integers(0, 3)),
+            "zero_expert_type": draw(st.sampled_from(["identity", "drop"])),
+        }
     if model["latent_size"]:
         model["latent_norm"] = draw(st.sampled_from([None, 1e-5]))
     kernel = {
@@ -126,6 +132,7 @@ EQUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weight on the input": ({"num_shared_experts": 1}, {"top_k": 1, "weight_on_input": True, "renormalize": False}),
     "norm and scale": ({"input_norm": 1e-6}, {"has_expert_scale": True}),
     "scale on the input": ({}, {"top_k": 1, "weight_on_input": True, "has_expert_scale": True, "renormalize": False}),
+    "experts without weights": ({"num_zero_experts": 6, "num_shared_experts": 1}, {"renormalize": False}),
     "groups by two": ({}, {"num_expert_group": 4, "topk_group": 2, "group_score": "two_best"}),
 }  # fmt: skip
 GRIDS: dict[str, dict[str, Any]] = {

@@ -64,8 +64,7 @@ def test_tokens_that_the_caller_has_routed_are_exchanged_alike(world: RankWorld,
 @pytest.mark.parametrize(
     "transport",
     quick_where(
-        {"all_to_all"}.__contains__,
-        ["all_to_all", "one_sided", "all_gather", "all_to_all_p2p", "one_sided_network"],
+        {"all_to_all"}.__contains__, ["all_to_all", "one_sided", "all_gather", "all_to_all_p2p", "one_sided_network"]
     ),
 )
 def test_random_sequences_of_calls_are_right_on_every_rank(world: RankWorld, transport: str) -> None:

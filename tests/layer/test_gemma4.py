@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
-from moe_mk.lab.checkpoints.like import write_like
-from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.lab.verify import Answer, verify
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_weights import LayerWeights
+from tests.support.layers import small_checkpoint
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4", reason="needs transformers")
 TEXT = {
@@ -37,14 +35,8 @@ FORMATS = {"bf16": None, "fp8": FP8, "nvfp4": NVFP4, "int4": INT4}
 
 
 def written(folder: Path, quantization: dict[str, Any] | None = None) -> Path:
-    """A small checkpoint in the names of the model, by `make-checkpoint --like`."""
-    hf: dict[str, Any] = {"model_type": "gemma4", "text_config": TEXT}
-    if quantization is not None:
-        hf["quantization_config"] = quantization
-    (folder / "like").mkdir(parents=True)
-    (folder / "like" / "config.json").write_text(json.dumps(hf))
-    assert write_like(folder / "small", folder / "like" / "config.json") == 0
-    return folder / "small"
+    stated = {} if quantization is None else {"quantization_config": quantization}
+    return small_checkpoint(folder, {"model_type": "gemma4", "text_config": TEXT, **stated})
 
 
 def theirs(weights: LayerWeights, x_TH: Tensor) -> Tensor:
@@ -117,25 +109,6 @@ def test_a_layer_stays_within_its_limit_on_native_experts(format_name: str, tmp_
     assert verify(Answer(x_TH, y_TH, routing.ids_TK), layer.decision, whole).passed
     assert torch.equal(layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK), y_TH)
     assert int(layer.expert_load.sum()) == 2 * 12 * 3 and not layer.unrouted
-
-
-GRIDS: dict[str, dict[str, Any]] = {
-    "all_to_all": {"ep": 2, "prepare_finalize": "all_to_all"}, "one_sided": {"ep": 2, "prepare_finalize": "one_sided"},
-    "tp": {"tp": 2}, "replicated": {"ep": 2, "tokens": "replicated", "prepare_finalize": "replicated"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("format_name", ["bf16", *(pytest.param(name, marks=THOROUGH) for name in ("fp8", "int4"))])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_two_ranks_give_what_one_gives(grid: str, format_name: str, tmp_path: Path) -> None:
-    folder, plain = written(tmp_path, FORMATS[format_name]), {"activations": "plain", "dtype": torch.float32}
-    alone = MoELayer.from_checkpoint(folder, 0, experts="reference", **plain)
-    groups = virtual_groups(tp=2) if grid == "tp" else virtual_groups(ep=2)
-    layers = [MoELayer.from_checkpoint(folder, 0, groups=each, **plain, **GRIDS[grid]) for each in groups]
-    split = grid in ("all_to_all", "one_sided")
-    found = run_together(layers, [tokens()[:5], tokens()[5:]] if split else [tokens(), tokens()])
-    for y_TH in [torch.cat(found)] if split else found:
-        torch.testing.assert_close(y_TH, alone(tokens()), rtol=1e-4, atol=1e-4)
 
 
 def test_shared_experts_of_a_normalised_input_are_refused() -> None:

@@ -73,12 +73,7 @@ def loops(scores: list[list[float]], top_k: int, capacity: int, num_choices: int
 
 @pytest.mark.row(16, 17, 18)
 @settings(max_examples=80, deadline=None)
-@given(
-    num_tokens=st.integers(0, 30),
-    num_experts=st.integers(1, 9),
-    data=st.data(),
-    seed=st.integers(0, 2**31),
-)
+@given(num_tokens=st.integers(0, 30), num_experts=st.integers(1, 9), data=st.data(), seed=st.integers(0, 2**31))
 def test_no_expert_overflows_and_placements_equal_plain_loops(
     num_tokens: int, num_experts: int, data: st.DataObject, seed: int
 ) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.layer.live import LivePlacement
 
 HIDDEN, INNER = 16, 8
@@ -62,6 +65,14 @@ def mlp(x_TH: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     gate, up, down = (weights[f"{name}.{p}_proj.weight"] for p in ("gate", "up", "down"))
     h = torch.nn.functional.silu(x_TH @ gate.T) * (x_TH @ up.T)
     return h @ down.T
+
+
+def small_checkpoint(folder: Path, hf: Mapping[str, object]) -> Path:
+    """A small checkpoint of a config.json in the names of its model, by `make-checkpoint --like`."""
+    (folder / "like").mkdir(parents=True)
+    (folder / "like" / "config.json").write_text(json.dumps(hf))
+    assert write_like(folder / "small", folder / "like" / "config.json") == 0
+    return folder / "small"
 
 
 @contextmanager

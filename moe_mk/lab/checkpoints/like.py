@@ -33,19 +33,23 @@ SMALL = 256
 """Hidden size and widths: a multiple of every block."""
 _WIDTHS = (
     "moe_intermediate_size", "intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size", "share_expert_dim",
+    "moe_shared_expert_intermediate_size", "share_expert_dim", "expert_ffn_hidden_size",
 )  # fmt: skip
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "zero_expert_num")
+_TOP_K = (
+    "num_experts_per_tok", "experts_per_token", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk"
+)  # fmt: skip
 _NAMES = {
     "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
     "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
     "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
     "gemma4": "gemma4", "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling",
+    "longcat_flash": "longcat", "longcat_flash_ngram": "longcat",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {
     "mixtral": "mixtral_scaled", "converted": "converted_scaled", "official_one_shared": "scaled_one_shared",
-    "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled",
+    "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled", "longcat": "longcat_scaled",
 }  # fmt: skip
 """Those of compressed-tensors and modelopt."""
 _PREFIXES = {
@@ -86,14 +90,7 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with small sizes and everything else as it is."""
     if isinstance(text := hf.get("text_config"), Mapping):
         return {**hf, "text_config": small(text)}
-    top_k = (
-        hf.get("num_experts_per_tok")
-        or hf.get("experts_per_token")
-        or hf.get("moe_top_k")
-        or hf.get("num_experts_per_token")
-        or hf.get("top_k_experts")
-        or 1
-    )
+    top_k = next((hf[key] for key in _TOP_K if hf.get(key)), 1)
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
     experts = groups * max(2, -(-2 * top_k // groups))
     sizes = {
@@ -112,7 +109,7 @@ def convention_of(config: MoEConfig) -> Convention:
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
-        start = "gemma4_" if name == "gemma4" else start
+        start = f"{name}_" if name in ("gemma4", "longcat") else start
         return CONVENTIONS[f"{start}compressed_tensors{one_shared}"]
     if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
         return CONVENTIONS[_SCALED.get(name, "scaled")]

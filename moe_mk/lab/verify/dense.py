@@ -182,7 +182,8 @@ def dense_layer(
         x, weights_TK = x * torch.from_numpy(weights_TK).double(), np.ones_like(weights_TK)
     x = x if weights.latent is None else x @ weights.latent[0].cpu().double().T
     y_TH = torch.zeros_like(x)
-    hit = np.unique(chosen_TK[chosen_TK >= 0]).tolist()
+    with_weights = (chosen_TK >= 0) & (chosen_TK < config.model.num_experts)
+    hit = np.unique(chosen_TK[with_weights]).tolist()
     for number, expert in enumerate(hit):
         share_T = torch.from_numpy(np.where(chosen_TK == expert, weights_TK, 0.0).sum(axis=1))
         rows = torch.nonzero(share_T).flatten()
@@ -192,6 +193,8 @@ def dense_layer(
     if (eps := config.model.latent_norm) is not None and weights.latent is not None:
         y_TH = y_TH / torch.sqrt(y_TH.pow(2).mean(1, keepdim=True) + eps) * weights.latent[2].cpu().double()
     x, y_TH = own, y_TH if weights.latent is None else y_TH @ weights.latent[1].cpu().double().T
+    if config.model.num_zero_experts and config.model.zero_expert_type == "identity":
+        y_TH += x * torch.from_numpy(np.where(chosen_TK >= config.model.num_experts, weights_TK, 0.0)).sum(1, True)
     if weights.shared is not None:
         gate_H = weights.shared_gate_H
         factor_T1 = 1.0 if gate_H is None else 1 / (1 + torch.exp(-(x @ gate_H.cpu().double()[:, None])))
