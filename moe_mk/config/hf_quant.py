@@ -226,6 +226,9 @@ def _group_of(groups: object, layers: list[int]) -> tuple[Said | None, list[str]
         if isinstance(section, Mapping)
         for problem in section_problems(section, title)
     ]  # fmt: skip
+    weights = [found for group in groups.values() if isinstance(found := group.get("weights"), Mapping)]
+    stated = [found["dynamic"] for found in weights if found.get("dynamic") not in (None, False)]
+    problems += [f"weights.dynamic is {value!r}, weights with stored scales are supported" for value in stated]
     if problems:
         return None, problems
     chosen: dict[str, Said | None] = {}
@@ -257,7 +260,7 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
         problems.append(f"format is {' and '.join(sorted(formats))}, which differ")
     if formats == {"mxfp4-pack-quantized"}:
         fitting = {
-            "num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (32,), "dynamic": (False, None),
+            "num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (32,),
             "symmetric": (True, None), "actorder": (None, False), "scale_dtype": ("torch.uint8", None),
             "zp_dtype": (None,),
         }  # fmt: skip
@@ -270,7 +273,7 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
     problems += _others(
         weights,
         {
-            "num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None), "dynamic": (False, None),
+            "num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None),
             "actorder": (None, False, "weight", "static"),
         },
         "weights.",

@@ -46,6 +46,9 @@ _CHANGES_LAYER = re.compile(
 )
 _NEUTRAL_AT_ONE = re.compile(r"scal(?:e|ing)|factor|_group|freq|multiplier")
 
+_TRUE_IF_ABSENT = re.compile(r"norm(?:alize)?_topk|(?:^|_)renorm")
+"""A key that changes the layer where it is false."""
+
 CONFIG_JSON = frozenset({
     "transformers_version", "attention_bias", "qkv_bias", "output_router_logits",
     "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "moe_layer_freq", "mlp_only_layers",
@@ -160,7 +163,7 @@ def unread_keys(stated: Mapping[str, Any], read: Collection[str], harmless: Coll
         f"{key} is {_short(value)}, which is not supported for this family"
         for key, value in stated.items()
         if key not in read and key not in harmless and not _OTHERS.match(key)
-        and _CHANGES_LAYER.search(key) and not is_empty(value)
+        and _CHANGES_LAYER.search(key) and (not is_empty(value) or (value is False and _TRUE_IF_ABSENT.search(key)))
         and not (type(value) in (int, float) and value == 1 and _NEUTRAL_AT_ONE.search(key))
     ]  # fmt: skip
 
