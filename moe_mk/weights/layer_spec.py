@@ -33,7 +33,7 @@ VALUE_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What a layer has beside the matrices of its experts."""
+    """What a layer has in addition to the matrices of its experts."""
 
     has_gate_bias: bool = False
     has_logit_bias: bool = False
