@@ -8,13 +8,7 @@ from torch import Tensor
 
 from moe_mk.comm import Nodes
 from moe_mk.comm.destinations import expected_groups
-from moe_mk.comm.traffic import (
-    RowBytes,
-    all_gather_flow,
-    all_to_all_flow,
-    hierarchical_flow,
-    one_sided_flow,
-)
+from moe_mk.lab.plan.exchange import RowBytes, all_gather_flow, all_to_all_flow, hierarchical_flow, one_sided_flow
 
 TWO_BY_TWO = Nodes.of(4, ranks_per_node=2)
 SIZE = RowBytes(row=100, sum=10)

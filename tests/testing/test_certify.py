@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,21 @@ from moe_mk.lab.testing.certify import certify, checks_of
 from moe_mk.lab.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
 from moe_mk.lab.testing.limits import NonConforming
 from moe_mk.lab.testing.transports import world_of
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from tests.support import wrong_plugins as wrong
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from tests.support.tiers import thorough
+from tests.testing.broken import experts, transports
 
 runner = CliRunner()
 
 
+class WrongSignature(transports.Right):
+    def prepare(self, hidden_states: Any, routing: Any, extra: int = 0) -> Any:  # type: ignore[override]
+        return super().prepare(hidden_states, routing)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> str:
     """Register a class for one test."""
-    target = PREPARE_FINALIZE if issubclass(cls, wrong.AllToAll) else EXPERTS
+    target = PREPARE_FINALIZE if issubclass(cls, PrepareFinalize) else EXPERTS
     _ = list(target)
     monkeypatch.setitem(target._entries, name, cls)
     monkeypatch.setitem(target._origin, name, "a test")
@@ -49,30 +54,39 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
 @pytest.mark.parametrize(
     ("cls", "law", "stated"),
     [
-        (wrong.WeighsTwice, "weighting", "was combined to"),
-        (wrong.MutatesInputs, "inputs", "an input changed"),
-        (wrong.ReadsPadding, "padding", "batched: the output is not finite"),
-        (wrong.IgnoresNowhere, "nowhere", "all to one expert"),
-        (wrong.NotDeterministic, "deterministic", "two calls give different bits"),
-        (wrong.WrongOrderHome, "order", "was combined to"),
-        (wrong.SkipsHopsWhenIdle, "yield points", ""),
-        (wrong.WrongDtype, "shape", "output is torch.float64"),
-        (wrong.WrongShape, "shape", r"output has shape"),
-        (wrong.LosesTheLast, "lost", r"was combined to \[0.0"),
-        (wrong.LiesAboutItsStage, "stage", "output is WEIGHTED, the traits declare RAW"),
-        (wrong.TooLarge, "values", "away"),
-        (wrong.Crashes, "runs", "IndexError: no such tile"),
-        (wrong.WrongSlot, "slots", "even, each expert with its own factor: token 0 of rank 0 was combined to"),
-        (wrong.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 was combined to"),
-        *thorough((wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leak 12 tensors")),
-        (wrong.TakesNowhereForFirst, "inputs", "all to one expert: an input changed"),
-        (wrong.GivesUpWhenIdle, "runs", "ValueError: nothing to send"),
-        (wrong.OtherDevice, "shape", "the output of rank 0 is on device meta"),
-        (wrong.RoundsWhatItCombines, "values", "2 ranks, fp32, even: token 0 of rank 0 was combined to"),
-        (wrong.RemembersWeights, "calls", "the second of two weights in turn: tokens"),
-        (wrong.HandsOutItsBuffer, "kept", "an output changed in a later call"),
-        (wrong.InvariantByName, "invariant", "row 0 has other bits in a batch of its own"),
-        (wrong.KnowsSiluOnly, "values", "even, rows: tokens"),
+        (transports.EqualWeights, "weighting", r"token 0 of rank 0 was combined to \[.*expected \["),
+        (transports.AddsToItsInput, "inputs", "an input changed"),
+        (experts.SumsPadding, "padding", "batched: the output is not finite"),
+        (experts.NowhereIsTheLastExpert, "nowhere", "all to one expert"),
+        (experts.LastBitByCall, "deterministic", "two calls give different bits"),
+        (transports.ReversesTokens, "order", "was combined to"),
+        (transports.NoCombineWithoutRows, "yield points", ""),
+        (experts.OutputInF64, "shape", "output is torch.float64"),
+        (experts.PaddedOutput, "shape", r"output has shape"),
+        (transports.LosesTheLast, "lost", r"was combined to \[0.0"),
+        (experts.ClaimsToWeigh, "stage", "output is WEIGHTED, the traits declare RAW"),
+        (experts.TenthOfAPercentTooLarge, "values", "away"),
+        (experts.FailsWithoutRows, "runs", "RuntimeError: "),
+        (
+            transports.NeighbouringSlot,
+            "slots",
+            "even, each expert with its own factor: token 0 of rank 0 was combined to",
+        ),
+        (transports.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 was combined to"),
+        *thorough((transports.KeepsEveryInput, "nothing left", "on the wire: 6 calls leak 12 tensors")),
+        (transports.ClampsIds, "inputs", "all to one expert: an input changed"),
+        (transports.FailsWithoutTokens, "runs", "ValueError: nothing to send"),
+        (transports.OtherDevice, "shape", "the output of rank 0 is on device meta"),
+        (transports.RoundsToBf16, "values", "2 ranks, fp32, even: token 0 of rank 0 was combined to"),
+        (experts.FirstWeightsForever, "calls", "the second of two weights in turn: tokens"),
+        (experts.ReusedOutput, "kept", "an output changed in a later call"),
+        (experts.OrderOfSumsByBatch, "invariant", "row 0 has other bits in a batch of its own"),
+        (experts.OneActivation, "values", "even, grouped: tokens"),
+        (experts.SwappedHalves, "values", "canonical.*away"),
+        (experts.WeightsInPlace, "inputs", "canonical weights were changed"),
+        (experts.OutputInPlaceOfRows, "inputs", "grouped: the tokens were changed"),
+        (transports.YieldsOnceMoreWithTokens, "yield points", "yield points depend on the number of tokens"),
+        (transports.LastBitByCall, "deterministic", "other work in between changes bits"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -90,10 +104,10 @@ def test_a_wrong_plugin_fails_by_the_law_it_broke(
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (wrong.WrongFromRow32, "65 tokens, batched: tokens"),
-        (wrong.WrongFromRow128, "257 tokens, batched: tokens"),
-        (wrong.LosesTokensFrom64, "65 tokens: token 64 of rank 0 was combined to"),
-        (wrong.WrongFromSlot32, "40 experts per rank, each expert with its own factor: token"),
+        (experts.WrongFromRow32, "65 tokens, grouped: tokens"),
+        (experts.WrongFromRow128, "257 tokens, grouped: tokens"),
+        (transports.LosesTokensFrom64, "65 tokens: token 64 of rank 0 was combined to"),
+        (transports.SlotsFrom32, "40 experts per rank, each expert with its own factor: token"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -117,7 +131,7 @@ def test_a_certificate_states_the_sizes_that_its_checks_have_reached() -> None:
 
 
 def test_sizes_that_a_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(wrong.Experts):
+    class Small(experts.Right):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
             shape = problem.config.model.hidden_size, problem.config.model.num_experts, problem.num_tokens
@@ -145,8 +159,8 @@ def test_the_larger_cases_have_the_sizes_of_their_names() -> None:
     ("value", "law", "stated"),
     [
         ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
-        ("tests.support.wrong_plugins:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
-        ("tests.support.wrong_plugins:PLAIN", "signature", "is not a subclass of PrepareFinalize"),
+        ("tests.testing.test_certify:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
+        ("tests.testing.test_certify:json", "signature", "is not a subclass of PrepareFinalize"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_states_so(
@@ -244,7 +258,7 @@ def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch:
 
 
 def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Choosy(wrong.Experts):
+    class Choosy(experts.Right):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
             return [*super().reasons_against(problem), Reason("shape", "does not run on Sundays")]
@@ -255,8 +269,8 @@ def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypa
 
 
 def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Boastful(wrong.Experts):
-        traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}), kinds=UNSTATED)
+    class Boastful(experts.Right):
+        traits = replace(experts.Right.traits, weights=frozenset({"plain", "int3"}), kinds=UNSTATED)
 
     claims, devices = certify(install(monkeypatch, Boastful), processes=False, quick=True).not_covered
     assert claims == "int3 weights, which its traits claim"
@@ -264,8 +278,8 @@ def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(wrong.Experts):
-        traits = wrong.replace(wrong.Experts.traits, kinds=frozenset({"cuda"}), library="not_there", extra="build it")
+    class Elsewhere(experts.Right):
+        traits = replace(experts.Right.traits, kinds=frozenset({"cuda"}), library="not_there", extra="build it")
 
     name = install(monkeypatch, Elsewhere)
     with pytest.raises(UnsupportedError, match=r"runs on cuda.*\n.*not_there is not installed: build it"):
@@ -283,7 +297,7 @@ def test_a_conformance_class_has_one_test_a_check(monkeypatch: pytest.MonkeyPatc
     tests = [name for name in vars(suite) if name.startswith("test_")]
     assert len(tests) == len(checks_of("all_gather", processes=False)) and "test_2_ranks__fp32_on_the_wire" in tests
     suite().test_2_ranks__fp32_on_the_wire()
-    broken = backend_conformance(install(monkeypatch, wrong.WeighsTwice))
+    broken = backend_conformance(install(monkeypatch, transports.EqualWeights))
     with pytest.raises(NonConforming, match="was combined to"):
         broken().test_2_ranks__fp32_on_the_wire()
 
@@ -340,7 +354,7 @@ def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> Non
 
 
 def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = install(monkeypatch, wrong.WrongOrderHome)
+    name = install(monkeypatch, transports.ReversesTokens)
     done = runner.invoke(app, ["certify", name, "--no-processes", "--out", str(tmp_path / "c.json")])
     assert done.exit_code == 1 and "REFUSED" in done.stdout
     assert "order: combined tokens have the order of the dispatched tokens" in done.stdout

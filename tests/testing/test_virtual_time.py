@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.comm.traffic import Nodes, RowBytes, all_to_all_flow, hierarchical_flow
+from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import ConfigError
+from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flow
 from moe_mk.lab.plan.timeline import LINKS, Message, SimulatedLink, simulate
 from moe_mk.lab.testing import virtual_time
 from moe_mk.lab.testing.virtual_time import TRANSPORTS, Recorded, VirtualCommunicator, record, uniform_routings

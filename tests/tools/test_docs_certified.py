@@ -8,7 +8,7 @@ import pytest
 
 from moe_mk.lab.testing.certificate import Certificate, Failed, Passed
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from tests.support import wrong_plugins as wrong
+from tests.testing.broken import transports
 from tools import docs_certified
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_a_wrong_backend_fails_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ = list(PREPARE_FINALIZE)
-    monkeypatch.setitem(PREPARE_FINALIZE._entries, "wrong", wrong.WrongOrderHome)
+    monkeypatch.setitem(PREPARE_FINALIZE._entries, "wrong", transports.ReversesTokens)
     monkeypatch.setitem(PREPARE_FINALIZE._origin, "wrong", "a test")
     page(tmp_path)
     assert docs_certified.main(["--root", str(tmp_path), "wrong"]) == 1

@@ -11,18 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, Nodes
-from moe_mk.comm.traffic import (
-    Flow,
-    RowBytes,
-    all_gather_flow,
-    all_to_all_flow,
-    hierarchical_flow,
-    one_sided_flow,
-)
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.lab.plan.exchange import Flow, RowBytes, all_gather_flow, all_to_all_flow, hierarchical_flow, one_sided_flow
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.lab.testing.on_ranks import RankWorld

@@ -344,6 +344,12 @@ class WeighsRawOutput(Right):
         return super().finish(y * tokens.weights_N[:, None], tokens)
 
 
+@breaks("values")
+class TenthOfAPercentTooLarge(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return super().finish(y * 1.001, tokens)
+
+
 @breaks("invariant")
 class OrderOfSumsByBatch(Right):
     """One product for one row, a sum of two for several."""
