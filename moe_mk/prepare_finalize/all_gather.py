@@ -26,7 +26,7 @@ class AllGather(PrepareFinalize):
         kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        wire=TransportTraits.ANY_WIRE,
         min_ranks=2,
         gathers=True,
         graph_safe=False,

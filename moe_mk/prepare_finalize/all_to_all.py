@@ -142,7 +142,7 @@ class AllToAll(PrepareFinalize):
         kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        wire=TransportTraits.ANY_WIRE,
         min_ranks=2,
         graph_safe=False,
         deterministic=True,

@@ -23,7 +23,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.quant.plain import Plain
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class TransportTraits(Traits):
     """Facts of a transport."""
 
+    ANY_WIRE: ClassVar[frozenset[str]] = frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"})
+    """All formats, for transports that carry values and scales as bytes."""
     produces: type
     """The layout that `prepare` returns: RowTokens, GroupedTokens or BatchedTokens."""
     wants: OutputStage
@@ -51,6 +53,8 @@ class TransportTraits(Traits):
     max_ranks: int | None = None
     one_node: bool = False
     """Whether all ranks must share a node."""
+    max_top_k: int | None = None
+    """The most experts of a token that its kernels are built for; None: any number."""
     tokens: frozenset[str] = frozenset({"sharded"})
     """Whether EP ranks may have different tokens ("sharded"), the same ones ("replicated"), or both."""
     partial: bool = False
@@ -312,6 +316,24 @@ class PrepareFinalize(ABC):
         weights_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
         return RowTokens(x_RH, slots_RK, weights_RK, mine, handle, expected_N=expected_N, most_K=self.most_K)
 
+    def window_rows(
+        self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: object, num_tokens: int
+    ) -> RowTokens:
+        """Rows of a window with the slots of this rank, -1 for others; num_tokens: of this rank's own call."""
+        return RowTokens(
+            x_RH, slots_RK, torch.where(slots_RK >= 0, weights_RK, 0.0), self.context.num_slots, handle,
+            expected_N=self.expected_in_window(num_tokens), most_K=self.most_K,
+        )  # fmt: skip
+
+    def expect_room(self, x_TH: Tensor) -> None:
+        """Raise ShapeError where a call brings more tokens than a window holds."""
+        most = self.context.max_num_tokens
+        if x_TH.shape[0] > most:
+            raise ShapeError(
+                f"x has T={x_TH.shape[0]} tokens, a window holds {most} of each rank "
+                "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
+            )
+
     @property
     def most_K(self) -> int:
         """The most experts of one token on this rank: a router chooses distinct ones."""
@@ -362,6 +384,10 @@ def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("comm_units", text, "kernel.comm_units = null"))
     if not traits.uneven and problem.config.model.num_experts % ranks:
         reasons.append(Reason("uneven", f"{problem.config.model.num_experts} experts do not divide over {ranks} ranks"))
+    top_k = problem.config.router.top_k
+    if traits.max_top_k is not None and top_k > traits.max_top_k:
+        text = f"the kernels take {traits.max_top_k} experts a token, this router has {top_k}"
+        reasons.append(Reason("top_k", text))
     return reasons
 
 

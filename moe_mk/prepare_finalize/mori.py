@@ -28,22 +28,19 @@ from moe_mk.prepare_finalize.base import (
     TransportContext,
     TransportTraits,
 )
-from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "mori"
-MOST_TOP_K = 9
 BLOCKS = 80
 """What the library launches by default."""
 
 
 @dataclass(frozen=True)
-class DispatchHandle:
-    """The buffer slot of a dispatch, its call there, and the ids that it was given."""
+class DispatchHandle(SlotHandle):
+    """And the ids that the dispatch was given."""
 
-    buffer_slot: LibraryBufferSlot[Any]
-    call: int
     ids_TK: Tensor
 
 
@@ -62,6 +59,7 @@ class Mori(PrepareFinalize):
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "mxfp8"}),
         min_ranks=2,
+        max_top_k=9,
         open_calls=MAX_OPEN_CALLS,
         blocking=True,
         comm_unit="CUs",
@@ -82,7 +80,7 @@ class Mori(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
         c = self.context
-        expect_room(x_TH, c)
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         values_TX, *scales = payloads_of(x_wire)
         with c.spans.span("dispatch"):
@@ -99,12 +97,7 @@ class Mori(PrepareFinalize):
             # How many rows there are is known on the device alone: the others are recognised by their number.
             row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
-            mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-            expected_N = self.expected_in_window(x_TH.shape[0])
-            return RowTokens(
-                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N,
-                most_K=self.most_K,
-            )  # fmt: skip
+            return self.window_rows(rows_of(parts, x_wire), slots_RK, weights_RK, handle, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back, and add up those of this rank's tokens."""
@@ -172,10 +165,8 @@ class Mori(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """At most nine experts a token, nodes of equal size that is a power of two."""
-        reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
-        if top_k > MOST_TOP_K:
-            reasons.append(Reason("top_k", f"the kernels take {MOST_TOP_K} experts a token, this router has {top_k}"))
+        """Nodes of equal size that is a power of two."""
+        reasons = super().reasons_against(problem)
         per_node = min(problem.ep_ranks_per_node, problem.ranks)
         if per_node & (per_node - 1) or problem.ranks % per_node:
             text = f"needs nodes of 1, 2, 4, 8 or more ranks each, {problem.ranks} ranks lie {per_node} to a node"

@@ -50,8 +50,8 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
@@ -71,11 +71,9 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class DispatchHandle:
-    """The channel of a dispatch, and what the library reads again in combine."""
+class DispatchHandle(SlotHandle):
+    """And what the library reads again in combine."""
 
-    buffer_slot: LibraryBufferSlot[Any]
-    call: int
     ids: Any
     """The library's descriptor, which keeps the ids of this rank's tokens alive."""
     weights_TK: Tensor
@@ -106,7 +104,7 @@ class NcclTransport(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to its experts, or to their ranks."""
         c, ep = self.context, self._ep
-        expect_room(x_TH, c)
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         parts = self._payloads(x_wire)
         with c.spans.span("dispatch"):
@@ -357,7 +355,7 @@ class NcclHighThroughput(NcclTransport):
     traits: ClassVar[TransportTraits] = replace(
         NCCL,
         summary="NCCL EP high-throughput kernels, one copy of a token per rank and node; for prefill",
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        wire=TransportTraits.ANY_WIRE,
     )
 
     def _dispatch(
@@ -387,11 +385,7 @@ class NcclHighThroughput(NcclTransport):
         # How many rows there are is known on the device alone: behind them nothing was written.
         row_R1 = torch.arange(len(slots_RK), dtype=total.dtype, device=total.device)[:, None]
         slots_RK = torch.where(row_R1 < total, slots_RK, -1).to(torch.int32)
-        weights_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-        return RowTokens(
-            x, slots_RK, weights_RK, self.context.num_slots, handle=kept,
-            expected_N=self.expected_in_window(num_tokens), most_K=self.most_K,
-        )  # fmt: skip
+        return self.window_rows(x, slots_RK, weights_RK, kept, num_tokens)
 
     def _sent_back(self, y: Tensor) -> Tensor:
         return pad(y, (0, self._row // y.element_size() - self.context.hidden_size)).contiguous()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import Failure
@@ -30,6 +31,14 @@ class LibraryBufferSlot(BufferSlot, Generic[B]):
         """Begin the next call."""
         del comm
         self.call += 1
+
+
+@dataclass(frozen=True)
+class SlotHandle:
+    """The buffer slot of a dispatch, and its call there."""
+
+    buffer_slot: LibraryBufferSlot[Any]
+    call: int
 
 
 class LibraryBufferPool(BufferPool[LibraryBufferSlot[B]], Generic[B]):

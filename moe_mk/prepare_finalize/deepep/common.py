@@ -236,12 +236,3 @@ def rows_of(parts: Sequence[Tensor], like: QuantTensor) -> QuantTensor:
     """The rows that have arrived as `payloads_of(like)` left, in the dtypes of `like`."""
     scales = None if like.scales is None else parts[1].view(like.scales.dtype)
     return replace(like, values=parts[0].view(like.values.dtype), scales=scales)
-
-
-def expect_room(x_TH: Tensor, context: TransportContext) -> None:
-    """Raise ShapeError where a call brings more tokens than the windows of the library hold."""
-    if x_TH.shape[0] > context.max_num_tokens:
-        raise ShapeError(
-            f"x has T={x_TH.shape[0]} tokens, a window holds {context.max_num_tokens} of each rank "
-            "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
-        )

@@ -22,7 +22,7 @@ Source: flashinfer-python 0.7.2.post1, moe_ep/core/comm/communication.py and moe
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,28 +34,20 @@ from moe_mk.external.deepep_limits import up_to
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
-from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds
 from moe_mk.prepare_finalize.flashinfer.mapping import LIBRARY, leave_out_once, rank_mask
 from moe_mk.prepare_finalize.flashinfer.one_sided import LINE_BYTES, TOP_KS, NvlinkOneSided, workspace_bytes
 from moe_mk.prepare_finalize.flashinfer.two_sided import MULTIPLE, NvlinkTwoSided
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
 ROW_ALIGNMENT = 16
 CAKE_ARCHS = ((10, 0), (10, 3))
 NOWHERE = -torch.inf
 """The weight of an assignment to no expert."""
-
-
-@dataclass(frozen=True)
-class DispatchHandle:
-    """The communication object of a dispatch, and its call there."""
-
-    buffer_slot: LibraryBufferSlot[Any]
-    call: int
 
 
 class MoeEpTransport(PrepareFinalize):
@@ -80,7 +72,7 @@ class MoeEpTransport(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
         c = self.context
-        expect_room(x_TH, c)
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             buffer_slot = self._session.take("dispatch", self._communication)
@@ -96,20 +88,14 @@ class MoeEpTransport(PrepareFinalize):
             slots_RK = self._numbers.slots(got.topk_ids[:, : c.top_k])
             # Behind the rows of a source lie no ids, and any weights.
             slots_RK = torch.where(weights_RK == NOWHERE, -1, slots_RK)
-            return RowTokens(
-                _rows(got.hidden_states, got.hidden_states_scale, x_wire),
-                slots_RK,
-                torch.where(slots_RK >= 0, weights_RK, 0.0),
-                c.num_slots,
-                handle=DispatchHandle(buffer_slot, buffer_slot.call),
-                expected_N=self.expected_in_window(x_TH.shape[0]),
-                most_K=self.most_K,
-            )
+            x_RH = _rows(got.hidden_states, got.hidden_states_scale, x_wire)
+            handle = SlotHandle(buffer_slot, buffer_slot.call)
+            return self.window_rows(x_RH, slots_RK, weights_RK, handle, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the ranks of their tokens, and add up those of this rank's tokens."""
         c, handle = self.context, tokens.handle
-        assert isinstance(handle, DispatchHandle)
+        assert isinstance(handle, SlotHandle)
         self._session.expect_open(handle.buffer_slot, handle.call)
         with c.spans.span("combine"):
             y_RX = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
@@ -211,14 +197,6 @@ class MoeEpOneSided(MoeEpTransport):
         filled = next((k for k in TOP_KS if k >= top_k), top_k)
         return workspace_bytes(problem.ranks, problem.config.kernel.max_num_tokens, dispatched + 8 * filled, combined)
 
-    @classmethod
-    def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """At most 22 experts a token."""
-        reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
-        if top_k > TOP_KS[-1]:
-            reasons.append(Reason("top_k", f"the kernels take {TOP_KS[-1]} experts a token, this router has {top_k}"))
-        return reasons
-
 
 @PREPARE_FINALIZE.register("moe_ep_cake")
 class MoeEpCake(MoeEpOneSided):
@@ -265,11 +243,6 @@ class MoeEpTwoSided(MoeEpTransport):
     def buffer_bytes(cls, problem: Problem) -> int:
         """The two workspaces of a process, whatever the tokens."""
         return NvlinkTwoSided.buffer_bytes(problem)
-
-    @classmethod
-    def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Those of the kernels."""
-        return NvlinkTwoSided.reasons_against(problem)
 
 
 def filled_hidden(dtype: Plain, hidden_size: int) -> int:

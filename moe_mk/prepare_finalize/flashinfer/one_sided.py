@@ -15,36 +15,28 @@ Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
-from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession, SlotHandle
+from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of, leave_out_once, rank_mask
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """What the kernels are built for."""
 LINE_BYTES = 128
-
-
-@dataclass(frozen=True)
-class DispatchHandle:
-    """The buffer slot that a dispatch went through, and its call there."""
-
-    buffer_slot: LibraryBufferSlot[Any]
-    call: int
 
 
 @PREPARE_FINALIZE.register("nvlink_one_sided")
@@ -56,6 +48,7 @@ class NvlinkOneSided(PrepareFinalize):
         DOMAIN,
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
         max_ranks=64,
+        max_top_k=TOP_KS[-1],
         open_calls=MAX_OPEN_CALLS,
         masks_ranks=True,
     )
@@ -81,7 +74,7 @@ class NvlinkOneSided(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts."""
         c = self.context
-        expect_room(x_TH, c)
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             buffer_slot = self._session.take("dispatch", self._exchange)
@@ -91,22 +84,14 @@ class NvlinkOneSided(PrepareFinalize):
             with self._session.call("dispatch"):
                 *x_parts, ids_RK, weights_RK = self._dispatch(buffer_slot, [*payloads_of(x_wire), *tails])
             yield InFlight("dispatch")
-            slots_RK = self._numbers.slots(ids_RK[:, : c.top_k])
-            mine_RK = torch.where(slots_RK >= 0, weights_RK[:, : c.top_k], 0.0)
-            return RowTokens(
-                rows_of(x_parts, x_wire),
-                slots_RK,
-                mine_RK,
-                c.num_slots,
-                handle=DispatchHandle(buffer_slot, buffer_slot.call),
-                expected_N=self.expected_in_window(x_TH.shape[0]),
-                most_K=self.most_K,
-            )
+            slots_RK, handle = self._numbers.slots(ids_RK[:, : c.top_k]), SlotHandle(buffer_slot, buffer_slot.call)
+            x_RH = rows_of(x_parts, x_wire)
+            return self.window_rows(x_RH, slots_RK, weights_RK[:, : c.top_k], handle, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Leave sums where the homes of their tokens read them, and add up those of this rank's tokens."""
         handle, c = tokens.handle, self.context
-        assert isinstance(handle, DispatchHandle)
+        assert isinstance(handle, SlotHandle)
         self._session.expect_open(handle.buffer_slot, handle.call)
         with c.spans.span("combine"):
             payload = output.y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
@@ -172,14 +157,6 @@ class NvlinkOneSided(PrepareFinalize):
         return workspace_bytes(
             problem.ranks, problem.config.kernel.max_num_tokens, row + 8 * filled, row_bytes(problem.dtype, hidden)
         )
-
-    @classmethod
-    def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """At most 22 experts a token."""
-        reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
-        if top_k > TOP_KS[-1]:
-            reasons.append(Reason("top_k", f"the kernels take {TOP_KS[-1]} experts a token, this router has {top_k}"))
-        return reasons
 
 
 def workspace_bytes(ranks: int, max_num_tokens: int, dispatch_row: int, combine_row: int) -> int:

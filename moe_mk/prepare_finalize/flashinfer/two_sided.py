@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.problem import Problem
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
-MOST_TOP_K, MULTIPLE, ROW_ALIGNMENT = 32, 4, 16
+MULTIPLE, ROW_ALIGNMENT = 4, 16
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 """Of the GPUs with NVLink that the library knows, by compute capability; channels are cut from them."""
 FIFO_BYTES = 8 * 256 * 1024
@@ -58,6 +58,7 @@ class NvlinkTwoSided(PrepareFinalize):
         DOMAIN,
         summary="FlashInfer, rows pushed through FIFOs whose size knows no tokens; inside one NVLink domain",
         max_ranks=128,
+        max_top_k=32,
     )
 
     def __init__(self, context: TransportContext) -> None:
@@ -75,7 +76,7 @@ class NvlinkTwoSided(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Tell the ranks of the experts what they will get, then send it."""
         c = self.context
-        expect_room(x_TH, c)
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             # Numbers go up to `total`, which means no rank to the library.
@@ -89,14 +90,9 @@ class NvlinkTwoSided(PrepareFinalize):
                 )  # fmt: skip
                 parts = [self._push(part, route, for_rows) for part in payloads_of(x_wire)]
             yield InFlight("dispatch")
-            slots_RK = self._numbers.slots(ids_RK)
-            mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             handle = DispatchHandle(route, x_TH.shape[0])
-            expected_N = self.expected_in_window(x_TH.shape[0])
-            return RowTokens(
-                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N,
-                most_K=self.most_K,
-            )  # fmt: skip
+            slots_RK = self._numbers.slots(ids_RK)
+            return self.window_rows(rows_of(parts, x_wire), slots_RK, weights_RK, handle, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Push sums back, and add up those of each token."""
@@ -120,14 +116,6 @@ class NvlinkTwoSided(PrepareFinalize):
     def buffer_bytes(cls, problem: Problem) -> int:
         """The two workspaces of a process, whatever the tokens."""
         return workspace_bytes(problem.ranks, MULTIPROCESSORS.get(problem.device.arch or (9, 0), 132))
-
-    @classmethod
-    def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """At most 32 experts a token."""
-        reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
-        if top_k > MOST_TOP_K:
-            reasons.append(Reason("top_k", f"the kernels take {MOST_TOP_K} experts a token, this router has {top_k}"))
-        return reasons
 
 
 def workspace_bytes(ranks: int, multiprocessors: int) -> int:

@@ -56,7 +56,7 @@ class OneSided(PrepareFinalize):
         kinds=frozenset({"cpu"}),
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        wire=TransportTraits.ANY_WIRE,
         min_ranks=2,
         one_node=True,
         open_calls=OneSidedBufferPool.MAX_OPEN_CALLS,

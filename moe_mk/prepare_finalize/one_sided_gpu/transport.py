@@ -25,7 +25,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import Failure
 from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.external.library import find
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
@@ -97,7 +97,7 @@ class OneSidedGpu(PrepareFinalize):
         library="triton",
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        wire=TransportTraits.ANY_WIRE,
         min_ranks=2,
         one_node=True,
         masks_ranks=True,
@@ -130,11 +130,7 @@ class OneSidedGpu(PrepareFinalize):
 
         c = self.context
         c.comm.check("dispatch")
-        if x_TH.shape[0] > c.max_num_tokens:
-            raise ShapeError(
-                f"x has T={x_TH.shape[0]} tokens, a window holds {c.max_num_tokens} of each rank "
-                "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
-            )
+        self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             buffer = self._pool.take(c.comm)

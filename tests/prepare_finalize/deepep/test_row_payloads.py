@@ -9,7 +9,8 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import ShapeError
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.deepep.common import expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.replicated import Replicated
+from moe_mk.prepare_finalize.deepep.common import payloads_of, rows_of
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.microscaling import MXFP8
@@ -47,6 +48,7 @@ def test_payloads_are_dense_rows_of_as_many_bytes_as_the_format_has(scheme: Quan
 
 
 def test_more_tokens_than_a_window_holds_are_refused() -> None:
-    expect_room(torch.zeros(4, 2), context(4))
+    transport = Replicated(context(4))
+    transport.expect_room(torch.zeros(4, 2))
     with pytest.raises(ShapeError, match=r"T=5 tokens, a window holds 4 of each rank \[kernel\.max_num_tokens\]"):
-        expect_room(torch.zeros(5, 2), context(4))
+        transport.expect_room(torch.zeros(5, 2))
