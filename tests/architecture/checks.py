@@ -46,8 +46,9 @@ SIDEWAYS = {
     ("runner", "kernel"): "a tiled kernel runs a kernel tile by tile",
 }
 
-OPTIONAL_LIVES_IN = tuple(
-    f"moe_mk/{room}/" for room in ("kernels/triton", "kernels/native", "kernels/csrc", "external", "integrations")
+OPTIONAL_LIVES_IN = (
+    *(f"moe_mk/{room}/" for room in ("kernels/triton", "kernels/native", "kernels/csrc", "external", "integrations")),
+    "moe_mk/lab/checkpoints/derive.py",
 )
 CLOCKS = [f"time.{name}" for name in ("ctime", "gmtime", "localtime", "clock_gettime", "clock_gettime_ns")]
 CLOCKS += [

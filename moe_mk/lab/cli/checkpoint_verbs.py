@@ -106,7 +106,7 @@ def derive_command(
     from moe_mk.lab.cli.screen import Screen
 
     try:
-        from moe_mk.integrations.hf.derive import derive
+        from moe_mk.lab.checkpoints.derive import derive
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
             "moe-mk derive reads model classes of transformers",

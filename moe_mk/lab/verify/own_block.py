@@ -33,12 +33,12 @@ def own_block(library: str, config: MoEConfig, checkpoint: str | PathLike[str], 
     """Measure the block of a checkpoint's layer. config: as the layer reads the checkpoint.
 
     Raises ConfigError for an unknown library, UnsupportedError where it is not installed, or where no settings
-    describe the block; see `integrations.hf.derive`.
+    describe the block; see `lab.checkpoints.derive`.
     """
     if library not in LIBRARIES:
         raise ConfigError(f"--against {library!r} is unknown{did_you_mean(library, LIBRARIES)}; known: transformers")
     try:
-        from moe_mk.integrations.hf.derive import derive
+        from moe_mk.lab.checkpoints.derive import derive
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
             "--against transformers measures the model's class", [f"{missing.name} is missing; pip install moe-mk[hf]"]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.derive import derive, derive_from
+from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.cli.app import app
 
 H, I, E, K, S = 40, 12, 6, 3, 20

@@ -9,8 +9,8 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import ShapeError
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.replicated import Replicated
 from moe_mk.prepare_finalize.deepep.common import payloads_of, rows_of
+from moe_mk.prepare_finalize.replicated import Replicated
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.microscaling import MXFP8

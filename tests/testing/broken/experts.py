@@ -192,11 +192,11 @@ class WrongFromSlot32(Right):
 
 @breaks("values", larger=True)
 class WrongFromRow32(Right):
-    limit = 32
+    limit, factor = 32, 1.01
 
     def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
         y_NH = super().expert(x_NH, slot, weights)
-        y_NH[self.limit :] *= 1.01
+        y_NH[self.limit :] *= self.factor
         return y_NH
 
 
@@ -230,11 +230,8 @@ class LastTileTwice(Right):
 
 
 @breaks("values", larger=True)
-class CountInOneByte(Right):
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        y_NH = super().expert(x_NH, slot, weights)
-        y_NH[256:] = 0
-        return y_NH
+class CountInOneByte(WrongFromRow32):
+    limit, factor = 256, 0.0
 
 
 @breaks("values", larger=True)

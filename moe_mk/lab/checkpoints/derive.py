@@ -25,7 +25,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
-from moe_mk.integrations.hf.block_tensors import (
+from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
+from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
+from moe_mk.lab.checkpoints.block_tensors import (
     Tensors,
     is_block,
     names_of,
@@ -36,8 +38,6 @@ from moe_mk.integrations.hf.block_tensors import (
     template_of,
     tensors_of_block,
 )
-from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
-from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.router.router import Router
 from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import layer_of
