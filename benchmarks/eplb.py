@@ -9,8 +9,6 @@ alternating runs; only their ratios mean anything. Loads are look-alikes of serv
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import sys
@@ -20,9 +18,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from common import parser_of, versions, write
 from eplb_anchors import Anchor, add_options, anchors_of
 from eplb_loads import workloads
 from eplb_online import locality, movement
@@ -170,12 +166,7 @@ def written(report: Report, anchors: dict[str, Anchor]) -> dict[str, object]:
     cores = f"{os.cpu_count()} cores, shared with {others:.1f} other busy ones"
     return {
         "device": f"CPU {platform.machine()}, 1 thread of {cores}",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-        },
+        "versions": {**versions(), "numpy": np.__version__, "scipy": scipy.__version__},
         "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
         "anchors": {name: f"{anchor.file.name}, {anchor.release}" for name, anchor in anchors.items()},
         "goals": report.lines,
@@ -184,7 +175,7 @@ def written(report: Report, anchors: dict[str, Anchor]) -> dict[str, object]:
 
 def main() -> None:
     """Measure, print the table, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add_options(parser)
     parser.add_argument("--json", type=output_file, help="write the table here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; all if not given")
@@ -204,8 +195,7 @@ def main() -> None:
         parts[part]()
     missed = [line for line in report.lines if not line["met"]]
     print(f"{len(report.lines) - len(missed)} of {len(report.lines)} goals met")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(written(report, anchors), indent=1, default=float) + "\n")
+    write(chosen.json, written(report, anchors))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import platform
 import shlex
 import statistics
 import sys
@@ -27,11 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from common import parser_of, processor, versions, write, write_between
 from experts_cpu_candidates import ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked, settle
 from experts_cpu_formats import format_candidates
@@ -46,6 +40,7 @@ from experts_cpu_peers import (
     without_wrong,
     wrong_results,
 )  # fmt: skip
+from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import ExpertsMode, Format, Isa, Native, PackedMatrix, Rounding, experts_rows, load
@@ -299,18 +294,9 @@ def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def write_into(page: Path, text: str) -> None:
-    """Replace what is between BEGIN and END of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
+    parser = parser_of(__doc__, experts=8, hidden=7168, inter=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
     parser.add_argument("--quant", nargs="*", default=FORMATS, help="other formats of ours to compare with FP8 blocks")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -364,13 +350,9 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
         until = now + (end - now) * share / sum(step[2] for step in steps[number:])
         chosen = candidates if key == "cases" else others
         cases[key].append(one_case(native, probe, layer, weights, chosen, references, tokens, until))
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor()
-    )
     return {
-        "device": f"{model}, {options.threads} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": f"{processor()}, {options.threads} threads",
+        "versions": versions(),
         "command": command,
         "shape": {"E": options.experts, "H": options.hidden, "I": options.inter},
         "threads": options.threads,
@@ -395,10 +377,9 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
         return 1
     text = section(results, STATES if options.state == "all" else (options.state,))
     print(text)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.json, results)
     if options.into is not None:
-        write_into(options.into, text)
+        write_between(options.into, BEGIN, END, text)
     return 0
 
 

@@ -19,29 +19,21 @@ what took longer than --patience seconds at the number before. experts_cpu_repor
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from common import command, parser_of, processor, versions, with_output, write
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
+from torch import Tensor
 
 from moe_mk.kernels.native import Isa, Native, described, load
-from moe_mk.lab.cli.outputs import output_file
 
 ONEDNN_NAMES = {
     Isa.SCALAR: "SSE41",
@@ -94,14 +86,9 @@ def report(
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=8)
+    parser = with_output(parser_of(__doc__, experts=8, hidden=7168, inter=2048, top_k=8, rounds=7), "--json")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
-    parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
     parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
@@ -117,8 +104,6 @@ def main() -> None:
     )
     parser.add_argument("--formats-only", action="store_true", help="those of --quant and ours in FP8 only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
-    parser.add_argument("--note", default="", help="what a reader of the figures must know")
-    parser.add_argument("--json", type=output_file)
     parser.add_argument("--plot", type=Path, help="a picture of the figures; needs matplotlib")
     parser.add_argument("--table", action="store_true", help="print the figures as a Markdown table at the end")
     options = parser.parse_args()
@@ -141,8 +126,7 @@ def main() -> None:
     results = facts(native, options) | {"cases": cases}
     if met := four_bit_goals(results):
         print(met)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.json, results)
     if options.plot is not None:
         plot([results], options.plot)
     if options.table:
@@ -181,16 +165,13 @@ def one_case(
 
 def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     """Where and with what the figures were taken."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
     flags = ("experts", "hidden", "inter", "top_k", "threads", "rounds")
-    model = models[0] if models else platform.processor()
     limit = "" if options.isa is None else " at most"
     return {
-        "device": f"{model}, {options.threads} threads, best{limit} {native.best.name}",
+        "device": f"{processor()}, {options.threads} threads, best{limit} {native.best.name}",
         "threads": f"kernels on {described(options.kernel_threads)}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": "python " + shlex.join(sys.argv),
+        "versions": versions(),
+        "command": command(),
         "shape": {name: getattr(options, name) for name in flags},
         "note": options.note,
     }

@@ -11,25 +11,18 @@ swept, and threads as those left them. The shared expert alone is 1 / top_k more
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import about, parser_of, with_output, write
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.experts.cpu_native.weights import native_kernels
 from moe_mk.kernels.native import experts_rows
-from moe_mk.lab.cli.outputs import output_file
 
 
 def built(options: argparse.Namespace, *, fused_router: bool) -> DeepseekV3MoE:
@@ -110,17 +103,10 @@ def measured(calls: dict[str, Callable[[Tensor], object]], batches: list[Tensor]
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser = parser_of(__doc__, experts=16, hidden=7168, inter=2048, top_k=8, rounds=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--note", default="", help="what a reader of the figures must know")
-    parser.add_argument("--json", type=output_file)
-    options = parser.parse_args()
+    options = with_output(parser, "--json").parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     weights = tensors(options)
@@ -141,16 +127,8 @@ def main() -> None:
         ]
         times = ", ".join(f"{name} {each['wall_us']:.0f} us" for name, each in seen.items())
         print(f"{tokens} tokens: {times}; layer over experts: {', '.join(ratios)}", flush=True)
-    if options.json is not None:
-        where = {"machine": platform.machine(), "threads": options.threads, "best": native_kernels().best.name}
-        facts = {
-            **where,
-            "torch": torch.__version__,
-            "command": "python " + shlex.join(sys.argv),
-            "layer": repr(layer),
-            "note": options.note,
-        }
-        options.json.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
+    where = {"threads": options.threads, "best": native_kernels().best.name, "layer": repr(layer)}
+    write(options.json, {**about(options), **where, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ python benchmarks/experts_cpu_report.py benchmarks/results/experts_cpu_e8.json [
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from common import parser_of, write_between
 from experts_cpu_peers import left_out
 
 YARDSTICKS = ("read", "peak")
@@ -246,7 +246,7 @@ def plot(all_results: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Print a section for each file, and draw them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of experts_cpu.py")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
@@ -256,8 +256,7 @@ def main() -> None:
     if options.into is None:
         print(sections)
     else:
-        before, rest = options.into.read_text().split(BEGIN)
-        options.into.write_text(f"{before}{BEGIN}\n{sections}\n{END}{rest.split(END)[1]}")
+        write_between(options.into, BEGIN, END, sections)
     if options.plot is not None:
         plot(everything, options.plot)
 

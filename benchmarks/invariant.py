@@ -9,15 +9,14 @@ an order that changes; a round's time is that of its slowest rank. Bytes are tho
 from __future__ import annotations
 
 import argparse
-import json
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
+from common import SIZES, about, parser_of, with_output, write
+from small_layers import Size, batch, in_turn, layer_of, native_experts, slowest
 
-from moe_mk.lab.cli.outputs import output_file
 from moe_mk.lab.testing.on_ranks import RankWorld
 
 RANKS = 2
@@ -46,24 +45,17 @@ def main() -> None:
                 where = "1" if transport == "no_ep" else f"{RANKS}, {transport}"
                 print(f"{where:<18}{tokens:>8}{ms['plain']:>10.3f}{ms['invariant']:>11.3f}{ratio:>7.2f}{shown:>7}")
     if options.output:
-        setting = {name: getattr(options, name) for name in ("hidden", "inter", "experts", "top_k", "rounds")}
+        setting = {name: getattr(options, name) for name in SIZES}
         facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
         unit = "ms, median over rounds of the slowest rank; ratio: median of invariant over plain; bytes: the same"
-        options.output.write_text(json.dumps({**facts, "unit": unit, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write(options.output, {**facts, "unit": unit, "rows": rows})
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, hidden=2048, inter=512, experts=32, top_k=8, rounds=15)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256], help="of each rank")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inter", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--note", default="", help="what the machine did at the same time, for the file")
-    parser.add_argument("--output", type=output_file)
-    return parser.parse_args()
+    return with_output(parser).parse_args()
 
 
 def measure(rank: int, size: Size, transport: str, experts: str) -> tuple[dict[str, list[float]], dict[str, int]]:

@@ -12,7 +12,6 @@ a core that carries does not multiply, and there is only waiting to gain.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from dataclasses import fields
 from functools import partial
@@ -21,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
+from common import SIZES, about, parser_of, with_output, write
+from small_layers import Size, batch, in_turn, layer_of, native_experts, slowest
 from torch import Tensor
 
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.lab.cli.outputs import output_file
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.runner import TileRecord, run_dual
 from moe_mk.runner.tiled_kernel import TiledKernel
@@ -47,25 +46,18 @@ def main() -> None:
                 rows.append(row(world.call(measure, size, transport, experts, timeout_s=300.0), transport, tokens))
                 print(*lines(rows[-1]), sep="\n", flush=True)
     if options.output:
-        setting = {name: getattr(options, name) for name in ("hidden", "inter", "experts", "top_k", "rounds")}
+        setting = {name: getattr(options, name) for name in SIZES}
         facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
         unit = "ms, median over rounds of the slowest rank; ratio: whole over it"
-        options.output.write_text(json.dumps({**facts, "unit": unit, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write(options.output, {**facts, "unit": unit, "rows": rows})
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, hidden=2048, inter=512, experts=16, top_k=4, rounds=9)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of each rank")
     parser.add_argument("--transports", nargs="+", default=["all_to_all", "one_sided"])
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inter", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--note", default="", help="what the machine did beside, for the file")
-    parser.add_argument("--output", type=output_file)
-    return parser.parse_args()
+    return with_output(parser).parse_args()
 
 
 def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, Any]:

@@ -9,17 +9,15 @@ mostly GPUs: nothing is asserted, and a ratio far from what is reported states o
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import popular_claims_cases as cases
-from small_layers import Size, about, native_experts, slowest
+from common import about, parser_of, with_output, write
+from small_layers import Size, native_experts, slowest
 
-from moe_mk.lab.cli.outputs import output_file
 from moe_mk.lab.testing.on_ranks import RankWorld
 
 RANKS = 2
@@ -107,20 +105,10 @@ CLAIMS = (
 
 def main() -> None:
     """Measure every claim, print the table, write the file."""
-    options = parse()
+    options = with_output(parser_of(__doc__)).parse_args()
     with RankWorld(RANKS) as world:
         found = measured(CLAIMS, world, native_experts())
-    if options.output:
-        facts = {**about(options), "backend": native_experts(), "ranks": RANKS, "claims": found}
-        options.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--note", default="", help="what the machine did beside, for the file")
-    parser.add_argument("--output", type=output_file)
-    return parser.parse_args()
+    write(options.output, {**about(options), "backend": native_experts(), "ranks": RANKS, "claims": found})
 
 
 def measured(claims: tuple[Claim, ...], world: RankWorld, backend: str) -> list[dict[str, Any]]:

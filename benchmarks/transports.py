@@ -14,18 +14,15 @@ others (rows out, sums back) from a warm buffer to another, all ranks at once.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from common import about, parser_of, versions, with_output, write
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
@@ -33,7 +30,6 @@ from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.external.library import installed, installed_version
 from moe_mk.flight import wait
 from moe_mk.kernels.native import is_compiled, loaded, reasons_against
-from moe_mk.lab.cli.outputs import output_file
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -119,22 +115,16 @@ def main() -> None:
                 verdicts += [goal.strip() for goal in goals]
     met = sum(" not met" not in goal for goal in verdicts)
     print(f"{met} of {len(verdicts)} goals met")
-    if options.output:
-        report = {**about(options), "rows": rows, "goals": verdicts}
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(options.output, {**facts(options), "rows": rows, "goals": verdicts})
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, hidden=7168, experts=256, top_k=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 1024], help="of each rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=0, help="0: more for fewer tokens")
-    parser.add_argument("--output", type=output_file)
-    return parser.parse_args()
+    return with_output(parser).parse_args()
 
 
 def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, rounds: int) -> Seconds:
@@ -236,26 +226,15 @@ def table(ms: dict[str, float]) -> list[str]:
     return lines
 
 
-def about(options: argparse.Namespace) -> dict[str, object]:
+def facts(options: argparse.Namespace) -> dict[str, object]:
     """What ran, on what."""
     return {
-        "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
-        "device": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "nixl": installed_version("nixl"),
-        },
+        **about(options),
+        "versions": {**versions(), "nixl": installed_version("nixl")},
         "kernels": "native" if is_compiled() else "torch",
         "setting": {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k},
         "unit": "ms, median over rounds of the slowest rank, one thread a rank; a way without a stage is both",
     }
-
-
-def processor() -> str:
-    """The model of the first core."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

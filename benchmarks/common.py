@@ -1,0 +1,73 @@
+"""What the benchmarks have in common: options, the machine that a result file states, and the file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
+
+from moe_mk.lab.cli.outputs import output_file
+
+SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
+
+
+def parser_of(doc: str | None, **sizes: int) -> argparse.ArgumentParser:
+    """A command line with a program's docstring, and an option for each of some sizes with its default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    return parser
+
+
+def with_output(parser: argparse.ArgumentParser, name: str = "--output") -> argparse.ArgumentParser:
+    """The command line with a note and the result file."""
+    parser.add_argument("--note", default="", help="what a reader of the figures must know")
+    parser.add_argument(name, type=output_file, help="the result file to write")
+    return parser
+
+
+def command() -> str:
+    """How this program was called."""
+    return "python " + shlex.join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])
+
+
+def about(options: argparse.Namespace) -> dict[str, object]:
+    """What ran, on what."""
+    return {
+        "command": command(),
+        "device": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": versions(),
+        "note": options.note,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and torch."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def processor() -> str:
+    """The model of the first core."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def write(path: Path | None, facts: Mapping[str, object]) -> None:
+    """Write a result file, if one was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=1, default=float) + "\n", encoding="utf-8")
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what is between two marks of a page."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
