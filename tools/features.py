@@ -455,27 +455,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = read_junit(options.results or [root / JUNIT])
         results = with_run(results, run, options.machine or this_machine(), tests)
         write_results(root / RESULTS, results)
-    return _write_or_compare(
-        root / "docs" / "capabilities.md", render(sections, proofs, results, weaker), options.check
-    )
+    new = render(sections, proofs, results, weaker)
+    return write_or_compare(root, "docs/capabilities.md", new, new.split("**")[1], check=options.check)
 
 
-def _write_or_compare(page: Path, new: str, check: bool) -> int:
+def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool) -> int:
+    """Write a page, or with check print how it differs; returns the exit code. what: its contents, for the message."""
+    page = root / name
     old = page.read_text(encoding="utf-8") if page.exists() else ""
-    total = new.split("**")[1]
     if new == old:
-        print(f"docs/capabilities.md is up to date: {total}")
+        print(f"{name} is up to date: {what}")
     elif check:
-        changes = difflib.unified_diff(
-            old.splitlines(), new.splitlines(), "as it stands", "as it should be", "", "", 0, ""
-        )
+        pages = (old.splitlines(), new.splitlines())
+        changes = difflib.unified_diff(*pages, "as it stands", "as it should be", "", "", 0, "")
         print("\n".join(list(changes)[:40]), file=sys.stderr)
-        print("docs/capabilities.md is stale; run `make features` and commit it", file=sys.stderr)
+        print(f"{name} is stale; run `make features` and commit it", file=sys.stderr)
         return 1
     else:
         page.parent.mkdir(exist_ok=True)
         page.write_text(new, encoding="utf-8")
-        print(f"docs/capabilities.md written: {total}")
+        print(f"{name} written: {what}")
     return 0
 
 

@@ -7,7 +7,6 @@ Everything on the page comes from the registry: traits, `plan` and the reasons a
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from moe_mk.external.library import EMULATED, LIBRARIES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
+from tools.features import write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/transports.md"
@@ -209,22 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"exit 1 if {PAGE} is stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
-    page, new = options.root / PAGE, render()
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    if new == old:
-        print(f"{PAGE} is up to date: {len(built_in())} transports")
-    elif options.check:
-        changes = difflib.unified_diff(
-            old.splitlines(), new.splitlines(), "as it stands", "as it should be", "", "", 0, ""
-        )
-        print("\n".join(list(changes)[:40]), file=sys.stderr)
-        print(f"{PAGE} is stale; run `make features` and commit it", file=sys.stderr)
-        return 1
-    else:
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(new, encoding="utf-8")
-        print(f"{PAGE} written: {len(built_in())} transports")
-    return 0
+    return write_or_compare(options.root, PAGE, render(), f"{len(built_in())} transports", check=options.check)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from moe_mk.comm.distributed import staging_device
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
+from tests.support.worlds import world_of
 
 RANKS = 4
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
@@ -28,10 +28,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64
 LAYER = "layers.3"
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as ranks:
-        yield ranks
+world = world_of(RANKS)
 
 
 def world_comm(timeout_s: float = 30.0) -> DistributedCommunicator:

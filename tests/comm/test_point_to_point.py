@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from moe_mk.comm.single import SingleRank
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize.all_to_all import PointToPoint
+from tests.support.worlds import world_of
 
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
 SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]
@@ -75,10 +74,7 @@ def test_everything_else_is_the_groups_own() -> None:
         assert found == ([1, 2, 3], [3.0, 3.0])
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(3) as ranks:
-        yield ranks
+world = world_of(3)
 
 
 def both_ways(rank: int) -> dict[str, object]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from moe_mk.prepare_finalize.all_to_all import PointToPoint
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import Routing
 from tests.support.formats import FORMATS
+from tests.support.worlds import world_of
 
 RANKS, NODES, HIDDEN, TOKENS, TOP_K = 4, 2, 64, 4, 2
 VICTIM, OPEN_S, TIMEOUT_S = RANKS - 1, 60.0, 3.0
@@ -132,10 +132,7 @@ def whole_calls(rank: int, names: list[str]) -> dict[str, bool]:
     return {name: forward(rank, opened(rank, name)) for name in names}
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as world:
-        yield world
+world = world_of(RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
 from tests.support.one_sided_ranks import there_and_back
+from tests.support.worlds import world_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 HIDDEN, EXPERTS, TOP_K, TOKENS = 1024, 32, 4, 16
@@ -86,10 +85,7 @@ def test_a_captured_graph_serves_other_tokens_fewer_tokens_and_another_mask() ->
         assert not any(bool(y_TH[kept:].any()) for y_TH in got)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def compared(rank: int) -> list[bool]:

@@ -5,7 +5,6 @@ Real gloo processes. The timeout is 20 s, so that an error within a few was repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
 from tests.support.tiers import quick_where
+from tests.support.worlds import world_of
 
 TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]
 AT_ONCE_S = 5.0
@@ -23,10 +23,7 @@ def is_quick(transport: str) -> bool:
     return transport in ("all_to_all", "one_sided")
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(3) as ranks:
-        yield ranks
+world = world_of(3)
 
 
 @pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))

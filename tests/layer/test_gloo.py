@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.layer import gloo_ranks, test_fp16
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
 from tests.support.tiers import quick_where, thorough
+from tests.support.worlds import world_of
 
 LIMIT = 1e-6
 COUNTS = (0, 0, 7, 1)
@@ -31,10 +31,7 @@ SEVEN = ["attention", "attention all-reduce", "route", "dispatch", "experts", "c
 DISPATCH = ["dispatch counts", "dispatch"]
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(4) as started:
-        yield started
+world = world_of(4)
 
 
 def tokens_of(twin: Twin, counts: tuple[int, ...] = COUNTS) -> list[Tensor]:

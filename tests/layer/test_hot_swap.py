@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,6 +17,7 @@ from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
 from tests.support.layers import live_method
+from tests.support.worlds import world_of
 
 LIMIT, TOP_K = 1e-6, 4
 
@@ -206,10 +206,7 @@ def test_settings_that_nothing_serves_or_that_are_no_settings_are_refused_and_th
         layer.live.stage(layer.expert_map, settings={"num_experts": 4})
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(4) as started:
-        yield started
+world = world_of(4)
 
 
 @pytest.mark.row("N14")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer import interrupted_ranks as ranks
 from tests.support.tiers import quick_where
+from tests.support.worlds import world_of
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as two:
-        yield two
+world = world_of(2)
 
 
 def tried(world: RankWorld, transport: str, most: int, *, first: bool, dual: bool, handlers: int | None = None) -> None:

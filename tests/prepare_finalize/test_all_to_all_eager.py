@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens
 from tests.support.tiers import quick_where
+from tests.support.worlds import world_of
 
 RANKS, EXPERTS, TOP_K, HIDDEN, MOST = 3, 9, 3, 2048, 40
 FEW = EAGER_BYTES // packed_row_bytes(BF16, HIDDEN, TOP_K)
@@ -39,10 +39,7 @@ class CountsFirst(AllToAll):
     counts_first = True
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as started:
-        yield started
+world = world_of(RANKS)
 
 
 def context_of(wire: Any = BF16) -> TransportContext:

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -27,15 +27,13 @@ from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
 from tests.support.tiers import thorough
+from tests.support.worlds import world_of
 
 Report = dict[str, object]
 MOST_STEPS = 400
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as ranks:
-        yield ranks
+world = world_of(RANKS)
 
 
 class Wire(DistributedCommunicator):

@@ -29,6 +29,7 @@ from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from tests.support import layers as build
+from tests.support.worlds import world_of
 
 Report = dict[str, Any]
 EXPERTS, TOP_K, LAYERS, TOKENS = 8, 3, 2, 20
@@ -333,10 +334,7 @@ def with_policies(number: int) -> Report:
     return reported
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(4) as ranks:
-        yield ranks
+world = world_of(4)
 
 
 @pytest.mark.thorough

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -21,6 +20,7 @@ from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.runner import StageLink, TileRecord
 from moe_mk.runner.tiled_kernel import TiledKernel
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Rendezvous, both_ways, in_tiles
+from tests.support.worlds import world_of
 
 EXPERTS, HIDDEN, INNER, TOKENS, TIMEOUT_S = 8, 128, 64, 24, 3.0
 CASES = [(transport, who) for transport in ("all_to_all", "one_sided", "all_gather") for who in ("turns", "thread")]
@@ -111,10 +111,7 @@ def met(layer: MoELayer, x_TH: torch.Tensor) -> tuple[str, float, int]:
     return stated, time.monotonic() - began, left
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as world:
-        yield world
+world = world_of(2)
 
 
 @pytest.mark.row(42)

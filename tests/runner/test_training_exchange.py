@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.training_exchange import TrainingExchange
+from tests.support.worlds import world_of
 
 EXPERTS, HIDDEN, TOKENS = 4, 3, 4
 F64 = torch.float64
@@ -41,10 +40,7 @@ def dense(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, matrices: list[Tenso
     return (chosen_TKH * (weights_TK * (ids_TK >= 0))[..., None]).sum(1)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def one_step(rank: int) -> dict[str, object]:

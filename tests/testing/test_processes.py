@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor
 
 from moe_mk.lab.testing import on_ranks
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld, run_ranks
+from tests.support.worlds import world_of
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def add_up(rank: int, start: Tensor, name: str) -> dict[str, Tensor | str]:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,9 @@ from moe_mk.errors import CommError
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.symmetric.heaps import row
+from tests.support.worlds import world_of
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def world_comm(timeout_s: float = 20.0) -> DistributedCommunicator:

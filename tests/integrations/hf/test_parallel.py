@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,15 +11,13 @@ pytest.importorskip("transformers.distributed.expert_parallel", reason="this tra
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.integrations.hf import ranks
+from tests.support.worlds import world_of
 
 CLOSE = 1e-5
 """Relative, in f32: two ranks add up in another order than one."""
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as started:
-        yield started
+world = world_of(2)
 
 
 def prompts() -> list[Tensor]:

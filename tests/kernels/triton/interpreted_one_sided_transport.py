@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing, RowTokens, Tokens
 from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
+from tests.support.worlds import world_of
 
 HIDDEN, TOKENS = 128, 4
 
@@ -155,10 +155,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         wait(Hasty(small(comm)).prepare(*drawn(0, 5)))
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def compared(rank: int) -> list[bool]:

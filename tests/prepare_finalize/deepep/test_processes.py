@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -26,16 +25,14 @@ from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import MappedExpertWeights
+from tests.support.worlds import world_of
 
 RANKS, HIDDEN = 2, 256
 NAMES = ["deepep_ll", "deepep_ht", "deepep_v2", "deepep_v2_grouped", "nixl_ep", "uccl_ep", "uccl_ep_ht"]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as ranks:
-        yield ranks
+world = world_of(RANKS)
 
 
 def transport_of(

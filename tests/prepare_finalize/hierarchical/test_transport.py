@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -33,6 +32,7 @@ from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
+from tests.support.worlds import world_of
 
 CPU, HIDDEN, EXPERTS, TOP_K = torch.device("cpu"), 256, 16, 3
 COMPARED = ("all_to_all", "all_gather", "one_sided", "hierarchical")
@@ -220,10 +220,7 @@ def test_a_layer_over_two_nodes_computes_what_it_does_over_one() -> None:
 # Processes.
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(4) as ranks:
-        yield ranks
+world = world_of(4)
 
 
 def against_the_model(rank: int, ranks: int, per_node: int) -> list[str]:

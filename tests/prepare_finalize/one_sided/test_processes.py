@@ -6,7 +6,6 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,12 +37,9 @@ from tests.support.one_sided_ranks import (
     there_and_back,
     world_comm,
 )
+from tests.support.worlds import world_of
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(RANKS) as ranks:
-        yield ranks
+world = world_of(RANKS)
 
 
 @pytest.fixture(scope="module")
