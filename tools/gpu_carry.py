@@ -117,7 +117,7 @@ def unpack(out: Path, work: Path) -> None:
                 with tarfile.open(fileobj=io.BytesIO(archive.read(name)), mode="r:gz") as one:
                     one.extractall(work, filter="data")
     if (work / "triton_cache").is_dir():
-        from moe_mk.kernels.triton.ahead import relocate
+        from moe_mk.lab.tuning.triton_cache import relocate
 
         relocate(work / "triton_cache")
 

@@ -37,8 +37,8 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     from moe_mk.experts import ExpertsContext
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.workspace import Workspace
-    from moe_mk.kernels.triton.ahead import compiling, relocate
     from moe_mk.kernels.triton.topk import placed_topk
+    from moe_mk.lab.tuning.triton_cache import compiling, relocate
 
     made = compile_layer(order(), tmp_path / "here")
     assert sorted(each.name for each in made) == ["_combine", "_grouped_topk", "_prologue", "_w13", "_w2"]

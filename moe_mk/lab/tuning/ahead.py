@@ -27,7 +27,7 @@ from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.triton.ahead import CompiledKernel
+    from moe_mk.lab.tuning.triton_cache import CompiledKernel
 
 META = torch.device("meta")
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
@@ -58,7 +58,7 @@ def compile_layer(order: AheadOrder, folder: Path) -> list[CompiledKernel]:
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.tuning import load_tuned
     from moe_mk.experts.triton.workspace import Workspace
-    from moe_mk.kernels.triton.ahead import compiling
+    from moe_mk.lab.tuning.triton_cache import compiling
 
     weights, compute = _formats(order)
     context = _context(order, weights, compute)
