@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from tests.support.rebalance_world import PLACEMENT, RANKS, settings
 from tests.support.tiers import thorough
 
 EXPERTS, HIDDEN, INNER, TOKENS = 8, 128, 128, 16
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=["fp8_block", "bf16"])

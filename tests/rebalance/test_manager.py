@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,12 +30,6 @@ from tests.support.rebalance_world import (
     settings,
 )
 from tests.support.tiers import quick_where
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def world(hot: tuple[int, ...] = (6,), **changes: object) -> list[Rank]:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 import pytest
-import torch
 from torch import Tensor
 
 from moe_mk.comm import LockstepCommunicator, LockstepWorld
@@ -26,16 +25,7 @@ from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_we
 R = TypeVar("R")
 
 # A rank that only hears of another's trouble warns too; what a test expects it asks for by its words.
-pytestmark = [
-    pytest.mark.usefixtures("no_gradients"),
-    pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning"),
-]
-
-
-@pytest.fixture
-def no_gradients() -> object:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 
 
 class Wire(LockstepCommunicator):

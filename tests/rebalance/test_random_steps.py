@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,12 +28,6 @@ from tests.support.tiers import quick_where
 
 REPLACED = "weights, backends or the placement were replaced while experts were on their way"
 STEPS = "reload", "loader", "place", "place", "shares", "swap", "turn", "recover", "plan"
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def drawn_map(draw: random.Random, old: ExpertMap) -> ExpertMap:

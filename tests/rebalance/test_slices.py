@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,12 +19,6 @@ from tests.support.rebalance_world import LAYERS, SLICED, Rank, holds_right_weig
 
 HOT = (6, 7)
 EP = TP = 2
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class Wire(LockstepCommunicator):

@@ -23,6 +23,7 @@ from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing, RowTokens, Tokens
+from tests.support import one_sided_ranks
 from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
 from tests.support.worlds import world_of
 
@@ -40,11 +41,7 @@ def small(comm: Communicator, wire: QuantScheme = FP32) -> TransportContext:
 
 
 def drawn(seed: int, tokens: int) -> tuple[Tensor, Routing]:
-    draw = torch.Generator().manual_seed(seed)
-    ids_TK = torch.rand((tokens, EXPERTS), generator=draw).argsort(dim=1)[:, :TOP_K].to(torch.int32)
-    ids_TK[torch.rand(ids_TK.shape, generator=draw) < 0.3] = -1
-    weights_TK = torch.rand(ids_TK.shape, generator=draw).masked_fill(ids_TK < 0, 0.0)
-    return torch.randn((tokens, HIDDEN), generator=draw), Routing(ids_TK, weights_TK)
+    return one_sided_ranks.drawn(seed, tokens, torch.float32, HIDDEN)
 
 
 @pytest.mark.parametrize("wire", [FP32, BF16, FP8_1x128, INT8_TOKEN, MXFP8, NVFP4_TOKENS], ids=lambda w: w.name)
