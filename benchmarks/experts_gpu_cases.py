@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
 
 from moe_mk.config import device_profile, load_config
 from moe_mk.lab.plan.roofline import Floor, LayerShape, Rates, floors

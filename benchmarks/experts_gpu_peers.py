@@ -23,13 +23,9 @@ from types import ModuleType
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from experts_gpu import GLUON, experts_of, reason_of
 from experts_gpu_cases import Case, captured, exact, relative_error, replayed
+from torch import Tensor
 
 from moe_mk.config.tuned import Tuned
 from moe_mk.errors import UnsupportedError

@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from experts_gpu_cases import TOKENS, Case, in_turns, is_measured, latency_line, rates_from, summary, write
 
 HERE = Path(__file__).resolve().parent

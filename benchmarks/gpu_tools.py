@@ -14,9 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from experts_gpu_cases import write
 
 FOLDERS = (Path("/usr/local/cuda/bin"), Path("/opt/nvidia/nsight-compute"))

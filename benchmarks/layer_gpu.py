@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from experts_gpu import reason_of
 from experts_gpu_cases import Case, captured, in_turns, rates_from, replayed, sm_mhz, summary, write
 

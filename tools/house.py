@@ -23,9 +23,10 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,16 @@ class House:
         ]
 
     def circles(self, *, typing: bool) -> list[list[str]]:
-        """Modules that import each other, directly or not. typing: imports under TYPE_CHECKING count too."""
+        """One circle of modules that import each other, if there is any. typing: imports for types count too."""
         graph: dict[str, set[str]] = {module: set() for module in self.paths}
         for each in self.imports:
             if typing or not each.typing:
                 graph[each.module].add(each.target)
-        return [sorted(group) for group in _components(graph) if len(group) > 1]
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as found:
+            return [sorted(set(found.args[1]))]
+        return []
 
     def orphans(self) -> list[str]:
         """Modules that nobody reaches."""
@@ -243,38 +248,6 @@ def _public_rooms(tree: ast.Module) -> list[str]:
             texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
             return " ".join(text for text in texts if isinstance(text, str)).split()
     return []
-
-
-def _components(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Strongly connected components (Tarjan 1972), without recursion."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    open_, found = list[str](), list[list[str]]()
-    for start in graph:
-        if start in number:
-            continue
-        work = [(start, iter(sorted(graph[start])))]
-        number[start] = low[start] = len(number)
-        open_.append(start)
-        while work:
-            node, rest = work[-1]
-            for other in rest:
-                if other not in number:
-                    number[other] = low[other] = len(number)
-                    open_.append(other)
-                    work.append((other, iter(sorted(graph[other]))))
-                    break
-                if other in open_:
-                    low[node] = min(low[node], number[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == number[node]:
-                    at = open_.index(node)
-                    found.append(open_[at:])
-                    del open_[at:]
-    return found
 
 
 def static_measurements(house: House) -> dict[str, Any]:
