@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -91,22 +92,10 @@ class EngineWeights:
 
     def experts(self) -> ExpertWeights | MappedExpertWeights:
         """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
-        return ExpertWeights.from_engine(
-            self.w13,
-            self.w2,
-            quant=self.quant,
-            block=self.block,
-            w13_scale=self.w13_scale,
-            w2_scale=self.w2_scale,
-            w13_global_scale=self.w13_global_scale,
-            w2_global_scale=self.w2_global_scale,
-            w13_zeros=self.w13_zeros,
-            w2_zeros=self.w2_zeros,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
-            order=self.order,
-            gated=self.gated,
-        )
+        return ExpertWeights.from_engine(**{name: getattr(self, name) for name in _OF_WEIGHTS})
+
+
+_OF_WEIGHTS = tuple(signature(ExpertWeights.from_engine).parameters)
 
 
 class EngineExperts:

@@ -1,6 +1,5 @@
 """Number formats: quantisation schemes by name, quantised tensors, and rows as bytes for transports."""
 
-from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.fp8_block import (
     FP8_1x128,
@@ -18,7 +17,6 @@ from moe_mk.quant.nvfp4 import NVFP4, NVFP4_TOKENS, Nvfp4, nvfp4_tokens
 from moe_mk.quant.plain import BF16, FP16, FP32, Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import Timing, WhenToRound, WireSupport, when_to_round
-from moe_mk.registry import did_you_mean
 
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
@@ -29,17 +27,10 @@ SCHEMES: dict[str, QuantScheme] = {
 }  # fmt: skip
 
 
-def scheme_named(name: str) -> QuantScheme:
-    """The scheme of a name; an unknown one raises ConfigError with a suggestion."""
-    if name not in SCHEMES:
-        raise ConfigError(f"no quantisation scheme is called {name!r}{did_you_mean(name, list(SCHEMES))}")
-    return SCHEMES[name]
-
-
 __all__ = [
     "BF16", "FP16", "FP32", "FP8_1x128", "FP8_1x128_UE8M0", "FP8_128x128", "FP8_128x128_UE8M0", "FP8_CHANNEL",
     "FP8_DYNAMIC_TENSOR", "FP8_TENSOR", "FP8_TOKEN", "INT8_128x128", "INT8_CHANNEL", "INT8_TOKEN", "MXFP4", "MXFP8",
     "NVFP4", "NVFP4_TOKENS", "SCHEMES", "WHOLE", "BlockedScheme", "Element", "Fp8Block", "Fp8Static", "Int8Block",
     "Microscaled", "Nvfp4", "Plain", "QuantScheme", "QuantTensor", "Timing", "WhenToRound", "WireSupport",
-    "activation_scheme", "fp8_static", "nvfp4_tokens", "plain", "scheme_named", "weight_scheme", "when_to_round",
+    "activation_scheme", "fp8_static", "nvfp4_tokens", "plain", "weight_scheme", "when_to_round",
 ]  # fmt: skip

@@ -214,7 +214,7 @@ def test_resplit_wants_exactly_one_topology():
 def test_empty_slots_get_the_heaviest_expert_per_copy_that_is_not_there_yet():
     # Loads 8 6 1. GPU 0 has expert 0: its empty slot takes 1 (6 a copy). GPU 1 has 1 and 2: it takes 0, 4 a copy now.
     placed, load = np.array([[0, -1, 1, 2, -1]]), np.array([[8.0, 6.0, 1.0]])
-    sites = Sites(np.array([2, 3]), np.ones(2), np.zeros(2, dtype=np.int64), np.arange(5), np.arange(2))
+    sites = Sites(np.array([2, 3]), np.ones(2), np.zeros(2, dtype=np.int64), np.arange(5))
     assert fill_empty(placed, load, sites).tolist() == [[0, 1, 1, 2, 0]]
     assert placed.tolist() == [[0, -1, 1, 2, -1]]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError
-from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, scheme_named
+from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -63,13 +62,6 @@ def test_it_is_a_value() -> None:
     q = BF16.quantize(normal(1, 1))
     with pytest.raises(FrozenInstanceError):
         q.scales = None  # type: ignore[misc]
-
-
-def test_schemes_by_name() -> None:
-    assert all(scheme_named(name).name == name for name in SCHEMES)
-    assert scheme_named("fp8_128x128") is FP8_128x128
-    with pytest.raises(ConfigError, match=r"no quantisation scheme is called 'fp8_128x12'; did you mean 'fp8_128x128'"):
-        scheme_named("fp8_128x12")
 
 
 @pytest.mark.parametrize("scheme", [BF16, FP32, FP8_128x128, FP8_128x128_UE8M0], ids=lambda scheme: scheme.name)

@@ -15,7 +15,8 @@ from moe_mk.comm.network.channel import Channel
 from moe_mk.comm.network.command import CommandRing, Op, TransferCommand, ring_bytes
 from moe_mk.comm.network.events import OnStep, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
-from moe_mk.comm.network.link import Link, PipeLink, SharedPipe
+from moe_mk.comm.network.frames import LinkError
+from moe_mk.comm.network.link import Link, Pipe, PipeLink
 from moe_mk.comm.network.links import LINKS, Links, LinksContext
 from moe_mk.comm.network.tcp import TcpPipe
 from moe_mk.comm.network.window import Counters, OwnWindow
@@ -89,6 +90,58 @@ def an_end(
     window = own_window(data_bytes)
     ring = CommandRing(torch.zeros(ring_bytes(capacity), dtype=torch.uint8), capacity)
     return End(rank, Exchange(Channel(0, ring, peers), window, Watch(), clock, most_bytes, on_step), window)
+
+
+class SharedPipe(Pipe):
+    """Two rings of bytes in memory that both sides map; head and tail count bytes since the beginning.
+
+    [ head | tail | bytes ] from side 0 to side 1, then the same from side 1 to side 0
+    """
+
+    HEAD_AT, TAIL_AT, ENDED_AT, BYTES_AT = 0, 128, 256, 384
+
+    def __init__(self, memory: torch.Tensor, side: int) -> None:
+        """memory: uint8 zeros, of an even size."""
+        half = memory.numel() // 2
+        self._room = half - self.BYTES_AT
+        assert self._room > 0 and half % 8 == 0
+        ours, theirs = (memory[which * half : (which + 1) * half] for which in (side, 1 - side))
+        self._out, self._in = ours.numpy().data[self.BYTES_AT :], theirs.numpy().data[self.BYTES_AT :]
+        self._out_words, self._in_words = words_of(ours), words_of(theirs)
+
+    def send(self, parts: list[memoryview]) -> int:
+        head, sent = self._out_words.load(self.HEAD_AT), 0
+        if self._in_words.load(self.ENDED_AT):
+            raise LinkError("the other side has closed")
+        for part in parts:
+            room = self._room - (head - self._out_words.load(self.TAIL_AT))
+            piece = part[:room]
+            self._copy_in(head, piece)
+            head, sent = head + piece.nbytes, sent + piece.nbytes
+            if piece.nbytes < part.nbytes:
+                break
+        self._out_words.store(self.HEAD_AT, head)
+        return sent
+
+    def receive(self, into: memoryview) -> int:
+        tail, there = self._in_words.load(self.TAIL_AT), self._in_words.load(self.HEAD_AT)
+        count, first = min(there - tail, into.nbytes), tail % self._room
+        if not count and self._in_words.load(self.ENDED_AT):
+            raise LinkError("the other side has closed")
+        before_end = min(count, self._room - first)
+        into[:before_end] = self._in[first : first + before_end]
+        into[before_end:count] = self._in[: count - before_end]
+        self._in_words.store(self.TAIL_AT, tail + count)
+        return count
+
+    def close(self) -> None:
+        self._out_words.store(self.ENDED_AT, 1)
+
+    def _copy_in(self, head: int, piece: memoryview) -> None:
+        first = head % self._room
+        before_end = min(piece.nbytes, self._room - first)
+        self._out[first : first + before_end] = piece[:before_end]
+        self._out[: piece.nbytes - before_end] = piece[before_end:]
 
 
 def tcp_pipes() -> tuple[TcpPipe, TcpPipe]:

@@ -2,7 +2,7 @@
 
 A CPU proxy posts a message in twelve steps (as NVSHMEM's IBRC); a device that posts it itself needs eight (IBGDA), none
 of them on the CPU. Here the producing thread stands for the device and the link for the network card. `Watch` measures
-how long messages take to be confirmed and lists slow peers.
+how long messages take to be confirmed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from statistics import median
 
 Key = tuple[int, int]
 """Of a message: its channel, and the number of its last command in the ring."""
@@ -65,11 +64,6 @@ class Completion:
         self.longest_s = max(self.longest_s, seconds)
         self.by_us[1 << max(int(seconds * US), 0).bit_length()] += 1
 
-    @property
-    def mean_s(self) -> float:
-        """Of all messages; 0 if there is none."""
-        return self.total_s / self.count if self.count else 0.0
-
 
 @dataclass
 class Watch:
@@ -84,11 +78,3 @@ class Watch:
     """Bytes to each peer that were at some time sent and not confirmed."""
     held_back: Counter[int] = field(default_factory=Counter)
     """How often a message to each peer had to wait for confirmations of earlier ones."""
-
-    def slow_peers(self, times: float = 4.0) -> list[int]:
-        """Peers whose mean is so many times that of the median peer, slowest first."""
-        means = {peer: each.mean_s for peer, each in self.completion.items() if each.count}
-        if len(means) < 2:
-            return []
-        limit = times * median(means.values())
-        return sorted((peer for peer in means if means[peer] > limit), key=lambda peer: -means[peer])

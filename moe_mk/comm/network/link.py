@@ -1,6 +1,6 @@
 """Links: messages to one peer and from it, over whatever moves bytes.
 
-    Pipe      a stream of bytes that never blocks: a TCP socket (`tcp.py`), a ring in shared memory (`SharedPipe`)
+    Pipe      a stream of bytes that never blocks: a TCP socket (`tcp.py`)
     Link      posts messages and hands over those that have come
 
 A link knows nothing of groups, flags or windows: where a payload goes is asked of the receiver before its bytes are
@@ -14,10 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from moe_mk.comm.network.frames import HEADER_BYTES, Frame, LinkEnded, LinkError
-from moe_mk.comm.symmetric.flags import words_of
 
 Place = Callable[[Frame], memoryview]
 """Called with each message before its payload is read: returns the destination, with the size of the payload.
@@ -195,55 +192,3 @@ class PipeLink(Link):
             self._into = self._into[got:]
         frame, self._frame = self._frame, None
         return frame
-
-
-class SharedPipe(Pipe):
-    """Two rings of bytes in memory that both sides map; head and tail count bytes since the beginning.
-
-    [ head | tail | bytes ] from side 0 to side 1, then the same from side 1 to side 0
-    """
-
-    HEAD_AT, TAIL_AT, ENDED_AT, BYTES_AT = 0, 128, 256, 384
-
-    def __init__(self, memory: Tensor, side: int) -> None:
-        """memory: uint8 zeros, of an even size."""
-        half = memory.numel() // 2
-        self._room = half - self.BYTES_AT
-        assert self._room > 0 and half % 8 == 0
-        ours, theirs = (memory[which * half : (which + 1) * half] for which in (side, 1 - side))
-        self._out, self._in = ours.numpy().data[self.BYTES_AT :], theirs.numpy().data[self.BYTES_AT :]
-        self._out_words, self._in_words = words_of(ours), words_of(theirs)
-
-    def send(self, parts: list[memoryview]) -> int:
-        head, sent = self._out_words.load(self.HEAD_AT), 0
-        if self._in_words.load(self.ENDED_AT):
-            raise LinkError("the other side has closed")
-        for part in parts:
-            room = self._room - (head - self._out_words.load(self.TAIL_AT))
-            piece = part[:room]
-            self._copy_in(head, piece)
-            head, sent = head + piece.nbytes, sent + piece.nbytes
-            if piece.nbytes < part.nbytes:
-                break
-        self._out_words.store(self.HEAD_AT, head)
-        return sent
-
-    def receive(self, into: memoryview) -> int:
-        tail, there = self._in_words.load(self.TAIL_AT), self._in_words.load(self.HEAD_AT)
-        count, first = min(there - tail, into.nbytes), tail % self._room
-        if not count and self._in_words.load(self.ENDED_AT):
-            raise LinkError("the other side has closed")
-        before_end = min(count, self._room - first)
-        into[:before_end] = self._in[first : first + before_end]
-        into[before_end:count] = self._in[: count - before_end]
-        self._in_words.store(self.TAIL_AT, tail + count)
-        return count
-
-    def close(self) -> None:
-        self._out_words.store(self.ENDED_AT, 1)
-
-    def _copy_in(self, head: int, piece: memoryview) -> None:
-        first = head % self._room
-        before_end = min(piece.nbytes, self._room - first)
-        self._out[first : first + before_end] = piece[:before_end]
-        self._out[: piece.nbytes - before_end] = piece[before_end:]

@@ -157,19 +157,18 @@ class Topology:
         """The GPUs that can hold an expert, renumbered from 0."""
         kept = np.flatnonzero(self.alive_W & (self.slots_W > 0))
         return Sites(
-            self.slots_W[kept], self.speed_W[kept], self.node_W[kept], np.flatnonzero(np.isin(self.gpu_P, kept)), kept
+            self.slots_W[kept], self.speed_W[kept], self.node_W[kept], np.flatnonzero(np.isin(self.gpu_P, kept))
         )
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Living GPUs and their slots as arrays; slot_P and gpu_W give the numbers they have in the topology."""
+    """Living GPUs and their slots as arrays; slot_P gives the numbers that slots have in the topology."""
 
     slots_W: Ints
     speed_W: Doubles
     node_W: Ints
     slot_P: Ints
-    gpu_W: Ints
 
     @property
     def num_gpus(self) -> int:
@@ -198,9 +197,9 @@ class Sites:
         return bool(np.ptp(self.slots_W) == 0 and np.ptp(self.speed_W) == 0)
 
     def subset(self, sites: Ints) -> Sites:
-        """Some of the sites; slot_P then points into this object's slots, gpu_W to its sites."""
+        """Some of the sites; slot_P then points into this object's slots."""
         slots = np.flatnonzero(np.isin(self.site_P, sites))
-        return Sites(self.slots_W[sites], self.speed_W[sites], self.node_W[sites], slots, sites)
+        return Sites(self.slots_W[sites], self.speed_W[sites], self.node_W[sites], slots)
 
     def capacities(self, load_X: Doubles) -> Doubles:
         """The load of each site [X, W] if all finish at the same time."""

@@ -107,10 +107,6 @@ class World:
         """Whether every call must come out right on every rank."""
         return self.kind in HARMLESS
 
-    def with_fault(self, fault: Fault | None, **changes: Any) -> World:
-        """The same world with another fault."""
-        return replace(self, fault=fault, **changes)
-
     def to_json(self) -> str:
         """The plan as its ranks read it."""
         return json.dumps(asdict(self))
