@@ -29,8 +29,9 @@ from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSide
 from moe_mk.quant.plain import BF16
 from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
 from tests.support import library_ranks
-from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of, reported
+from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of
 from tests.support.layers import HIDDEN, layer
+from tests.support.library_ranks import reported
 
 pytestmark = pytest.mark.row(50)
 HIGH_THROUGHPUT, ELASTIC = ("deepep_ht", "uccl_ep_ht"), ("deepep_v2", "deepep_v2_grouped")

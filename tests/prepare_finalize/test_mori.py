@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from moe_mk import Problem
-from moe_mk.errors import CommError
-from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.mori import Mori, operator_bytes
-from moe_mk.quant import BF16, FP16, MXFP8
+from moe_mk.quant import FP16, MXFP8
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+from tests.support.library_ranks import ROUTINGS, Ranks, expect_rounded, live_rows, problem, reported, with_top_k
 
 NAME = "mori"
 
@@ -30,10 +27,7 @@ def test_each_rank_gets_each_token_once_with_the_slots_that_are_its_own() -> Non
 
 def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
-    tokens = ranks.dispatched()
-    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
-    first, second = ranks.combined(y, tokens)
-    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    ranks.expect_sums(ranks.dispatched())
 
 
 def test_a_result_outlives_the_next_call_of_the_operator() -> None:
@@ -48,11 +42,7 @@ def test_a_result_outlives_the_next_call_of_the_operator() -> None:
 
 @pytest.mark.parametrize("scheme", [FP8_1x128, FP8_1x128_UE8M0, MXFP8], ids=lambda scheme: scheme.name)
 def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme) -> None:
-    x = [torch.randn(count, 256).to(torch.bfloat16) for count in (3, 1)]
-    first, second = Ranks(NAME, hidden=256, wire=scheme, dtype=BF16).dispatched(x)
-    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
-    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
-        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+    expect_rounded(NAME, scheme)
 
 
 def test_combine_is_given_the_ids_that_this_rank_dispatched() -> None:
@@ -76,17 +66,8 @@ def test_several_nodes_are_served_by_the_kernels_for_them() -> None:
 
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
-    ranks = Ranks(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
-    ranks = Ranks(NAME)
-    tokens = ranks.dispatched()
-    ranks.combined([t.x_RH.values for t in tokens], tokens)
-    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-        ranks.combined([t.x_RH.values for t in tokens], tokens)
+    Ranks(NAME).expect_late(0)
+    Ranks(NAME).expect_one_combine()
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
@@ -102,18 +83,15 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
 
 
 def test_every_limit_is_reported() -> None:
-    def reported(asked: Problem) -> dict[str, str]:
-        return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}
-
-    assert reported(problem("mi300x")) == {} and reported(problem("mi300x", ep=32)) == {}
-    assert reported(with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
-    assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in reported(with_top_k(2, "mi300x", ep=6))["ranks"]
+    assert reported(NAME, problem("mi300x")) == {} and reported(NAME, problem("mi300x", ep=32)) == {}
+    assert reported(NAME, with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
+    assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in reported(NAME, with_top_k(2, "mi300x", ep=6))["ranks"]
     asked = problem("mi300x")
     half = Problem(asked.config, asked.device, FP16, 128, asked.installed)
-    assert reported(half) == {"dtype": "carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]"}
+    assert reported(NAME, half) == {"dtype": "carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]"}
     assert (
-        set(reported(problem("h200"))) == {"device"}
-        and reported(problem("mi300x", deterministic=True))["deterministic"]
+        set(reported(NAME, problem("h200"))) == {"device"}
+        and reported(NAME, problem("mi300x", deterministic=True))["deterministic"]
     )
 
 

@@ -11,21 +11,20 @@ import torch
 
 from moe_mk import MoEConfig, Problem
 from moe_mk.config import device_profile, load_config
-from moe_mk.errors import CommError, ShapeError
+from moe_mk.errors import ShapeError
 from moe_mk.external import library
 from moe_mk.external.nccl_ep_limits import high_throughput_bytes, low_latency_bytes
 from moe_mk.flight import wait
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.lab.testing.emulated.nccl.ep import Group, Handle
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.nccl_ep import NcclHighThroughput, NcclLowLatency
 from moe_mk.quant import BF16, FP16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing
 from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
-from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows
+from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, reported
 
 LL, HT = "nccl_ep", "nccl_ep_ht"
 
@@ -41,10 +40,6 @@ def small(*, experts: int = 64, top_k: int = 4, **settings: Any) -> Problem:
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
     config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})
     return Problem(config, device_profile("h200"), BF16, 16, frozenset({"nccl"}))
-
-
-def reported(name: str, asked: Problem) -> dict[str, str]:
-    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
 
 
 @pytest.mark.row(75)
@@ -67,9 +62,7 @@ def test_high_throughput_gives_each_rank_each_token_once_with_its_own_slots() ->
     assert live_rows(second) == [((1.0, 2.0), (1, -1), (0.25, 0.0)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
     assert len(first.x_RH.values) == 2 * 4 and bool(first.x_RH.values[2:].isnan().all())
     assert bool((first.ids_RK[2:] == -1).all()) and bool((first.weights_RK[2:] == 0).all()), "behind the total"
-    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
-    first_TH, second_TH = ranks.combined(y, tokens)
-    assert first_TH.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second_TH.tolist() == [[5.0, 6.0]]
+    ranks.expect_sums(tokens)
 
 
 @pytest.mark.row(74)
@@ -149,17 +142,9 @@ def _some(ranks: Ranks) -> tuple[list[torch.Tensor], list[Routing]]:
 
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
-    ranks = Ranks(LL)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    Ranks(LL).expect_late(0)
     ranks = Ranks(HT)
-    tokens = ranks.dispatched()
-    ranks.combined([t.x_RH.values for t in tokens], tokens)
-    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-        ranks.combined([t.x_RH.values for t in tokens], tokens)
+    ranks.expect_one_combine()
     with pytest.raises(ShapeError, match="5 tokens"):
         next(ranks.transports[0].prepare(torch.ones(5, 2), ROUTINGS[0]))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from moe_mk import MoEConfig, Problem
 from moe_mk.config import device_profile, load_config
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme
 from tests.support.library_ranks import ROUTINGS, Ranks, X
@@ -14,7 +13,7 @@ from tests.support.library_ranks import ROUTINGS, Ranks, X
 LIBRARIES = frozenset({"deep_ep", "nixl_ep", "uccl"})
 XB = [x.bfloat16() for x in X]
 
-__all__ = ["LIBRARIES", "ROUTINGS", "XB", "Ranks", "asked", "ranks_of", "small", "reported"]
+__all__ = ["LIBRARIES", "ROUTINGS", "XB", "Ranks", "asked", "ranks_of", "small"]
 
 
 def ranks_of(name: str, wire: QuantScheme = BF16, **more: Any) -> Ranks:
@@ -34,8 +33,3 @@ def small(*, hidden: int = 256, experts: int = 64, top_k: int = 4, quant: Any = 
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
     config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})
     return Problem(config, device_profile("h200"), BF16, 16, LIBRARIES)
-
-
-def reported(name: str, problem: Problem) -> dict[str, str]:
-    """Every reason against a transport, by its code."""
-    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(problem)}

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, Problem
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.config import device_profile, load_config
+from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
@@ -76,6 +78,45 @@ class Ranks:
         """What returns to every rank."""
         out = [ExpertOutput(y_RH, OutputStage.REDUCED) for y_RH in y]
         return self.each(lambda t, o, got: wait(t.finalize(o, got)), self.transports, out, tokens)
+
+    def expect_sums(self, tokens: list[RowTokens]) -> None:
+        """Identity experts, ten times as large on rank 1, on rows that are NaN where no token fills them."""
+        y = [10.0**rank * t.x_RH.values * (t.ids_RK >= 0).any(dim=1, keepdim=True) for rank, t in enumerate(tokens)]
+        first, second = self.combined(y, tokens)
+        assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+
+    def expect_one_combine(self) -> None:
+        """Tokens are finalized once."""
+        tokens = self.dispatched()
+        y = [t.x_RH.values for t in tokens]
+        self.combined(y, tokens)
+        with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
+            self.combined(y, tokens)
+
+    def expect_late(self, rank: int, phase: str = "dispatch", x: list[Tensor] = X) -> None:
+        """A peer that never calls is named, and every later call fails too."""
+        self.world.timeout_s = 0.2
+        for text in (
+            rf"phase '{phase}', peer {1 - rank}: is later than 0\.2 s",
+            "phase 'dispatch': an earlier call failed",
+        ):
+            with pytest.raises(CommError, match=f"rank {rank}, {text}"):
+                wait(self.transports[rank].prepare(x[rank], ROUTINGS[rank]))
+
+
+def expect_rounded(name: str, scheme: QuantScheme, hidden: int = 256) -> None:
+    """Rows of a number format arrive bit for bit."""
+    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
+    first, second = Ranks(name, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
+    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
+    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
+        assert tokens.x_RH.scheme == scheme
+        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+
+
+def reported(name: str, asked: Problem) -> dict[str, str]:
+    """Every reason against a transport, by its code."""
+    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
 
 
 def live_rows(tokens: RowTokens) -> list[Row]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_mk.errors import CommError
-from moe_mk.flight import wait
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.prepare_finalize.deepep import high_throughput
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
-from tests.support.library_ranks import live_rows
+from tests.support.deepep_ranks import XB, asked, ranks_of, small
+from tests.support.library_ranks import live_rows, reported
 
 NAME = "deepep_ht"
 A, B, C = (1.0, 2.0), (3.0, 4.0), (5.0, 6.0)
@@ -36,9 +34,7 @@ def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
 
 def test_sums_return() -> None:
     ranks = ranks_of(NAME)
-    tokens = ranks.dispatched(XB)
-    first, second = ranks.combined([10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)], tokens)
-    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    ranks.expect_sums(ranks.dispatched(XB))
 
 
 @pytest.mark.parametrize("wire", [FP8_1x128, FP8_1x128_UE8M0], ids=lambda wire: wire.name)
@@ -149,7 +145,4 @@ def test_between_nodes_a_token_crosses_once_a_node() -> None:
 
 
 def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:
-    ranks = ranks_of(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 1, phase 'high-throughput dispatch', peer 0: is later than 0.2 s"):
-        wait(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))
+    ranks_of(NAME).expect_late(1, "high-throughput dispatch", XB)

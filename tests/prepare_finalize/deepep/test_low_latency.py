@@ -13,7 +13,8 @@ from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage
-from tests.support.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, reported, small
+from tests.support.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, small
+from tests.support.library_ranks import reported
 
 NAME = "deepep_ll"
 

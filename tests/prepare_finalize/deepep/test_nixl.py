@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from moe_mk import Problem
-from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep.nixl import NixlEP
 from moe_mk.quant import FP8_1x128_UE8M0
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
+from tests.support.deepep_ranks import XB, asked, ranks_of, small
 from tests.support.library_layers import CPU, Model, batch, expect_exact, flight_of
+from tests.support.library_ranks import reported
 
 NAME = "nixl_ep"
 
@@ -53,10 +54,7 @@ def _without_libraries() -> Problem:
 
 
 def test_a_late_peer_ends_in_an_error() -> None:
-    ranks = ranks_of(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 0, phase 'low-latency dispatch', peer 1"):
-        wait(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
+    ranks_of(NAME).expect_late(0, "low-latency dispatch", XB)
 
 
 def go(model: Model, ranks: tuple[int, ...], seed: int, *, away: tuple[int, ...] = ()) -> None:

@@ -10,8 +10,8 @@ from moe_mk.lab.testing.emulated import uccl
 from moe_mk.prepare_finalize.deepep import high_throughput, low_latency
 from moe_mk.prepare_finalize.deepep.low_latency import UcclHighThroughput, UcclLowLatency
 from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
-from tests.support.deepep_ranks import XB, asked, ranks_of, reported
-from tests.support.library_ranks import live_rows
+from tests.support.deepep_ranks import XB, asked, ranks_of
+from tests.support.library_ranks import live_rows, reported
 
 
 @pytest.mark.row(160)

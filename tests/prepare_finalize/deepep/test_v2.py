@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep import v2 as deepep_v2
 from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic, DeepEPElasticGrouped
 from moe_mk.quant import FP32
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
-from tests.support.library_ranks import live_rows
+from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small
+from tests.support.library_ranks import live_rows, reported
 
 NAME, GROUPED = "deepep_v2", "deepep_v2_grouped"
 A, B, C = (1.0, 2.0), (3.0, 4.0), (5.0, 6.0)
@@ -27,9 +26,7 @@ def test_each_rank_gets_each_token_once_and_weights_of_other_ranks_are_hidden() 
 
 def test_sums_return() -> None:
     ranks = ranks_of(NAME)
-    tokens = ranks.dispatched(XB)
-    first, second = ranks.combined([10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)], tokens)
-    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    ranks.expect_sums(ranks.dispatched(XB))
 
 
 def test_the_mode_is_chosen_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +104,4 @@ def test_every_limit_is_reported() -> None:
 
 
 def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:
-    ranks = ranks_of(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 1, phase 'elastic dispatch', peer 0: is later than 0.2 s"):
-        wait(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))
+    ranks_of(NAME).expect_late(1, "elastic dispatch", XB)

@@ -9,23 +9,18 @@ import torch
 
 from moe_mk import Problem
 from moe_mk.config import device_profile
-from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.errors import UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.emulated.flashinfer import moe_ep
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.flashinfer.moe_ep import MoeEpOneSided, MoeEpTwoSided, filled_hidden, wire_bytes
 from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+from tests.support.library_ranks import ROUTINGS, Ranks, X, expect_rounded, live_rows, problem, reported, with_top_k
 
 ONE, CAKE, TWO = "moe_ep_one_sided", "moe_ep_cake", "moe_ep_two_sided"
-
-
-def reported(name: str, asked: Problem) -> dict[str, str]:
-    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
 
 
 @pytest.mark.row(77)
@@ -36,10 +31,8 @@ def test_each_rank_gets_each_token_once_and_sums_return(name: str) -> None:
     assert live_rows(first) == [((1.0, 2.0), (0, -1), (0.5, 0.0)), ((5.0, 6.0), (0, 1), (0.75, 0.125))]  # a c
     assert live_rows(second) == [((1.0, 2.0), (-1, 1), (0.0, 0.25)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
     assert len(first.x_RH.values) == 2 * 4 and all(bool((t.weights_RK[t.ids_RK < 0] == 0).all()) for t in tokens)
-    y = [10.0**rank * t.x_RH.values * (t.ids_RK >= 0).any(dim=1, keepdim=True) for rank, t in enumerate(tokens)]
-    assert all(bool(part.isnan().any()) for part in y), "what no token fills is NaN"
-    first_TH, second_TH = ranks.combined(y, tokens)
-    assert first_TH.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second_TH.tolist() == [[5.0, 6.0]]
+    assert all(bool(t.x_RH.values.isnan().any()) for t in tokens), "what no token fills is NaN"
+    ranks.expect_sums(tokens)
 
 
 @pytest.mark.row(77)
@@ -72,11 +65,7 @@ def test_a_token_of_no_expert_stays_on_its_rank() -> None:
 def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme, name: str, hidden: int) -> None:
     if scheme in (MXFP8, NVFP4_TOKENS) and hidden % 32:
         hidden = 224
-    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
-    first, second = Ranks(name, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
-    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
-    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
-        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+    expect_rounded(name, scheme, hidden)
 
 
 @pytest.mark.row(77)
@@ -122,16 +111,8 @@ def test_what_the_library_refuses_is_stated_in_its_words(monkeypatch: pytest.Mon
 
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
-    ranks = Ranks(ONE)
-    ranks.world.timeout_s = 0.2
-    for text in (r"peer 1: is later than 0\.2 s", "an earlier call failed"):
-        with pytest.raises(CommError, match=f"rank 0, phase 'dispatch'.*{text}"):
-            wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
-    ranks = Ranks(TWO)
-    tokens = ranks.dispatched()
-    ranks.combined([t.x_RH.values for t in tokens], tokens)
-    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-        ranks.combined([t.x_RH.values for t in tokens], tokens)
+    Ranks(ONE).expect_late(0)
+    Ranks(TWO).expect_one_combine()
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:

@@ -6,18 +6,29 @@ import pytest
 import torch
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.errors import CommError, ConfigError, LibraryMissing, ShapeError, UnsupportedError
+from moe_mk.errors import ConfigError, LibraryMissing, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
+from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.flashinfer.one_sided import NvlinkOneSided, workspace_bytes
 from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.support.library_ranks import CPU, PLACE, ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+from tests.support.library_ranks import (
+    CPU,
+    PLACE,
+    ROUTINGS,
+    Ranks,
+    X,
+    expect_rounded,
+    live_rows,
+    problem,
+    reported,
+    with_top_k,
+)
 
 NAME = "nvlink_one_sided"
 
@@ -46,22 +57,14 @@ def test_an_id_of_minus_one_sends_nothing_to_rank_0() -> None:
 def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
     tokens = ranks.dispatched()
-    y = [10.0**rank * t.x_RH.values * (t.ids_RK >= 0).any(dim=1, keepdim=True) for rank, t in enumerate(tokens)]
-    assert all(bool(part.isnan().any()) for part in y), "what no token fills is NaN"
-    first, second = ranks.combined(y, tokens)
-    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    assert all(bool(t.x_RH.values.isnan().any()) for t in tokens), "what no token fills is NaN"
+    ranks.expect_sums(tokens)
 
 
 @pytest.mark.row(77)
 @pytest.mark.parametrize("scheme", [FP8_1x128, MXFP8, NVFP4_TOKENS], ids=lambda scheme: scheme.name)
 def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme) -> None:
-    x = [torch.randn(count, 256).to(torch.bfloat16) for count in (3, 1)]
-    first, second = Ranks(NAME, hidden=256, wire=scheme, dtype=BF16).dispatched(x)
-    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
-    wanted = [[sent[0][0], sent[1][0]], [sent[0][0], sent[0][1]]]  # a c | a b
-    for tokens, rows in zip((first, second), wanted, strict=True):
-        assert tokens.x_RH.scheme == scheme
-        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+    expect_rounded(NAME, scheme)
 
 
 def test_payloads_go_from_the_widest_element_to_the_narrowest() -> None:
@@ -108,20 +111,11 @@ def test_more_tokens_than_the_window_and_a_second_combine_are_refused() -> None:
     ranks = Ranks(NAME)
     with pytest.raises(ShapeError, match=r"T=5 tokens, a window holds 4 .*\[kernel\.max_num_tokens\]"):
         wait(ranks.transports[0].prepare(torch.zeros(5, 2), Routing(torch.zeros(5, 2), torch.zeros(5, 2))))
-    tokens = ranks.dispatched()
-    y = [t.x_RH.values for t in tokens]
-    ranks.combined(y, tokens)
-    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-        ranks.combined(y, tokens)
+    ranks.expect_one_combine()
 
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
-    ranks = Ranks(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
-        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    Ranks(NAME).expect_late(0)
 
 
 def test_without_the_library_and_without_leave_to_emulate_it_cannot_be_built() -> None:
@@ -156,19 +150,16 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
 
 @pytest.mark.row(77)
 def test_every_limit_is_reported() -> None:
-    def reported(asked: object) -> dict[str, str]:
-        return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}  # type: ignore[arg-type]
-
-    assert reported(problem("h200")) == {}
-    assert reported(with_top_k(22, "h200")) == {}
-    assert reported(with_top_k(23, "h200"))["top_k"] == "the kernels take 22 experts a token, this router has 23"
-    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(problem("h200", ep=32))["fabric"]
-    many = reported(problem("h200", ep=128, num_tokens=16))
+    assert reported(NAME, problem("h200")) == {}
+    assert reported(NAME, with_top_k(22, "h200")) == {}
+    assert reported(NAME, with_top_k(23, "h200"))["top_k"] == "the kernels take 22 experts a token, this router has 23"
+    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(NAME, problem("h200", ep=32))["fabric"]
+    many = reported(NAME, problem("h200", ep=128, num_tokens=16))
     assert set(many) == {"fabric", "ranks"} and "128" in many["ranks"]
-    assert set(reported(problem("mi300x"))) == {"device"}
-    assert reported(problem("h200", deterministic=True))["deterministic"]
+    assert set(reported(NAME, problem("mi300x"))) == {"device"}
+    assert reported(NAME, problem("h200", deterministic=True))["deterministic"]
     # A rack of 72 in one NVLink domain is one node.
-    assert set(reported(problem("b200", ep=64, num_tokens=16, ranks_per_node=72))) == set()
+    assert set(reported(NAME, problem("b200", ep=64, num_tokens=16, ranks_per_node=72))) == set()
 
 
 def test_rows_of_one_number_format_after_the_other_pass_the_kit() -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_mk.errors import CommError
-from moe_mk.flight import wait
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
-from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
+from moe_mk.quant import MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+from tests.support.library_ranks import ROUTINGS, Ranks, expect_rounded, live_rows, problem, reported, with_top_k
 
 NAME = "nvlink_two_sided"
 
@@ -40,20 +37,13 @@ def test_an_id_of_minus_one_sends_nothing_anywhere() -> None:
 
 def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
-    tokens = ranks.dispatched()
-    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
-    first, second = ranks.combined(y, tokens)
-    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    ranks.expect_sums(ranks.dispatched())
 
 
 @pytest.mark.parametrize("hidden", [256, 200], ids=["in 16 bytes", "filled up to 16 bytes"])
 @pytest.mark.parametrize("scheme", [FP8_1x128, MXFP8, NVFP4_TOKENS], ids=lambda scheme: scheme.name)
 def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme, hidden: int) -> None:
-    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
-    first, second = Ranks(NAME, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
-    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
-    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
-        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+    expect_rounded(NAME, scheme, hidden)
 
 
 def test_slots_come_in_fours_whatever_the_experts() -> None:
@@ -72,12 +62,7 @@ def test_all_layers_of_a_process_share_the_workspaces() -> None:
 
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
-    ranks = Ranks(NAME)
-    ranks.world.timeout_s = 0.2
-    with pytest.raises(CommError, match=r"rank 1, phase 'prepare', peer 0: is later than 0\.2 s"):
-        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
-    with pytest.raises(CommError, match=r"rank 1, phase 'dispatch': an earlier call failed"):
-        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
+    Ranks(NAME).expect_late(1, "prepare")
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
@@ -95,14 +80,11 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
 
 @pytest.mark.row(76)
 def test_every_limit_is_reported() -> None:
-    def reported(asked: object) -> dict[str, str]:
-        return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}  # type: ignore[arg-type]
-
-    assert reported(problem("h200")) == {} and reported(with_top_k(32, "h200")) == {}
-    assert reported(with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
-    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(problem("h200", ep=32))["fabric"]
-    assert set(reported(problem("b200", ep=256, num_tokens=16, ranks_per_node=256))) == {"ranks"}
+    assert reported(NAME, problem("h200")) == {} and reported(NAME, with_top_k(32, "h200")) == {}
+    assert reported(NAME, with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
+    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(NAME, problem("h200", ep=32))["fabric"]
+    assert set(reported(NAME, problem("b200", ep=256, num_tokens=16, ranks_per_node=256))) == {"ranks"}
     assert (
-        set(reported(problem("mi300x"))) == {"device"}
-        and reported(problem("h200", deterministic=True))["deterministic"]
+        set(reported(NAME, problem("mi300x"))) == {"device"}
+        and reported(NAME, problem("h200", deterministic=True))["deterministic"]
     )
