@@ -3,6 +3,7 @@
 python examples/07_train_tiny.py build/tiny-ds3                                       # creates the model, once
 python examples/05_nano_engine.py build/tiny-ds3 --prompt "def main(" --prompt "class "
 torchrun --standalone --nproc-per-node 2 examples/05_nano_engine.py build/tiny-ds3 --prompt "import "
+python examples/05_nano_engine.py build/tiny-ds3 --experts-memory 3.2e6    # a third; others are read
 
 Around the layer it implements multi-head latent attention with its cache (in the absorbed form, so that the
 cache holds one latent vector and one rotary key per token), continuous batching of prompts and single tokens in one
@@ -69,15 +70,25 @@ class NanoModel:
 
     @classmethod
     def load(
-        cls, folder: Path, group: dist.ProcessGroup | None = None, tp: dist.ProcessGroup | None = None
+        cls,
+        folder: Path,
+        group: dist.ProcessGroup | None = None,
+        tp: dist.ProcessGroup | None = None,
+        experts_bytes: int | None = None,
     ) -> NanoModel:
         """Read everything but the experts as bf16, and give each layer of experts to the library.
 
         group: ranks with other requests and other experts. tp: ranks with the same requests, which share heads and
-        slice experts.
+        slice experts. experts_bytes: memory for the experts of all layers and of all ranks of `group`; those that do
+        not fit are read from `experts.store` in the folder, which is written at the first load.
         """
         facts = json.loads((folder / "config.json").read_text())
         config = moe_mk.MoEConfig.from_hf(folder).with_(max_num_tokens=MOST_TOKENS)
+        numbers = range(facts["first_k_dense_replace"], facts["num_hidden_layers"])
+        if experts_bytes is not None:
+            each = experts_bytes // (len(numbers) * (1 if group is None else dist.get_world_size(group)))
+            store = (folder / "experts.store").resolve()
+            config = config.with_(experts="cpu_native", residency={"bytes": each, "store": store})
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as shard:
@@ -90,7 +101,7 @@ class NanoModel:
                         value = QuantTensor(value, shard.get_tensor(scales), FP8_128x128).dequantize(torch.bfloat16)
                     tensors[name] = value
         moe = {}
-        for number in range(facts["first_k_dense_replace"], facts["num_hidden_layers"]):
+        for number in numbers:
             layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=group, tp=tp), name=f"layer {number}")
             moe[number] = layer.load_from_safetensors(folder, layer=number)
         return cls(facts, tensors, moe)
@@ -238,12 +249,14 @@ class Engine:
         self.running = [request for request in self.running if len(request.written) < request.most_new]
 
 
-def serve(folder: Path, requests: list[Request], group: dist.ProcessGroup | None) -> tuple[dict[int, str], Engine]:
+def serve(
+    folder: Path, requests: list[Request], group: dist.ProcessGroup | None, experts_bytes: int | None = None
+) -> tuple[dict[int, str], Engine]:
     """This rank's share of the requests, by number; ends when all ranks are done."""
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     for request in requests:  # of other ranks too: who refuses alone leaves the others waiting
         request.check()
-    engine = Engine(NanoModel.load(folder, group))
+    engine = Engine(NanoModel.load(folder, group, experts_bytes=experts_bytes))
     mine = {number: request for number, request in enumerate(requests) if number % ranks == rank}
     for request in mine.values():
         engine.submit(request)
@@ -267,7 +280,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     """One rank, in a default group if there is one; the first prints what all have written."""
     group = dist.group.WORLD if dist.is_initialized() else None
     start = time.perf_counter()
-    texts, engine = serve(asked.folder, requests_of(asked), group)
+    texts, engine = serve(asked.folder, requests_of(asked), group, asked.experts_memory)
     seconds = time.perf_counter() - start
     everything: list[Any] = [texts]
     if group is not None:
@@ -281,6 +294,13 @@ def run_rank(asked: argparse.Namespace) -> None:
     layer = next(iter(engine.model.moe.values()))
     how = f"{engine.steps} steps, {engine.tokens} tokens on rank 0; experts by {layer.decision.chosen.name}"
     print(f"--- {len(asked.prompt)} requests on {len(everything)} ranks, {seconds:.1f} s\n{how}")
+    found = [each.report().residency for each in engine.model.moe.values()]
+    if counts := [each for each in found if each is not None]:
+        uses, hits, read = (sum(getattr(each, name) for each in counts) for name in ("uses", "hits", "read_bytes"))
+        print(
+            f"memory for {counts[0].slots} of the {counts[0].experts} experts a layer and rank: {hits} of {uses} were "
+            f"there when rank 0 needed them, {read / 1e6:.1f} MB read"
+        )
 
 
 def spawned(rank: int, asked: argparse.Namespace, meeting: str) -> None:
@@ -303,6 +323,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="bytes to write for each prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--experts-memory", type=lambda text: int(float(text)), metavar="BYTES", help="for experts of all layers, ranks"
+    )
     asked = parser.parse_args()
     asked.prompt = asked.prompt or ["def ", "class ", "import ", "    return "]
     if not (asked.folder / "config.json").is_file():

@@ -196,6 +196,13 @@ def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
     engine.serve(tiny_model, drawn, None)
     assert drawn[0].written == drawn[1].written and drawn[0].written != requests[0].written
 
+    # The same with memory for a third of the experts.
+    paged = engine.Request(b"def ", 8, temperature=1.0, seed=7)
+    _, small = engine.serve(tiny_model, [paged], None, experts_bytes=16 // 3 * 3 * 102_400)
+    counts = [layer.report().residency for layer in small.model.moe.values()]
+    assert [each.slots for each in counts] == [5, 5, 5] and all(each.reads > 5 for each in counts)
+    assert paged.written == drawn[0].written
+
 
 @pytest.mark.thorough
 def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
