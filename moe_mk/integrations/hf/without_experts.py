@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import UnsupportedError, WeightError
+from moe_mk.integrations.hf.model_classes import model_of
 from moe_mk.integrations.hf.modules import is_experts
 from moe_mk.quant.kinds import WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.weights.completeness import some
@@ -50,13 +51,13 @@ def model_without_experts(
             f"{path} is a GGUF model, whose other tensors transformers reads",
             ["load it with from_pretrained(folder, gguf_file=name), then call replace_experts"],
         )
-    config = copy.deepcopy(AutoConfig.from_pretrained(path) if config is None else config)
+    config = copy.deepcopy(AutoConfig.from_pretrained(path, trust_remote_code=False) if config is None else config)
     quant = dict(getattr(config, "quantization_config", None) or {})
     packing = _Packing(SafetensorsSource(path), quant, str(path))
     if quant:
         del config.quantization_config
     with _parameters_on_meta():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: Any = model_of(config, dtype=dtype)
     inside = tuple(f"{name}." for name, module in model.named_modules() if is_experts(module))
     if not inside:
         raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")

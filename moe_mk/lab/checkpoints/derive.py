@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
+from moe_mk.integrations.hf.model_classes import FAILURES, first_line, model_of
 from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.lab.checkpoints.block_tensors import (
@@ -45,9 +46,6 @@ from moe_mk.weights.names import layer_of
 TOKENS = 96
 CLOSE = 1e-4
 """Of the largest routing weight: some gates compute in f32."""
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ImportError,
-            ZeroDivisionError, NotImplementedError, OSError)  # fmt: skip
-"""What a class raises that is not built or called as others are."""
 
 
 def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquation:
@@ -61,37 +59,35 @@ def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquat
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
     except unless_signalled(*FAILURES) as problem:
-        raise UnsupportedError(f"{file}: transformers has no such configuration", [_first_line(problem)]) from None
+        raise UnsupportedError(f"{file}: transformers has no such configuration", [first_line(problem)]) from None
     return derive_from(config, stated, layer)
 
 
 def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int | None = None) -> LayerEquation:
     """The equation of the layers of a configuration. stated: its config.json."""
-    model = model_on_meta(config)
-    found = {
-        number: (name, block)
-        for name, block in model.named_modules()
-        if (number := layer_of(f"{name}.")) is not None and is_block(block)
-    }
+    with torch.device("meta"):
+        model = model_of(config)
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, block in model.named_modules():
+        if (number := layer_of(f"{name}.")) is not None and is_block(block):
+            found.setdefault(number, (name, block))  # a second decoder begins at 0 again
     title = f"{type(model).__name__} ({config.model_type})"
     if not found:
         raise UnsupportedError(
             f"no layer of {title} can be derived", ["none of its modules has experts and their router"]
         )
-    number = min(found) if layer is None else layer
-    if number not in found:
-        raise UnsupportedError(
-            f"layer {number} of {title} cannot be derived", [f"layers with experts: {sorted(found)}"]
-        )
-    name, block = found[number]
+    at = min(found) if layer is None else layer
+    if at not in found:
+        raise UnsupportedError(f"layer {at} of {title} cannot be derived", [f"layers with experts: {sorted(found)}"])
+    name, block = found[at]
     text = config.get_text_config()
     try:
-        measured = Measured.of(block, text, number)
+        measured = Measured.of(block, text, at)
         settings = measured.settings()
     except unless_signalled(*FAILURES) as problem:
         if isinstance(problem, MoEMKError):
             raise
-        raise UnsupportedError(f"{title} cannot be measured", [_first_line(problem)]) from None
+        raise UnsupportedError(f"{title} cannot be measured", [first_line(problem)]) from None
     same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
     keys = stated.get("text_config") if isinstance(stated.get("text_config"), Mapping) else stated
     assert isinstance(keys, Mapping)
@@ -106,18 +102,6 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
         router=settings["router"],
         names=measured.names(model, name),
     )
-
-
-def model_on_meta(config: PretrainedConfig) -> nn.Module:
-    """The model of a configuration without memory for its parameters."""
-    reasons = []
-    for kind in (AutoModelForCausalLM, AutoModel):
-        try:
-            with torch.device("meta"):
-                return kind.from_config(copy.deepcopy(config))  # type: ignore[no-any-return, no-untyped-call]
-        except unless_signalled(*FAILURES) as problem:
-            reasons.append(f"{kind.__name__}: {_first_line(problem)}")
-    raise UnsupportedError(f"transformers cannot build a model of {config.model_type!r}", reasons)
 
 
 @dataclass
@@ -162,9 +146,12 @@ class Measured:
     def run(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H)."""
         try:
-            found = self.block(x_TH[None])
+            try:
+                found = self.block(x_TH[None])
+            except RuntimeError:  # it converts tokens to f32, and multiplies them with weights that it does not convert
+                found = copy.deepcopy(self.block).float()(x_TH[None].float())
         except unless_signalled(*FAILURES) as problem:
-            raise UnsupportedError("its block cannot be called with tokens alone", [_first_line(problem)]) from None
+            raise UnsupportedError("its block cannot be called with tokens alone", [first_line(problem)]) from None
         found = found[0] if isinstance(found, tuple) else found
         if not isinstance(found, Tensor) or found.numel() != x_TH.numel():
             raise UnsupportedError("its block does not return one tensor of the tokens' shape")
@@ -480,7 +467,7 @@ def _built(cls: type[nn.Module], config: PretrainedConfig, number: int) -> nn.Mo
         made = cls(**given)
     except unless_signalled(*FAILURES) as problem:
         raise UnsupportedError(
-            f"{cls.__name__} cannot be built from its configuration alone", [_first_line(problem)]
+            f"{cls.__name__} cannot be built from its configuration alone", [first_line(problem)]
         ) from None
     return made.double().eval()
 
@@ -494,7 +481,3 @@ def _recording(cls: type[PretrainedConfig], read: set[str]) -> type[PretrainedCo
         return cls.__getattribute__(self, name)  # type: ignore[no-untyped-call]
 
     return type(cls.__name__, (cls,), {"__getattribute__": note})
-
-
-def _first_line(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"

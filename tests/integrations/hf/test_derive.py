@@ -66,6 +66,14 @@ class Squared(Mixture):
         return super().weights(scores) ** 2
 
 
+class Precise(Mixture):
+    """Logits in f32, of weights that are not converted."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.chooser.register_forward_pre_hook(lambda _, args: args[0].float())
+
+
 class Crossed(Mixture):
     """Each part alone is as in a layer, and both together are not their sum."""
 
@@ -79,7 +87,7 @@ class OddLayer(nn.Module):
         super().__init__()
         self.turn = nn.Linear(config.breadth, config.breadth)
         self.mix = (
-            {"squared": Squared, "crossed": Crossed, "plain": Mixture}[config.kind](config)
+            {"squared": Squared, "crossed": Crossed, "plain": Mixture, "precise": Precise}[config.kind](config)
             if index
             else Worker(config.breadth, 8)
         )
@@ -109,8 +117,9 @@ def written(folder: Path, **changes: Any) -> OddModel:
     return model
 
 
-def test_a_family_that_no_table_has_runs_by_its_derived_equation(tmp_path: Path) -> None:
-    model = written(tmp_path)
+@pytest.mark.parametrize("kind", ["plain", "precise"])
+def test_a_family_that_no_table_has_runs_by_its_derived_equation(kind: str, tmp_path: Path) -> None:
+    model = written(tmp_path, kind=kind)
     done = CliRunner().invoke(app, ["derive", str(tmp_path)])
     assert done.exit_code == 0, done.output
     equation = json.loads((tmp_path / "layer_equation.json").read_text())
@@ -206,3 +215,10 @@ def test_what_no_layer_computes_is_refused(family: str, reason: str) -> None:
     config = transformers.AutoConfig.for_model(family)
     with pytest.raises(UnsupportedError, match=reason):
         derive_from(config, config.to_dict())
+
+
+def test_a_part_of_a_model_is_built_by_the_class_that_takes_its_configuration() -> None:
+    config = transformers.AutoConfig.for_model("qwen3_omni_moe_text")  # in no list of AutoModel
+    equation = derive_from(config, config.to_dict())
+    assert (equation.router["scoring_func"], equation.router["top_k"]) == ("softmax", 8)
+    assert (equation.model["num_experts"], equation.model["moe_intermediate_size"]) == (128, 768)
