@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.model_classes import model_of
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.cli.app import app
 
@@ -222,3 +223,6 @@ def test_a_part_of_a_model_is_built_by_the_class_that_takes_its_configuration() 
     equation = derive_from(config, config.to_dict())
     assert (equation.router["scoring_func"], equation.router["top_k"]) == ("softmax", 8)
     assert (equation.model["num_experts"], equation.model["moe_intermediate_size"]) == (128, 768)
+    with torch.device("meta"):  # AutoModel has its body, which generates nothing
+        whole = model_of(transformers.AutoConfig.for_model("qwen3_vl_moe"))
+    assert type(whole).__name__ == "Qwen3VLMoeForConditionalGeneration"
