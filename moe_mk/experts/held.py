@@ -14,12 +14,12 @@ from moe_mk.weights.scan import Progress
 class HeldExperts(FusedExperts):
     """A backend whose weights are requantised to another scheme than the stored one.
 
-    Not registered; used for a Decision whose weights are held in another format.
+    Not registered; used for a Decision whose weights are held in another format. down: the scheme of down projections.
     """
 
-    def __init__(self, inner: FusedExperts, scheme: QuantScheme) -> None:
+    def __init__(self, inner: FusedExperts, scheme: QuantScheme, down: QuantScheme) -> None:
         super().__init__(inner.context)
-        self.inner, self.scheme = inner, scheme
+        self.inner, self.scheme, self.down = inner, scheme, down
         self.traits = inner.traits  # type: ignore[misc]
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
@@ -31,7 +31,9 @@ class HeldExperts(FusedExperts):
 
         Plain shared experts of quantised routed ones stay as they are.
         """
-        keeps_plain = isinstance(weights.scheme, Plain) and not isinstance(self.scheme, Plain)
-        if keeps_plain and "plain" in self.traits.weights:
-            return self.inner.relayout(weights, on_progress=on_progress)
-        return self.inner.relayout(held_as(weights, self.scheme), on_progress=on_progress)
+        down = weights.slot(0).down_HI.scheme if weights.num_slots else weights.scheme
+        both = (weights.scheme, down), (self.scheme, self.down)
+        stored, wanted = (all(isinstance(scheme, Plain) for scheme in schemes) for schemes in both)
+        if not stored or wanted or "plain" not in self.traits.weights:
+            weights = held_as(weights, self.scheme, self.down)
+        return self.inner.relayout(weights, on_progress=on_progress)

@@ -87,7 +87,7 @@ def build_experts(decision: Decision, name: str, context: ExpertsContext) -> Fus
         return experts
     from moe_mk.experts.held import HeldExperts
 
-    return HeldExperts(experts, decision.problem.weights)
+    return HeldExperts(experts, decision.problem.weights, decision.problem.config.model.quant.down_scheme)
 
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:

@@ -13,9 +13,14 @@ from moe_mk.config.problem import Problem
 from moe_mk.experts.base import ExpertsTraits
 from moe_mk.oracle.fallback import WeightFormat, as_stored, in_fp8, in_layer_dtype
 from moe_mk.prepare_finalize.base import TransportTraits
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import Timing, WireSupport, when_to_round
 from moe_mk.registry import Registry
+
+FINER_THAN_FP8 = {n for n, s in GGUF.items() if s.blocks.bits > 4} | {n for n, s in GROUPED.items() if s.bits > 4}
+"""Types that FP8 would round visibly."""
 
 
 class Oracle(ABC):
@@ -71,5 +76,7 @@ class RoundedOracle(Oracle):
 
     @classmethod
     def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """The stored format, with quantised activations or weight-only; then FP8; then the layer's dtype."""
-        return as_stored(problem), in_fp8(problem), in_layer_dtype(problem)
+        """The stored format; then FP8, unless it is stored or would round visibly; then the layer's dtype."""
+        quant = problem.config.model.quant
+        fine = quant.weights.startswith("fp8") or {quant.weights, quant.down} & FINER_THAN_FP8
+        return as_stored(problem), *(() if fine else (in_fp8(problem),)), in_layer_dtype(problem)

@@ -18,7 +18,7 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
-from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of
+from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of, in_native_form
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
@@ -158,7 +158,7 @@ def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightForm
     """Formats to try. Requantised weights have no activation scheme, so activations = checkpoint allows no fallback."""
     formats, kernel = oracle.formats(problem), problem.config.kernel
     insists = kernel.activations == "checkpoint" and problem.activations is not None
-    return formats if kernel.fallback and not insists else formats[:1]
+    return (*in_native_form(problem), *formats) if kernel.fallback and not insists else formats[:1]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import Any
 
 from moe_mk.config.problem import Problem
 from moe_mk.config.quant import QuantConfig
+from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle.cost import expert_bytes
-from moe_mk.quant.plain import Plain
+from moe_mk.quant.gguf import GGUF, Gguf
+from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme
 
 BLOCK = 128
@@ -81,6 +83,20 @@ def as_stored(problem: Problem) -> WeightFormat:
     return WeightFormat(quant, quant)
 
 
+def in_native_form(problem: Problem) -> tuple[WeightFormat, ...]:
+    """Types of GGUF in others that hold the same values, or on a CPU in bf16, for a backend that reads only those."""
+    stored = problem.config.model.quant
+    kinds: tuple[str, str] = stored.weights, stored.down or stored.weights
+    held = {kind: GGUF[kind].blocks.held for kind in kinds if kind in GGUF and GGUF[kind].blocks.held}
+    if not held or (problem.device.kind != "cpu" and "bf16" in held.values()):
+        return ()
+    first, down = (held.get(kind, kind) for kind in kinds)
+    found = WeightFormat(QuantConfig.parse({"weights": first, "down": down, "activations": "none"}, "held"), stored)
+    pin, same = problem.config.kernel.experts, found.of(problem)
+    able = (each for name, each in EXPERTS.items() if pin in ("auto", name) and not each.traits.weights >= held.keys())
+    return () if all(each.reasons_against(same) for each in able) else (found,)
+
+
 def in_fp8(problem: Problem) -> WeightFormat:
     """FP8 in blocks of 128 x 128 with power-of-two scales; activations stay in the layer's dtype.
 
@@ -101,17 +117,25 @@ def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
     if weight_format.is_stored:
         return None
     held = weight_format.of(problem)
+    stored, name = (_names(each.config.model.quant) for each in (problem, held))
     memory = expert_bytes(held) / expert_bytes(problem)
     if memory <= 1:
         speed = "decode reads no more bytes than in the stored format"
     else:
-        stored = problem.weights.name
         speed = f"memory-bound decode takes up to {memory:.2f}x the time of a kernel for {stored}"
-    return Effect(problem.weights.name, held.weights.name, memory, added_rounding(problem.weights, held.weights), speed)
+    rounding = added_rounding(problem.weights, held.weights)
+    rounding = max(rounding, added_rounding(weight_format.stored.down_scheme, weight_format.quant.down_scheme))
+    return Effect(stored, name, memory, rounding, speed)
+
+
+def _names(quant: QuantConfig) -> str:
+    return " and ".join(dict.fromkeys((quant.weight_scheme.name, quant.down_scheme.name)))
 
 
 def added_rounding(stored: QuantScheme, held: QuantScheme) -> float:
     """The relative RMS error added by requantising; 0 if every stored value is representable in the new format."""
+    if stored == held or (isinstance(stored, Gguf) and stored.blocks.held == held.name and held != BF16):
+        return 0.0
     if isinstance(held, Plain):
         # Every stored value is a code of at most 8 significant bits times a scale; only a scale that is no power of
         # two needs rounding to bf16.

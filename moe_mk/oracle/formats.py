@@ -16,14 +16,10 @@ from moe_mk.experts.base import ExpertsTraits
 from moe_mk.oracle.assemble import assemble
 from moe_mk.oracle.base import ORACLES, Oracle, RoundedOracle
 from moe_mk.oracle.decide import decide
-from moe_mk.oracle.fallback import WeightFormat, as_stored, in_fp8, in_layer_dtype
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme
-
-FINER_THAN_FP8 = frozenset({"q8_0", "q6_k", "q5_k"})
-"""Types of GGUF that FP8 would round visibly."""
 
 
 @ORACLES.register("fp8")
@@ -33,11 +29,6 @@ class Fp8Oracle(RoundedOracle):
     name: ClassVar[str] = "fp8"
     stored: ClassVar[frozenset[str]] = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
 
-    @classmethod
-    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """As stored; else decoded once to the layer's dtype."""
-        return as_stored(problem), in_layer_dtype(problem)
-
 
 @ORACLES.register("gguf")
 class GgufOracle(RoundedOracle):
@@ -45,13 +36,6 @@ class GgufOracle(RoundedOracle):
 
     name: ClassVar[str] = "gguf"
     stored: ClassVar[frozenset[str]] = frozenset(GGUF)
-
-    @classmethod
-    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """The stored format; then FP8 for four bits, whose rounding is finer than theirs; then the layer's dtype."""
-        quant = problem.config.model.quant
-        fine = {quant.weights, quant.down} & FINER_THAN_FP8
-        return as_stored(problem), *(() if fine else (in_fp8(problem),)), in_layer_dtype(problem)
 
 
 @ORACLES.register("int8")
@@ -71,12 +55,6 @@ class IntWna16Oracle(RoundedOracle):
 
     name: ClassVar[str] = "int_wna16"
     stored: ClassVar[frozenset[str]] = frozenset(GROUPED)
-
-    @classmethod
-    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """The stored format; then FP8 for four bits, whose rounding is finer than theirs; then the layer's dtype."""
-        four = GROUPED[problem.config.model.quant.weights].bits == 4
-        return as_stored(problem), *((in_fp8(problem),) if four else ()), in_layer_dtype(problem)
 
 
 @ORACLES.register("mxfp4")

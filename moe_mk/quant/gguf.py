@@ -1,29 +1,31 @@
 """The blocks of GGUF files as they are in the file: scales, minima and codes of a block are adjacent bytes of a row.
 
 `QuantTensor.values` is uint8 (..., n, bytes of a row), without separate scales; the scheme converts between bytes and
-columns. MXFP4, which GGUF stores in another order, is converted exactly to the scheme of other checkpoints.
-Source: see `kernels.reference.ggml_blocks`.
+columns. A new type is an entry of `kernels.reference.ggml_blocks`, which has the sources. MXFP4, which GGUF stores in
+another order, is converted exactly to the scheme of other checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
+from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.ggml_blocks import (
     BLOCK_TYPES,
     MXFP4_BYTES,
+    MXFP4_CODES,
     BlockType,
     Split,
     divided,
-    join_mxfp4,
-    split_mxfp4,
+    of_q3_k,
 )
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
@@ -33,8 +35,6 @@ class Gguf(QuantScheme):
     """One block type of ggml."""
 
     name: str
-    levels: float
-    """Steps of a code between the extremes of a group, for the error that is expected of it."""
 
     @property
     def blocks(self) -> BlockType:
@@ -59,8 +59,9 @@ class Gguf(QuantScheme):
     @property
     def relative_rms(self) -> float:
         """Codes are uniform over a spacing of the group's range; scales of super-blocks are rounded to six bits."""
-        crest = math.sqrt(2.0 * math.log(2.0 * self.group))
-        return 2.0 * crest / self.levels / math.sqrt(12.0)
+        crest, bits = math.sqrt(2.0 * math.log(2.0 * self.group)), self.blocks.bits
+        levels = 254.0 if bits == 8 else 2.0**bits - self.blocks.has_minima
+        return 2.0 * crest / levels / math.sqrt(12.0)
 
     def held_columns(self, columns: int) -> int:
         """Bytes of a row. Raises ShapeError if the columns do not fill whole blocks."""
@@ -93,9 +94,7 @@ class Gguf(QuantScheme):
 
     def factors(self, q: QuantTensor) -> Tensor:
         """The f16 factors of all blocks, copied: d, and dmin of types with minima."""
-        blocks = divided(q.values, -1, self.blocks.num_bytes)
-        found = [blocks[..., at : at + 2].contiguous().view(torch.float16) for at in self.blocks.halves]
-        return torch.cat(found, dim=-1)
+        return torch.cat(self.blocks.factors(divided(q.values, -1, self.blocks.num_bytes)), dim=-1)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
         """The values in f32 exactly as the `gguf` package computes them, rounded once more to the dtype."""
@@ -109,14 +108,18 @@ class Gguf(QuantScheme):
         """Bytes of the blocks."""
         return rows * self.held_columns(columns)
 
+    def exact(self, q: QuantTensor) -> QuantTensor:
+        """The same values, bit for bit, in the type `blocks.held`, for types that have one with integers."""
+        codes, scales, _ = self.split(q)
+        if self.blocks.held == "q6_k":
+            return replace(q, values=of_q3_k(divided(q.values, -1, self.blocks.num_bytes)).flatten(-2), scheme=Q6_K)
+        dtype = torch.float32 if self.blocks.scales else torch.float16
+        return QuantTensor(codes.view(torch.uint8) ^ 0x80, scales.to(dtype), GROUPED[self.blocks.held])
 
-Q4_0 = Gguf("q4_0", 16.0)
-Q8_0 = Gguf("q8_0", 254.0)
-Q4_K = Gguf("q4_k", 15.0)
-Q5_K = Gguf("q5_k", 31.0)
-Q6_K = Gguf("q6_k", 64.0)
-GGUF: Mapping[str, Gguf] = {scheme.name: scheme for scheme in (Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
+
+GGUF: Mapping[str, Gguf] = {name: Gguf(name) for name in BLOCK_TYPES}
 """All block types by name."""
+Q6_K = GGUF["q6_k"]
 
 
 def mxfp4_of_gguf(rows: Tensor) -> QuantTensor:
@@ -126,12 +129,16 @@ def mxfp4_of_gguf(rows: Tensor) -> QuantTensor:
     """
     if rows.shape[-1] % MXFP4_BYTES:
         raise ShapeError(f"a row of {rows.shape[-1]} B is no whole number of MXFP4 blocks of {MXFP4_BYTES} B")
-    values, scales = split_mxfp4(rows)
-    return QuantTensor(values, scales, MXFP4)
+    blocks = divided(rows, -1, MXFP4_BYTES)
+    values = e2m1.pack(MXFP4_CODES.get(blocks).flatten(-2))
+    return QuantTensor(values, blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), MXFP4)
 
 
 def mxfp4_to_gguf(q: QuantTensor) -> Tensor:
     """The inverse of `mxfp4_of_gguf`. Raises ShapeError for other schemes and for partial blocks."""
     if q.scheme != MXFP4 or q.scales is None or q.shape[-1] != q.scales.shape[-1] * MXFP4.columns:
         raise ShapeError(f"{q.scheme.name} of {tuple(q.shape)} is no MXFP4 of whole blocks of {MXFP4.columns}")
-    return join_mxfp4(q.values, q.scales)
+    blocks = torch.zeros((*q.scales.shape, MXFP4_BYTES), dtype=torch.uint8, device=q.device)
+    blocks[..., 0] = q.scales.view(torch.uint8)
+    MXFP4_CODES.put(blocks, divided(e2m1.unpack(q.values), -1, MXFP4.columns))
+    return blocks.flatten(-2)

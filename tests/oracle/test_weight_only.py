@@ -71,6 +71,18 @@ def test_a_fallback_states_its_price(quant: str, held: str, memory: float, round
     assert f"reads fp8_block, plain weights, the experts are {quant}" in str(decision.passed_over[0])
 
 
+@pytest.mark.parametrize("quant", [name for name, scheme in GGUF.items() if scheme.blocks.held])
+def test_native_kernels_hold_a_type_that_they_do_not_read_in_one_with_the_same_values_or_in_bf16(quant: str) -> None:
+    asked, held = replace(problem(quant, down="q4_k"), installed=frozenset({"c++"})), GGUF[quant].blocks.held
+    decision = oracle.select(asked)
+    assert decision.chosen.experts == "cpu_native" and decision.effect is not None
+    assert (decision.problem.weights.name, decision.problem.config.model.quant.down) == (held, "q4_k")
+    assert decision.effect.rounding == (BF16.relative_rms if held == "bf16" else 0.0)
+    assert f"{quant} and q4_k weights are held as {held} and q4_k: " in str(decision.effect)
+    stored = oracle.select(replace(asked, config=asked.config.with_(fallback=False)))
+    assert stored.chosen.experts == "torch_cpu" and stored.effect is None
+
+
 @pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED, *GGUF) if kind not in PLAIN_KINDS])
 @pytest.mark.parametrize("held", [BF16, weight_scheme((128, 128), ue8m0=True)], ids=lambda s: s.name)
 def test_no_rounding_is_added_exactly_where_every_stored_value_is_one_of_the_new_format(

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference.activation import activation
-from moe_mk.kernels.reference.ggml_blocks import join_mxfp4, split_mxfp4
 from moe_mk.kernels.reference.grouped_topk import grouped_topk
 from moe_mk.kernels.reference.topk import topk
 from moe_mk.quant import SCHEMES, BlockedScheme
-from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.gguf import GGUF, mxfp4_of_gguf, mxfp4_to_gguf
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.layouts import ScaleLayout, lay_out
 from moe_mk.quant.tensor import QuantScheme
@@ -42,7 +41,7 @@ FUNCTIONS: dict[str, Callable[[], object]] = {
     "topk": lambda: topk(empty(8, 16), 2, "sigmoid", True, 1.0, empty(16), torch.float32),
     "grouped_topk": lambda: grouped_topk(empty(8, 16), 2, 4, 2, "sigmoid", empty(16), True, 1.0, torch.float32),
     "activation": lambda: activation("swiglu_oai", empty(8, 16), empty(8, 16), alpha=1.7, limit=7.0),
-    "mxfp4 of gguf": lambda: join_mxfp4(*split_mxfp4(empty(8, 34, dtype=torch.uint8))),
+    "mxfp4 of gguf": lambda: mxfp4_to_gguf(mxfp4_of_gguf(empty(8, 34, dtype=torch.uint8))),
     **{
         f"scales, {layout.value}": lambda layout=layout: lay_out(empty(5, 6, dtype=BYTES), layout).row_major()
         for layout in ScaleLayout

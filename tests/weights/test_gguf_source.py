@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
 
+from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.errors import ConfigError, WeightError
@@ -24,6 +25,7 @@ from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, gguf_from_hf, wri
 from moe_mk.lab.checkpoints.synthesize import is_complete
 from moe_mk.lab.verify.dense import decoded
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
+from moe_mk.oracle.expected_error import error_of
 from moe_mk.quant.gguf import GGUF, mxfp4_to_gguf
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
@@ -324,14 +326,10 @@ def test_mxfp4_is_converted_to_a_gguf_file_and_back(
 
 
 def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> None:
-    """Gate and up of one type, or decoded to bf16 if they differ; down of any type; gate and up in one tensor."""
+    # Gate and up of one type, or decoded to bf16 if they differ; down of any type; gate and up in one tensor.
     draw, hidden, inner = np.random.default_rng(5), 256, 512
-    metadata = {
-        "embedding_length": hidden,
-        "expert_count": 2,
-        "expert_used_count": 1,
-        "expert_feed_forward_length": inner,
-    }
+    metadata = {"expert_count": 2, "expert_used_count": 1, "embedding_length": hidden}
+    metadata["expert_feed_forward_length"] = inner
     plain_types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     for trial in range(12):
         types = [str(draw.choice([*GGUF, *plain_types])) for _ in range(3)]
@@ -369,3 +367,7 @@ def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> No
             )
             limit = 0.0 if of == "down" or types[0] == types[1] else 2**-8
             assert ((q.dequantize(torch.float32) - right).abs() <= limit * right.abs()).all(), (types, of)
+        x_TH = torch.from_numpy(draw.standard_normal((5, hidden), dtype=np.float32)).bfloat16()
+        layers = [MoELayer.from_checkpoint(folder, 1, experts=experts) for experts in ("auto", "reference")]
+        found, right = (layer(x_TH).float() for layer in layers)
+        assert float((found - right).norm() / right.norm()) < 1.5 * error_of(layers[0].decision), types

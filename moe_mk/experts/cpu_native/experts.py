@@ -60,6 +60,7 @@ from moe_mk.kernels.native import (
 )
 from moe_mk.kernels.native import described as threads_described
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -91,7 +92,7 @@ class CpuNativeExperts(FusedExperts):
         library="c++",
         extra="install a C++ compiler (Debian: apt install g++); torch_cpu serves without, several times slower",
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}) - {name for name in GGUF if GGUF[name].blocks.held},
         mixed_weights=True,
         pages=True,
         computes=("plain", "fp8", "int8"),
@@ -132,8 +133,10 @@ class CpuNativeExperts(FusedExperts):
         quant = problem.config.model.quant
         if problem.config.kernel.threads == "engine" and isinstance(missing := engine_runtime(), str):
             reasons.append(Reason("threads", f"kernel.threads = engine: {missing}", "kernel.threads = auto"))
-        if stored.block is None and storage_of(stored) is None:
-            reasons.append(Reason("weights", f"reads no {stored.name} weights; of plain ones only bf16"))
+        if unread := {s.name for s in (stored, quant.down_scheme) if s.block is None and storage_of(s) is None}:
+            reasons.append(
+                Reason("weights", f"reads no {' and '.join(sorted(unread))} weights; of plain ones only bf16")
+            )
         elif quant.weights == "int8_block" and storage_of(stored) is None:
             sides = "x".join(map(str, quant.block))
             reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))

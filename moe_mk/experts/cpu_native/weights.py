@@ -75,8 +75,8 @@ def storage_of(scheme: QuantScheme) -> Storage | None:
     if isinstance(scheme, Grouped):
         return Storage(Format.INT4 if scheme.bits == 4 else Format.INT8_GROUPS, grouped=scheme)
     if isinstance(scheme, Gguf):
-        block_type = BlockType[scheme.name.upper()]
-        return Storage(block_type.format, block_type=block_type)
+        block_type = BlockType.__members__.get(scheme.name.upper())
+        return None if block_type is None else Storage(block_type.format, block_type=block_type)
     if scheme.family in _GROUPED:
         return Storage(_GROUPED[scheme.family])
     if scheme.family not in _SCALED_ALIKE or scheme.block not in ((BLOCK, BLOCK), (1, WHOLE), (WHOLE, WHOLE)):

@@ -9,6 +9,7 @@ from math import ceil
 import torch
 
 from moe_mk.errors import ShapeError
+from moe_mk.kernels.reference.ggml_blocks import BLOCK_TYPES
 
 TILE, PAIR, STEP, SCALE_BLOCK = 16, 32, 32, 128
 
@@ -82,12 +83,12 @@ class BlockType(IntEnum):
     @property
     def inputs(self) -> int:
         """Inputs of a block."""
-        return 256 if self >= BlockType.Q4_K else 32
+        return BLOCK_TYPES[self.name.lower()].values
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a block."""
-        return _BLOCK_BYTES[self]
+        return BLOCK_TYPES[self.name.lower()].num_bytes
 
     @property
     def format(self) -> Format:
@@ -95,7 +96,6 @@ class BlockType(IntEnum):
         return _BLOCK_FORMATS[self]
 
 
-_BLOCK_BYTES = {BlockType.Q4_0: 18, BlockType.Q8_0: 34, BlockType.Q4_K: 144, BlockType.Q5_K: 176, BlockType.Q6_K: 210}
 _BLOCK_FORMATS = {
     BlockType.Q4_0: Format.INT4,
     BlockType.Q8_0: Format.INT8_GROUPS,

@@ -65,6 +65,6 @@ TARGETS: Mapping[int, Target] = {
 """By major compute capability. Kernels of other architectures are refused: tiles need the shared memory of these."""
 NOT_COMPILING: Mapping[str, str] = {
     "gfx942": "the Triton kernels do not compile for gfx942: all of them use programmatic dependent launch, and tiles "
-    "of 64 and more rows assembly, both of NVIDIA GPUs",
+    "of 64 and more rows assembly, both of NVIDIA GPUs"
 }
 """Other architectures that were tried, and why they have no kernels. A test compiles for them."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 FORMATS = (
     "fp8, bf16, fp8_channel, fp8_tensor, int8, int8_block, mxfp8, mxfp4, nvfp4, gptq, awq, int4_g32, int4_g64, "
     "int4_g128, int4_row, int4_g32_zp, int4_g64_zp, int4_g128_zp, int4_row_zp, int8_g32, int8_g64, int8_g128, "
-    "int8_row, int8_g32_zp, int8_g64_zp, int8_g128_zp, int8_row_zp, q4_0, q8_0, q4_k, q5_k, q6_k, q4_k_m, "
-    "mxfp4_gguf"
+    "int8_row, int8_g32_zp, int8_g64_zp, int8_g128_zp, int8_row_zp, q4_0, q4_1, q5_0, q5_1, q8_0, "
+    "iq4_nl, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, q4_k_m, mxfp4_gguf"
 )
 """`lab.checkpoints.checkpoint_shape.FORMATS`."""
 TARGETS = (
     "bf16, fp8, fp8_channel, int8, mxfp8, mxfp4, nvfp4, gptq, awq, int4_g32, int4_g64, int4_g128, int4_row, "
     "int4_g32_zp, int4_g64_zp, int4_g128_zp, int4_row_zp, int8_g32, int8_g64, int8_g128, int8_row, int8_g32_zp, "
-    "int8_g64_zp, int8_g128_zp, int8_row_zp, q4_0, q8_0, q4_k, q5_k, q6_k, q4_k_m, "
-    "mxfp4_gguf"
+    "int8_g64_zp, int8_g128_zp, int8_row_zp, q4_0, q4_1, q5_0, q5_1, q8_0, "
+    "iq4_nl, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, q4_k_m, mxfp4_gguf"
 )
 """`lab.checkpoints.convert.TARGETS`."""
 EXPERTS = "cpu_native, deep_gemm, flashinfer_cutlass, flashinfer_trtllm, reference, torch_cpu, triton"

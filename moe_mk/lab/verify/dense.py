@@ -64,31 +64,64 @@ def _whole_numbers(q: QuantTensor) -> F32:
     return np.asarray((codes - zeros).astype(np.float32) * _over_blocks(_f32(q.scales), q), dtype=np.float32)
 
 
+SIZES = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34), "iq4_nl": (32, 18),
+    "q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
+    "iq4_xs": (256, 136),
+}  # fmt: skip
+"""(values, bytes) of each type of block."""
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+
+
 def ggml_values(name: str, rows: NDArray[np.uint8]) -> F32:
     """Blocks of ggml value by value, as `dequantize_row_*` of ggml-quants.c loops over them; (n, bytes) to (n, k)."""
-    sizes = {"q4_0": (32, 18), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210)}
-    values, num_bytes = sizes[name]
+    values, num_bytes = SIZES[name]
     blocks = rows.reshape(rows.shape[0], -1, num_bytes).astype(np.int32)
-    out = np.empty((*blocks.shape[:2], values), dtype=np.float32)
-    half = {at: _f16(blocks, at) for at in (0, 2, 208) if at + 2 <= num_bytes}
-    for i in range(values):
-        if name == "q4_0":
-            out[..., i] = half[0] * ((blocks[..., 2 + i % 16] >> 4 * (i // 16)) % 16 - 8)
-        elif name == "q8_0":
-            out[..., i] = half[0] * _signed(blocks[..., 2 + i])
-        elif name == "q6_k":
-            part, third, at = i // 128, i // 32 % 4, i % 32
-            low = blocks[..., 64 * part + 32 * (third % 2) + at] >> 4 * (third // 2)
-            high = blocks[..., 128 + 32 * part + at] >> 2 * third
-            out[..., i] = half[208] * _signed(blocks[..., 192 + i // 16]) * (low % 16 + high % 4 * 16 - 32)
-        else:
-            group, at, start = i // 32, i % 32, 48 if name == "q5_k" else 16
-            code = (blocks[..., start + 32 * (group // 2) + at] >> 4 * (group % 2)) % 16
-            if name == "q5_k":
-                code = code + (blocks[..., 16 + at] >> group) % 2 * 16
-            scale, least = _six_bit_pair(blocks, group)
-            out[..., i] = half[0] * scale * code - half[2] * least
-    return out.reshape(rows.shape[0], -1)
+    of_block = _of_32 if values == 32 else _of_256
+    return np.stack([of_block(name, blocks, i) for i in range(values)], axis=-1).reshape(rows.shape[0], -1)
+
+
+def _of_32(name: str, b: NDArray[np.int32], i: int) -> F32:
+    """Value i of each block of 32."""
+    d, start = _f16(b, 0), SIZES[name][1] - 16
+    if name == "q8_0":
+        return np.asarray(d * _signed(b[..., 2 + i]))
+    code: NDArray[np.int32] = (b[..., start + i % 16] >> 4 * (i // 16)) % 16
+    if name == "iq4_nl":
+        return np.asarray(d * TABLE[code])
+    if name in ("q5_0", "q5_1"):
+        code = code + (b[..., start - 4 + i // 8] >> i % 8) % 2 * 16
+    if name in ("q4_1", "q5_1"):
+        return d * code.astype(np.float32) + _f16(b, 2)
+    return np.asarray(d * (code - (8 if name == "q4_0" else 16)).astype(np.float32))
+
+
+def _of_256(name: str, b: NDArray[np.int32], i: int) -> F32:
+    """Value i of each block of 256."""
+    half, part, at = i // 128, i // 32 % 4, i % 32
+    if name == "q6_k":
+        low = b[..., 64 * half + 32 * (part % 2) + at] >> 4 * (part // 2)
+        code = low % 16 + (b[..., 128 + 32 * half + at] >> 2 * part) % 4 * 16 - 32
+        return _f16(b, 208) * _signed(b[..., 192 + i // 16]) * code.astype(np.float32)
+    if name == "q2_k":
+        code = (b[..., 16 + 32 * half + at] >> 2 * part) % 4
+        scale, least = (b[..., i // 16] % 16).astype(np.float32), (b[..., i // 16] // 16).astype(np.float32)
+        return _f16(b, 80) * scale * code.astype(np.float32) - _f16(b, 82) * least
+    if name == "q3_k":
+        code = (b[..., 32 + 32 * half + at] >> 2 * part) % 4 + (b[..., at] >> i // 32) % 2 * 4 - 4
+        j = i // 16
+        scale = (b[..., 96 + j % 8] >> 4 * (j // 8)) % 16 + (b[..., 104 + j % 4] >> 2 * (j // 4)) % 4 * 16 - 32
+        return _f16(b, 108) * scale.astype(np.float32) * code.astype(np.float32)
+    group, start = i // 32, 48 if name == "q5_k" else 16
+    if name == "iq4_xs":
+        scale = (b[..., 4 + group // 2] >> 4 * (group % 2)) % 16 + (b[..., 2 + group // 4] >> 2 * (group % 4)) % 4 * 16
+        code = (b[..., 8 + 16 * group + i % 16] >> 4 * (i // 16 % 2)) % 16
+        return np.asarray(_f16(b, 0) * (scale - 32).astype(np.float32) * TABLE[code])
+    code = (b[..., start + 32 * (group // 2) + at] >> 4 * (group % 2)) % 16
+    if name == "q5_k":
+        code = code + (b[..., 16 + at] >> group) % 2 * 16
+    first, second = _six_bit_pair(b, group)
+    return np.asarray(_f16(b, 0) * first * code.astype(np.float32) - _f16(b, 2) * second)
 
 
 def _f16(blocks: NDArray[np.int32], at: int) -> F32:

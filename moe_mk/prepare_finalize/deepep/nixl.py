@@ -132,11 +132,7 @@ class NixlEP(LowLatencyTransport):
         group = comm.library_group()
         options = {"low_latency_mode": True, "explicitly_destroy": False, "tcp_store_group": _store_of(group)}
         buffer = Call(library.Buffer, ["rank", "group"])({"rank": comm.rank, "group": group}, options)
-        capacity = {
-            "num_ranks": comm.size,
-            "num_experts_per_rank": self._numbers.per_rank,
-            "num_rdma_bytes": num_bytes,
-        }
+        capacity = {"num_ranks": comm.size, "num_experts_per_rank": self._numbers.per_rank, "num_rdma_bytes": num_bytes}
         Call(buffer.update_memory_buffers, list(capacity))(capacity)
         buffer.connect_ranks([rank for rank in range(comm.size) if rank != comm.rank])
         return buffer

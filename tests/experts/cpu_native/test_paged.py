@@ -35,7 +35,7 @@ from tests.layer.native import built, written
 pytestmark = [
     pytest.mark.skipif(
         not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-    ),
+    )
 ]
 SLOTS, SIZE = 6, 256
 CPU = torch.device("cpu")

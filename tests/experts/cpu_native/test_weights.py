@@ -29,7 +29,7 @@ from moe_mk.quant import (
     QuantScheme,
     QuantTensor,
 )
-from moe_mk.quant.gguf import Q4_0, Q8_0
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
 from moe_mk.tokens import RowTokens
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 )
 SCHEMES = [
     BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4, GROUPED["int4_g32"],
-    GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], Q4_0, Q8_0,
+    GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], GGUF["q4_0"], GGUF["q8_0"],
 ]  # fmt: skip
 SLOTS, HIDDEN, INNER = 3, 192, 256
 
@@ -109,7 +109,7 @@ def test_rows_in_fp8_are_taken_unless_rows_are_rounded_to_int8(compute: QuantSch
 
 
 def test_unpacked_tensors_are_copies() -> None:
-    for scheme in (FP8_128x128, MXFP4, GROUPED["int4_g64_zp"], Q8_0):
+    for scheme in (FP8_128x128, MXFP4, GROUPED["int4_g64_zp"], GGUF["q8_0"]):
         made = packed(experts(scheme))
         before = [part.clone() for part in parts_of(made.slot(1))]
         found = parts_of(made.slot(1))
@@ -159,7 +159,7 @@ def test_slices_of_tensor_parallel_ranks_add_up(scheme: QuantScheme) -> None:
         (INT8_CHANNEL, INT8_TOKEN),
         (GROUPED["int4_g32_zp"], int8_groups(32)),
         (GROUPED["int4_g128"], int8_groups(128)),
-        (Q8_0, int8_groups(32)),
+        (GGUF["q8_0"], int8_groups(32)),
         (FP8_128x128, FP8_1x128),
         (FP8_128x128_UE8M0, FP8_1x128_UE8M0),
     ],
@@ -188,7 +188,7 @@ def test_rounded_tokens_and_shared_experts_in_bf16_are_separate_calls() -> None:
 
 
 def test_w2_may_be_stored_in_another_format_than_w13() -> None:
-    first, second, tokens = experts(GROUPED["int4_g32"]), experts(Q8_0), rows(9)
+    first, second, tokens = experts(GROUPED["int4_g32"]), experts(GGUF["q8_0"]), rows(9)
     mixed = [SlotWeights(a.gate_IH, a.up_IH, b.down_HI, None) for a, b in zip(first.slots, second.slots, strict=True)]
     given = MappedExpertWeights(tuple(mixed), GROUPED["int4_g32"])
     made = packed(given)
