@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.reference.ggml_blocks import BLOCK_TYPES
+from moe_mk.lab.verify.dense import SIZES
 from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf, mxfp4_to_gguf
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4
@@ -79,19 +80,10 @@ def test_q6_k_by_hand() -> None:
 
 
 DIGESTS = {
-    "q4_0": "423c53b41b5d06af1e7a7b96d66a53fe",
-    "q4_1": "0f940a9ec703fe0dbd87263d02a98c21",
-    "q5_0": "71822fcb54b83a6087f51dee475ea03e",
-    "q5_1": "7285883cae90a0cdd0ca6cf487cb9310",
-    "q8_0": "636128efacfdc7f18cf8db12adcb77ee",
-    "iq4_nl": "b240edb7b37a27a8439e73d2c7a2c594",
-    "q2_k": "8567fb519e9fb9bf99ce38ffa75e9ce0",
-    "q3_k": "c852143ef6a3bd25c931ceb2ab38ca5b",
-    "q4_k": "c94219c0dba1a3f074b8ff9fd4d9af8b",
-    "q5_k": "e13597ae4bb4746b92c01b094ce19491",
-    "q6_k": "3ccb2dbd483e5ed463d9e6df67580233",
-    "iq4_xs": "1cf9b786c9be3de90b5d1564a86ffbe1",
-}
+    "q4_0": "423c53b41b5d06af", "q4_1": "0f940a9ec703fe0d", "q5_0": "71822fcb54b83a60", "q5_1": "7285883cae90a0cd",
+    "q8_0": "636128efacfdc7f1", "iq4_nl": "b240edb7b37a27a8", "q2_k": "8567fb519e9fb9bf", "q3_k": "c852143ef6a3bd25",
+    "q4_k": "c94219c0dba1a3f0", "q5_k": "e13597ae4bb4746b", "q6_k": "3ccb2dbd483e5ed4", "iq4_xs": "1cf9b786c9be3de9",
+}  # fmt: skip
 """Of the f32 values of 4 x 8 random blocks, as the `gguf` package 0.19.0 decodes them."""
 
 
@@ -99,7 +91,7 @@ DIGESTS = {
 @ALL
 def test_values_have_the_digest_of_the_gguf_package(scheme: Gguf) -> None:
     values = QuantTensor(random_blocks(scheme, 4, 8, 1), None, scheme).dequantize(torch.float32)
-    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:32] == DIGESTS[scheme.name]
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == DIGESTS[scheme.name]
 
 
 @ALL
@@ -120,14 +112,11 @@ def test_split_gives_the_values_by_groups(scheme: Gguf) -> None:
     assert codes.dtype is torch.int8 and codes.shape == q.shape == (3, 2 * scheme.blocks.values)
     assert scales.shape == (3, q.shape[1] // scheme.group) and (minima is None or minima.shape == scales.shape)
     values = codes.float() * scales.repeat_interleave(scheme.group, 1)
-    if minima is not None:
-        values = values - minima.repeat_interleave(scheme.group, 1)
+    values = values - (0.0 if minima is None else minima.repeat_interleave(scheme.group, 1))
     assert torch.equal(values, q.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize(
-    "scheme", [s for s in GGUF.values() if s.blocks.held not in ("", "bf16")], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("scheme", [s for s in GGUF.values() if s.blocks.held not in ("", "bf16")], ids=str)
 def test_the_type_that_native_kernels_hold_has_the_same_bits(scheme: Gguf) -> None:
     q = QuantTensor(torch.stack([random_blocks(scheme, 3, 2, seed) for seed in (5, 6)]), None, scheme)
     found = requantised(q, scheme_of_kind(scheme.blocks.held))
@@ -191,9 +180,7 @@ def test_slices_are_made_of_whole_blocks(scheme: Gguf) -> None:
     whole, side = q.dequantize(torch.float32), scheme.blocks.values
     assert torch.equal(narrow_columns(q, 512, 256).dequantize(torch.float32), whole[:, 512:768])
     assert torch.equal(narrow_rows(q, 1, 2).dequantize(torch.float32), whole[1:3])
-    with pytest.raises(
-        ShapeError, match=f"columns 0 to 528 of 1024 would cut a group of {side} columns of {scheme.name}"
-    ):
+    with pytest.raises(ShapeError, match=f"0 to 528 of 1024 would cut a group of {side} columns of {scheme.name}"):
         narrow_columns(q, 0, 528)
 
 
@@ -225,12 +212,8 @@ def test_mxfp4_blocks_by_hand() -> None:
 
 
 def test_every_type_has_the_size_of_its_enumeration() -> None:
-    sizes = {name: (t.number, t.values, t.num_bytes) for name, t in BLOCK_TYPES.items()}
-    assert sizes == {
-        "q4_0": (2, 32, 18), "q4_1": (3, 32, 20), "q5_0": (6, 32, 22), "q5_1": (7, 32, 24), "q8_0": (8, 32, 34),
-        "iq4_nl": (20, 32, 18), "q2_k": (10, 256, 84), "q3_k": (11, 256, 110), "q4_k": (12, 256, 144),
-        "q5_k": (13, 256, 176), "q6_k": (14, 256, 210), "iq4_xs": (23, 256, 136),
-    }  # fmt: skip
+    assert {name: (t.values, t.num_bytes) for name, t in BLOCK_TYPES.items()} == SIZES
     gguf = pytest.importorskip("gguf")
-    for number, values, num_bytes in sizes.values():
-        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (values, num_bytes)
+    for name, block in BLOCK_TYPES.items():
+        kind = gguf.GGMLQuantizationType(block.number)
+        assert kind.name.lower() == name and gguf.GGML_QUANT_SIZES[kind] == SIZES[name]

@@ -175,35 +175,11 @@ def test_mxfp4_with_biases_as_gpt_oss_is_read_in_our_order(tmp_path: Path) -> No
     assert slot.biases is not None and torch.equal(slot.biases.down_H, biases["down"][1])
 
 
-@pytest.mark.parametrize(
-    "hf",
-    [
-        {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256, "norm_topk_prob": True},
-        {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 512},
-        {"model_type": "gpt_oss", "num_local_experts": 8, "intermediate_size": 256},
-        {
-            "model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 256, "n_group": 2,
-            "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
-        },
-    ],
-    ids=lambda hf: hf["model_type"],
-)  # fmt: skip
-def test_metadata_of_every_architecture_is_read_as_its_config_json(hf: dict[str, object]) -> None:
-    hf = {**hf, "hidden_size": 512, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
-    architecture, metadata = gguf_from_hf(hf, "here")
-    back = hf_from_gguf({"general.architecture": architecture, **metadata}, "here")
-    assert settings_from_hf(back, "here") == settings_from_hf(hf, "here")
-
-
 DEEPSEEK = {
     "model_type": "deepseek_v3", "n_routed_experts": 16, "moe_intermediate_size": 256, "n_group": 8, "topk_group": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
 }  # fmt: skip
-OF_OTHERS = {"swiglu_clamp_exp": [7.0, 7.0], "moe_latent_size": 64, "expert_group_scale": 2.0, "router_bias": True}
-BIAS = ["blk.3.exp_probs_b.bias"]
-
-
-@pytest.mark.parametrize(
+ARCHITECTURES = pytest.mark.parametrize(
     "hf",
     [
         DEEPSEEK,
@@ -214,6 +190,21 @@ BIAS = ["blk.3.exp_probs_b.bias"]
     ],
     ids=lambda hf: hf["model_type"],
 )
+
+
+@ARCHITECTURES
+def test_metadata_of_every_architecture_is_read_as_its_config_json(hf: dict[str, object]) -> None:
+    hf = {**hf, "hidden_size": 512, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+    architecture, metadata = gguf_from_hf(hf, "here")
+    back = hf_from_gguf({"general.architecture": architecture, **metadata}, "here")
+    assert settings_from_hf(back, "here") == settings_from_hf(hf, "here")
+
+
+OF_OTHERS = {"swiglu_clamp_exp": [7.0, 7.0], "moe_latent_size": 64, "expert_group_scale": 2.0, "router_bias": True}
+BIAS = ["blk.3.exp_probs_b.bias"]
+
+
+@ARCHITECTURES
 def test_metadata_that_lacks_or_contradicts_a_key_gives_the_same_layer_or_an_error(hf: dict[str, Any]) -> None:
     hf = {**hf, "hidden_size": 512, "num_experts_per_tok": 2, "num_hidden_layers": 4, "first_k_dense_replace": 1}
     names = BIAS if hf["model_type"] == "deepseek_v3" else []
@@ -258,9 +249,8 @@ def test_what_older_deepseek_files_leave_out_is_known_by_size_or_stated_by_hand(
         assert (found["n_group"], found["topk_group"]) == groups
     del old["deepseek2.expert_gating_func"]
     overrides = ["num_expert_group", "topk_group"]
-    assert (
-        hf_from_gguf(old, "here", BIAS, overrides)["model_type"] == "deepseek_v3"
-    )  # a bias is added to sigmoid scores
+    # A bias is added to sigmoid scores.
+    assert hf_from_gguf(old, "here", BIAS, overrides)["model_type"] == "deepseek_v3"
     assert hf_from_gguf(old, "here", [], overrides)["model_type"] == "deepseek_v2"
     with pytest.raises(ConfigError, match=r"expert_gating_func is 1 \(softmax\), but the layers have a bias"):
         hf_from_gguf({**old, "deepseek2.expert_gating_func": 1}, "here", BIAS, overrides)
@@ -328,8 +318,7 @@ def test_mxfp4_is_converted_to_a_gguf_file_and_back(
 def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> None:
     # Gate and up of one type, or decoded to bf16 if they differ; down of any type; gate and up in one tensor.
     draw, hidden, inner = np.random.default_rng(5), 256, 512
-    metadata = {"expert_count": 2, "expert_used_count": 1, "embedding_length": hidden}
-    metadata["expert_feed_forward_length"] = inner
+    metadata = {"expert_count": 2, "expert_used_count": 1, "embedding_length": 256, "expert_feed_forward_length": 512}
     plain_types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     for trial in range(12):
         types = [str(draw.choice([*GGUF, *plain_types])) for _ in range(3)]
@@ -352,8 +341,7 @@ def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> No
         router = torch.from_numpy(draw.standard_normal((2, hidden), dtype=np.float32)).view(torch.uint8)
         tensors = [("ffn_gate_inp.weight", "F32", router)]
         tensors += [(f"ffn_{name}_exps.weight", kind.upper(), t) for name, (kind, t) in stacks.items()]
-        folder = tmp_path / str(trial)
-        folder.mkdir()
+        (folder := tmp_path / str(trial)).mkdir()
         write_gguf(
             folder / "m.gguf", "qwen3moe", {f"qwen3moe.{key}": value for key, value in metadata.items()},
             [GgufTensor(f"blk.1.{name}", kind, tuple(t.shape), t.numpy) for name, kind, t in tensors],

@@ -161,11 +161,7 @@ EMPTY = torch.empty(0, HIDDEN)
         (once(lambda e: e.dispatch(ids(), [EMPTY] * 7, MOST)), RuntimeError, "Too many payloads: 7 > 6"),
         (once(lambda e: e.dispatch(ids().long(), [EMPTY], MOST)), RuntimeError, "int32"),
         (once(lambda e: e.dispatch(ids([4, 0]), [torch.zeros(1, 8)], MOST)), RuntimeError, "illegal memory access"),
-        (
-            once(lambda e: e.dispatch(ids(), [torch.empty(0, 500)], MOST)),
-            RuntimeError,
-            "workspace .* insufficient",
-        ),
+        (once(lambda e: e.dispatch(ids(), [torch.empty(0, 500)], MOST)), RuntimeError, "workspace .* insufficient"),
         (
             once(lambda e: e.dispatch(ids(), [torch.empty((0, 3), dtype=torch.uint8), torch.empty(0, 8)], 1)),
             RuntimeError,
