@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,6 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 from moe_mk.kernels.triton.gluon_parts import (
     after_the_one_before,
     columns_of,
+    copy_rows,
     locate,
     scale_at,
     store_rows,
@@ -70,7 +70,7 @@ def run(x, w, x_stride, order_ptr, units, ring, scales, out, how):
                 (_multiply, (order_ptr, units, ring, exchange, scales, out, how, 0)),
                 (_multiply, (order_ptr, units, ring, exchange, scales, out, how, 1)),
                 (_copy, (x, w, units, ring, how)),
-                (_copy_rows, (x, x_stride, order_ptr, units, ring, how)),
+                (copy_rows, (x, x_stride, order_ptr, units, ring, how, 1)),
             ],
             [4, 1, 1],
             [208, 88, 88],
@@ -124,25 +124,6 @@ def _copy_weights(w, row, k, units, ring, stage, how):
     tma.async_copy_global_to_shared(w, [row + behind, k * 128], loaded, one.index(2 * stage + 1))
     tma.async_copy_global_to_shared(w, [row + across, k * 128], loaded, two.index(2 * stage))
     tma.async_copy_global_to_shared(w, [row + across + behind, k * 128], loaded, two.index(2 * stage + 1))
-
-
-@gluon.jit
-def _copy_rows(x, x_stride, order_ptr, units, ring, how):
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    it = 0
-    for t in range(gl.program_id(0), units.total, how.programs):
-        _expert, first, end, _n = locate(t, units)
-        position = first + gl.arange(0, how.rows, gl.SliceLayout(1, SPREAD))
-        there = position < end
-        row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k
-        column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
-        pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
-        for k in range(units.steps):
-            stage, phase = it % how.stages, (it // how.stages) & 1
-            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128, mask=there[:, None])
-            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
-            it += 1
 
 
 @gluon.jit

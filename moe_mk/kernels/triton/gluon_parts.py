@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -230,3 +231,23 @@ def store_rows(value, ptr, pitch, target, there, first, AXIS: gl.constexpr):
     column = first + gl.arange(0, value.shape[AXIS], gl.SliceLayout(1 - AXIS, PIECES))
     pointer = ptr + gl.expand_dims(target.to(gl.int64) * pitch, AXIS) + gl.expand_dims(column, 1 - AXIS)
     gl.store(pointer, gl.convert_layout(value, PIECES), mask=gl.expand_dims(there, AXIS))
+
+
+@gluon.jit
+def copy_rows(x, x_stride, order_ptr, units, ring, how, WARPS: gl.constexpr):
+    """Gather the rows of each tile by cp.async, 128 columns a step; rows that a tile lacks become zeros."""
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    it = 0
+    for t in range(gl.program_id(0), units.total, how.programs):
+        _expert, first, end, _n = locate(t, units)
+        position = first + gl.arange(0, how.rows, gl.SliceLayout(1, SPREAD))
+        there = position < end
+        row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k
+        column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
+        pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
+        for k in range(units.steps):
+            stage, phase = it % how.stages, (it // how.stages) & 1
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+            async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128, mask=there[:, None])
+            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            it += 1
