@@ -34,15 +34,9 @@ class Good(Base):
         return problem
 
 
-class OtherParameters(Base):
-    traits = "bad"
-
-    def run(self, x: int, weights: int, extra: int = 0) -> int:
+class OtherParameters(Good):
+    def run(self, x: int, weights: int, extra: int = 0) -> int:  # type: ignore[override]
         return x
-
-    @classmethod
-    def volume(cls, problem: int) -> int:
-        return problem
 
 
 class NoVolume(Base):

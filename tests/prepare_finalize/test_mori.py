@@ -67,7 +67,6 @@ def test_several_nodes_are_served_by_the_kernels_for_them() -> None:
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
     Ranks(NAME).expect_late(0)
-    Ranks(NAME).expect_one_combine()
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:

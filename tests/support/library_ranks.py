@@ -85,14 +85,6 @@ class Ranks:
         first, second = self.combined(y, tokens)
         assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
 
-    def expect_one_combine(self) -> None:
-        """Tokens are finalized once."""
-        tokens = self.dispatched()
-        y = [t.x_RH.values for t in tokens]
-        self.combined(y, tokens)
-        with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-            self.combined(y, tokens)
-
     def expect_late(self, rank: int, phase: str = "dispatch", x: list[Tensor] = X) -> None:
         """A peer that never calls is named, and every later call fails too."""
         self.world.timeout_s = 0.2

@@ -112,7 +112,6 @@ def test_what_the_library_refuses_is_stated_in_its_words(monkeypatch: pytest.Mon
 
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
     Ranks(ONE).expect_late(0)
-    Ranks(TWO).expect_one_combine()
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
