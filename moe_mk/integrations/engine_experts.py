@@ -84,11 +84,8 @@ class EngineWeights:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the engine, values first."""
-        found = (
-            self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_global_scale, self.w2_global_scale,
-            self.w13_zeros, self.w2_zeros, self.w13_bias, self.w2_bias,
-        )  # fmt: skip
-        return self.of or tuple(tensor for tensor in found if tensor is not None)
+        given = (getattr(self, name) for name in _OF_WEIGHTS)
+        return self.of or tuple(each for each in given if isinstance(each, Tensor))
 
     def experts(self) -> ExpertWeights | MappedExpertWeights:
         """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
