@@ -53,16 +53,12 @@ MINIMAX = ("minimax_m2", "minimax_m3")
 STEP = ("step3p5", "step3p7")
 RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP, "gemma4")
 """Whatever the configuration states."""
-ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4")
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4", "cohere2_moe")
 """`intermediate_size` is that of an expert: there are no dense layers, or theirs has another key."""
-GPT_OSS = ("gpt_oss",)
-LLAMA4 = ("llama4",)
-DEEPSEEK_V4 = ("deepseek_v4",)
-GEMMA4 = ("gemma4",)
 LONGCAT = ("longcat_flash", "longcat_flash_ngram")
 FAMILIES = (
-    *DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, *GPT_OSS, *STEP, *LLAMA4, *GEMMA4,
-    *LONGCAT,
+    *DEEPSEEK_LIKE, "deepseek_v4", *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, "gpt_oss", *STEP, "llama4", "gemma4",
+    *LONGCAT, "cohere2_moe",
 )  # fmt: skip
 WRAPPERS = (
     "kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4",
@@ -88,6 +84,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(STEP, _OF_STEP),
     "gemma4": {"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
     **dict.fromkeys(LONGCAT, _OF_LONGCAT),
+    "cohere2_moe": {"num_shared_experts": "n_shared_experts"},
 }  # fmt: skip
 """Keys of a family with the meaning of a key that others have, and that key."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -117,6 +114,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0},
     "bailing_hybrid": _V3,
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "cohere2_moe": _ONE | {
+        "shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax", "norm_topk_prob": True
+    },
     "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     **dict.fromkeys(LONGCAT, _ONE | {"routed_scaling_factor": 6.0, "zero_expert_num": 256, "norm_topk_prob": False}),
 }  # fmt: skip
@@ -185,6 +185,11 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
         "router_dtype": ("'float32'", lambda v: v == "float32"),
         "disable_quant_module": NAMES,
     }),
+    "cohere2_moe": _COMMON | {
+        "intermediate_size": COUNT, "n_shared_experts": COUNT_OR_NONE, "norm_topk_prob": FLAG,
+        "shared_expert_combination_strategy": ("'average' or 'sum'", lambda v: v in ("average", "sum")),
+        "expert_selection_fn": ("'softmax' or 'sigmoid'", lambda v: v in ("softmax", "sigmoid")),
+    },
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
     "gpt_oss": _COMMON | {
         "hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
@@ -204,9 +209,10 @@ _OTHER_PARTS = {
     "gemma4": ("use_double_wide_mlp",),
     "bailing_hybrid": ("layer_group_size", "kda_safe_gate"),
     **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
+    "cohere2_moe": ("prefix_dense_intermediate_size",),
 }  # fmt: skip
 """Keys of a family without effect on its experts."""
-_TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, *DEEPSEEK_V4), "greedy": ("deepseek_v2",),
+_TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, "deepseek_v4"), "greedy": ("deepseek_v2",),
                  "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
     ("n_routed_experts", "num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"),
@@ -272,6 +278,8 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     stated |= {key: 0 for key in ("n_shared_experts", "zero_expert_num") if key in hf and hf[key] is None}  # none
     if family in SHARED_GATED and hf.get("shared_expert_intermediate_size") == 0:
         stated["n_shared_experts"] = 0
+    averaged = stated["n_shared_experts"] and stated.get("shared_expert_combination_strategy") == "average"
+    stated["part"] = 0.5 if averaged else 1.0  # of the mean of routed and shared experts
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
 
 
@@ -383,13 +391,10 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     activation = ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
     width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
     clamped = {}
-    if family in GPT_OSS:
-        activation = "swiglu_oai"
-        clamped = {"swiglu_limit": hf["swiglu_limit"], "swiglu_alpha": hf["swiglu_alpha"], "expert_bias": True}
-    if family in DEEPSEEK_V4 and (limit := _first(hf, where, "swiglu_limit")):  # 0: plain SwiGLU
-        activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
-    if family == "minimax_m3":
+    if family in ("gpt_oss", "minimax_m3"):
         activation, clamped = "swiglu_oai", {key: hf[key] for key in ("swiglu_limit", "swiglu_alpha")}
+    if family == "deepseek_v4" and (limit := _first(hf, where, "swiglu_limit")):  # 0: plain SwiGLU
+        activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
     if family == "kimi_linear" and hf.get("hidden_act") == "situ":
         activation = "situ"
         clamped = {"swiglu_limit": hf.get("activation_situ_linear_beta"), "swiglu_alpha": hf["activation_situ_beta"]}
@@ -399,19 +404,18 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         activation, clamped = "swiglu_limit", {"swiglu_limit": hf["swiglu_limit"]}
         if family == "hy_v4" and hf["n_shared_experts"]:
             clamped["shared_activation"] = "silu"
-    if family in GEMMA4:
-        clamped["input_norm"] = hf["rms_norm_eps"]
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
-    shared: dict[str, Any] = {}
-    if family in SHARED_WIDTHS and hf["n_shared_experts"]:
-        shared["shared_intermediate_size"] = _first(hf, where, SHARED_WIDTHS[family])
+    apart = family in SHARED_WIDTHS and hf["n_shared_experts"]
+    shared = {"shared_intermediate_size": _first(hf, where, SHARED_WIDTHS[family])} if apart else {}
     return {
         "name": family,
         **clamped,
         **shared,
         "gated": family != "nemotron_h",
+        "expert_bias": family == "gpt_oss",
+        "input_norm": hf["rms_norm_eps"] if family == "gemma4" else None,
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
         "latent_size": hf.get("moe_latent_size") or None,
         "stacks_transposed": family in ("qwen3_vl_moe", "llama4"),
@@ -421,6 +425,7 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         "num_zero_experts": hf.get("zero_expert_num", 0),
         "zero_expert_type": hf.get("zero_expert_type", "identity"),
         "num_shared_experts": hf["n_shared_experts"],
+        "shared_scale": hf["part"],
         "activation": activation,
         "quant": _quant(hf, where, layer),
     }
@@ -431,17 +436,18 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "top_k": _first(hf, where, "num_experts_per_tok", "experts_per_token"),
         "num_expert_group": hf["n_group"],
         "topk_group": hf["topk_group"],
-        "renormalize": family in RENORMALISED or (family not in LLAMA4 and _first(hf, where, "norm_topk_prob")),
-        "routed_scaling_factor": hf["routed_scaling_factor"],
+        "renormalize": family in RENORMALISED
+        or hf.get("expert_selection_fn") == "softmax"
+        or (family != "llama4" and _first(hf, where, "norm_topk_prob")),
+        "routed_scaling_factor": hf["routed_scaling_factor"] * hf["part"],
     }
-    by_sigmoid, stated_bias = (*LLAMA4, *STEP, *MINIMAX, *DEEPSEEK_LIKE), (*STEP, *MINIMAX)
-    biased = hf["use_routing_bias"] if family in stated_bias else family in (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *LONGCAT)
-    scoring = "sqrtsoftplus" if family in DEEPSEEK_V4 else "sigmoid" if family in by_sigmoid else "softmax"
-    router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family in LLAMA4}
+    stated_bias, by_sigmoid = family in (*STEP, *MINIMAX), family in ("llama4", *STEP, *MINIMAX, *DEEPSEEK_LIKE)
+    biased = hf["use_routing_bias"] if stated_bias else family in (*DEEPSEEK_LIKE, "deepseek_v4", *LONGCAT)
+    scoring = "sqrtsoftplus" if family == "deepseek_v4" else "sigmoid" if by_sigmoid else "softmax"
+    scoring = hf.get("expert_selection_fn") or scoring
+    router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}
     # The softmax over the chosen logits is that over all of them, renormalised.
-    router["has_logit_bias"] = family in GPT_OSS
-    if family in GEMMA4:
-        router["has_expert_scale"] = True
+    router |= {"has_logit_bias": family == "gpt_oss", "has_expert_scale": family == "gemma4"}
     if family == "mistral4" and hf["n_group"] > 1:
         router["group_score"] = "two_best"
     if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":

@@ -77,6 +77,8 @@ class ModelConfig(Settings):
     """Whether routed experts have biases."""
     shared_gate: bool = False
     """Whether the shared experts' output is multiplied by sigmoid(x @ g), one factor a token, as in Qwen3.5."""
+    shared_scale: float = Field(default=1.0, gt=0)
+    """The factor of the shared experts' output. Cohere2 MoE: 0.5, as is router.routed_scaling_factor, for the mean."""
     latent_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Width that routed experts read and write where it is not hidden_size: tokens are projected to it before dispatch
     and back after combine, as in Nemotron-3 Super. Router and shared experts work on hidden_size."""
@@ -114,9 +116,8 @@ class ModelConfig(Settings):
         for which, (activation, limit) in stated.items():
             clamps = activation in LIMITED
             if clamps != (limit is not None) and activation != "situ":
-                needed = (
-                    f"needs a {which}swiglu_limit" if clamps else "has no clamp; drop the limit or use swiglu_limit"
-                )
+                unclamped = "has no clamp; drop the limit or use swiglu_limit"
+                needed = f"needs a {which}swiglu_limit" if clamps else unclamped
                 raise ValueError(f"{which}swiglu_limit={limit} but {which}activation={activation!r} {needed}")
             if clamps and not self.gated:
                 raise ValueError(

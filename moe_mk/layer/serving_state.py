@@ -122,7 +122,8 @@ class Backends:
             (each.compute, each.hidden_size, each.activation, each.swiglu_limit)
             for each in (kernel.experts.context, shared.experts.context)
         )
-        if routed != own or shared.gate_H is not None or self.config.router.weight_on_input:
+        alone = shared.gate_H is None and shared.scale == 1
+        if routed != own or not alone or self.config.router.weight_on_input:
             return None
         return kernel.experts.fuse_shared_experts(laid_out, shared.weights)
 

@@ -24,8 +24,9 @@ from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weig
 class SharedExperts:
     """All shared experts of a layer together; under TP this rank's slice, so that its output is a partial sum."""
 
-    def __init__(self, experts: FusedExperts, dtype: Plain, spans: Spans) -> None:
-        self.experts, self.dtype, self.spans = experts, dtype, spans
+    def __init__(self, experts: FusedExperts, dtype: Plain, spans: Spans, scale: float = 1.0) -> None:
+        """scale: the factor of the output."""
+        self.experts, self.dtype, self.spans, self.scale = experts, dtype, spans, scale
         self.weights: Weights | None = None
         self.gate_H: Tensor | None = None
         """f32. The sigmoid of its product with a token multiplies the output; None: the output is added as it is."""
@@ -37,9 +38,10 @@ class SharedExperts:
 
     def row_weights(self, x_TH: Tensor) -> Tensor | None:
         """(T, 1), f32, of the gate: row by row, so that the bits of a token do not depend on the batch. None: ones."""
-        return (
-            None if self.gate_H is None else torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
-        )
+        if self.gate_H is None:
+            ones = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
+            return None if self.scale == 1 else ones * self.scale
+        return self.scale * torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H). Raises ShapeError for other tensors."""
@@ -87,4 +89,5 @@ def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
         backends = (backend, "torch_cpu", "reference")
         able = (b for b in backends if not EXPERTS[b].reasons_against(replace(problem, config=alone)))
         backend = next(able, "reference")
-    return SharedExperts(build_experts(decision, backend, context), decision.problem.dtype, parts.spans)
+    built, scale = build_experts(decision, backend, context), config.model.shared_scale
+    return SharedExperts(built, decision.problem.dtype, parts.spans, scale)

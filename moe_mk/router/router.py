@@ -62,31 +62,18 @@ class Router:
         """
         if self.simulate is not None:
             return self._simulated(router_logits, e_score_correction_bias)
-        score_dtype = self._score_dtype(router_logits)
-        if self.num_expert_group == 1:
+        bias, score_dtype, ids_dtype = e_score_correction_bias, self._score_dtype(router_logits), self.ids_dtype
+        weighed, groups = (self.renormalize, self.routed_scaling_factor), (self.num_expert_group, self.topk_group)
+        if groups[0] == 1:
             weights_TK, ids_TK = topk(
-                router_logits,
-                self.top_k,
-                self.scoring_func,
-                self.renormalize,
-                self.routed_scaling_factor,
-                e_score_correction_bias,
-                score_dtype=score_dtype,
-                ids_dtype=self.ids_dtype,
-            )
-            return Routing(ids_TK, weights_TK)
-        weights_TK, ids_TK = grouped_topk(
-            router_logits,
-            self.top_k,
-            self.num_expert_group,
-            self.topk_group,
-            self.scoring_func,
-            e_score_correction_bias,
-            self.renormalize,
-            self.routed_scaling_factor,
-            score_dtype=score_dtype,
-            ids_dtype=self.ids_dtype,
-        )
+                router_logits, self.top_k, self.scoring_func, *weighed, bias, score_dtype=score_dtype,
+                ids_dtype=ids_dtype,
+            )  # fmt: skip
+        else:
+            weights_TK, ids_TK = grouped_topk(
+                router_logits, self.top_k, *groups, self.scoring_func, bias, *weighed, score_dtype=score_dtype,
+                ids_dtype=ids_dtype,
+            )  # fmt: skip
         return Routing(ids_TK, weights_TK)
 
     def placed(

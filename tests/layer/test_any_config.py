@@ -46,7 +46,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
         "quant": {"weights": weights, "block": (side, side)},
     }  # fmt: skip
     if model["num_shared_experts"]:
-        model["shared_gate"] = draw(flag)
+        model |= {"shared_gate": draw(flag), "shared_scale": draw(st.sampled_from([1.0, 0.5]))}
         if model["gated"] and draw(flag):
             own = draw(st.sampled_from(["silu", *LIMITED]))
             model |= {"shared_activation": own, "shared_swiglu_limit": 0.7 if own in LIMITED else None}
@@ -133,6 +133,7 @@ EQUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norm and scale": ({"input_norm": 1e-6}, {"has_expert_scale": True}),
     "scale on the input": ({}, {"top_k": 1, "weight_on_input": True, "has_expert_scale": True, "renormalize": False}),
     "experts without weights": ({"num_zero_experts": 6, "num_shared_experts": 1}, {"renormalize": False}),
+    "mean with shared experts": ({"num_shared_experts": 2, "shared_scale": 0.5}, {"routed_scaling_factor": 0.5}),
     "groups by two": ({}, {"num_expert_group": 4, "topk_group": 2, "group_score": "two_best"}),
 }  # fmt: skip
 GRIDS: dict[str, dict[str, Any]] = {

@@ -89,6 +89,7 @@ def _described(layer: LayerFacts) -> str:
     return ", ".join(
         [
             f"{layer.num_experts} experts",
+            *[f"{layer.num_zero_experts} more without weights"] * bool(layer.num_zero_experts),
             f"hidden {layer.hidden_size}",
             f"intermediate {layer.intermediate_size}",
             f"shared {layer.shared_intermediate_size}",

@@ -231,7 +231,7 @@ def dense_layer(
     if weights.shared is not None:
         gate_H = weights.shared_gate_H
         factor_T1 = 1.0 if gate_H is None else 1 / (1 + torch.exp(-(x @ gate_H.cpu().double()[:, None])))
-        y_TH += factor_T1 * _mlp(x, weights.shared, config.model.of_shared())
+        y_TH += config.model.shared_scale * factor_T1 * _mlp(x, weights.shared, config.model.of_shared())
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
 
 

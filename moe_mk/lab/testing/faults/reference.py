@@ -34,8 +34,8 @@ def check_supported(config: MoEConfig) -> None:
         reasons.append("router.has_logit_bias=true, the reference has no bias of logits")
     if model.input_norm is not None or router.has_expert_scale:
         reasons.append("model.input_norm or router.has_expert_scale is set, the reference computes neither")
-    if model.num_zero_experts:
-        reasons.append("model.num_zero_experts > 0, every expert of the reference has weights")
+    if model.num_zero_experts or model.shared_scale != 1:
+        reasons.append("model.num_zero_experts > 0 or model.shared_scale != 1, the reference computes neither")
     if router.hash_vocabulary is not None:
         reasons.append("router.hash_vocabulary is set, the reference routes by scores")
     if router.scoring_func not in ("softmax", "sigmoid"):
