@@ -79,7 +79,9 @@ def test_one_native_call_computes_what_the_stages_do(quantization: dict[str, Any
     whole = load_layer(open_source(folder), 0, layer.spec, owned=range(8))
     layer.on_routing = seen.append
     y_TH, routing = layer(x_TH), layer.route(x_TH)
-    assert verify(Answer(x_TH, y_TH, routing.ids_TK), layer.decision, whole).passed
+    placed = MoELayer.from_checkpoint(folder, 0, placement=tuple(range(7, -1, -1)))
+    for each_TH in (y_TH, placed(x_TH), *run_together([placed], [x_TH])):
+        assert verify(Answer(x_TH, each_TH, routing.ids_TK), layer.decision, whole).passed
     assert torch.equal(layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK), y_TH)
     assert torch.equal(run_together([layer], [x_TH])[0], y_TH)
     for each in seen:
