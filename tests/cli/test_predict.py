@@ -64,18 +64,7 @@ def test_held_out_tables_are_listed_with_what_is_missed_and_why() -> None:
 
 def test_a_timeline_is_simulated_and_written(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    words = (
-        "timeline",
-        "hierarchical",
-        "--ranks",
-        "4",
-        "--ranks-per-node",
-        "2",
-        "--hidden",
-        "64",
-        "--num-experts",
-        "16",
-    )
+    words = "timeline hierarchical --ranks 4 --ranks-per-node 2 --hidden 64 --num-experts 16".split()
     found = stated(*words, "--far", "efa", "--late", "1=300", "--trace", str(file))
     assert found.exit_code == 0, found.output
     assert "relay" in found.stdout and "hierarchical on nvlink and efa, 4 ranks on 2 nodes" in found.stdout

@@ -52,19 +52,8 @@ def windows(
 
     data, none = [part.data_ptr() for part in values], [0] * ranks
     tails_at = [part.data_ptr() for part in tails]
-    places = WindowPlaces(
-        ranks - 1,
-        data,
-        none,
-        tails_at,
-        flags(to),
-        data,
-        none,
-        tails_at,
-        flags(back),
-        [s.data_ptr() for s in sums],
-        rows,
-    )
+    sent, received = (data, none, tails_at, flags(to)), (data, none, tails_at, flags(back))
+    places = WindowPlaces(ranks - 1, *sent, *received, [s.data_ptr() for s in sums], rows)
     made = Windows(Exchange(native, places, isa=isa), values, tails, sums, to, back)
     made.exchange.room[:] = [rows] * ranks
     return made

@@ -85,8 +85,7 @@ def test_rows_relays_and_sums_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks,per_node,wire,dtype",
-    [(4, 2, FP32, FP32), (4, 2, FP8_1x128_UE8M0, BF16), (4, 1, FP32, FP32)],
+    "ranks,per_node,wire,dtype", [(4, 2, FP32, FP32), (4, 2, FP8_1x128_UE8M0, BF16), (4, 1, FP32, FP32)]
 )
 def test_every_hostile_routing_returns(ranks: int, per_node: int, wire: QuantScheme, dtype: Plain) -> None:
     options = {"ranks_per_node": per_node, "num_experts": 12, "hidden_size": 128}

@@ -17,16 +17,7 @@ from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.support.one_sided_ranks import (
-    EXPERTS,
-    HIDDEN,
-    RANKS,
-    TOP_K,
-    context,
-    drawn,
-    there_and_back,
-    world_comm,
-)
+from tests.support.one_sided_ranks import EXPERTS, HIDDEN, RANKS, TOP_K, context, drawn, there_and_back, world_comm
 
 WIRES = (
     (FP32, FP32),

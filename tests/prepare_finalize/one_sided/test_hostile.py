@@ -205,10 +205,7 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
         for flight in flights:
             next(flight)
         buffer = buffer_of(made[1], way)
-        tails, count = (
-            buffer.tails_at(1),
-            buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF,
-        )
+        tails, count = (buffer.tails_at(1), buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF)
         with rewriting(buffer, 1, count, ROOM + 1, tails + made[1]._size.scales):
             outcomes.append(outcome_of(flights[0]))
         found = outcomes[-1]

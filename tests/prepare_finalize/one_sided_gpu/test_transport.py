@@ -32,10 +32,7 @@ def test_every_limit_is_reported() -> None:
     far = problem("h200", ep=4, prepare_finalize=NAME)
     far = replace(far, device=far.device.model_copy(update={"ranks_per_node": 2}), installed=frozenset())
     assert {r.code for r in OneSidedGpu.reasons_against(far)} == {"fabric", "library"}
-    assert {r.code for r in OneSidedGpu.reasons_against(problem("cpu", prepare_finalize=NAME))} == {
-        "device",
-        "ranks",
-    }
+    assert {r.code for r in OneSidedGpu.reasons_against(problem("cpu", prepare_finalize=NAME))} == {"device", "ranks"}
     odd = problem("h200", ep=4, prepare_finalize=NAME, hidden_size=36)
     assert "a sum of 72 bytes does not divide into 16" in {r.text for r in OneSidedGpu.reasons_against(odd)}
 
