@@ -1,6 +1,7 @@
 """GGUF files by the `gguf` package: metadata and the places of tensors.
 
-Data is not read here: `weights.gguf_source` maps the file. Versions of the package: 0.17 to 0.19.
+Data is not read here: `weights.gguf_source` maps the file. Types that this library does not decode itself are decoded
+by the package. Versions of the package: 0.17 to 0.19.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
@@ -68,6 +70,13 @@ def read_gguf(path: Path) -> GgufFile:
     if len({entry.name for entry in tensors}) < len(tensors):
         raise WeightError(f"{path.name} has two tensors of one name")
     return GgufFile(path, metadata, tensors, path.stat().st_size)
+
+
+def dequantized(type_name: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Rows of blocks as f32. type_name: as ggml spells it. Raises LibraryMissing without the package."""
+    gguf = find("gguf")
+    values: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType[type_name])
+    return values
 
 
 def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:

@@ -27,7 +27,6 @@ from moe_mk.quant import (
     plain,
     weight_scheme,
 )
-from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPS, Grouped, grouped
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
@@ -35,6 +34,7 @@ from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import FLOATS, Features, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
+from moe_mk.weights.packed_layouts import IN_GGUF
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource, TensorSource
 
@@ -297,7 +297,7 @@ def _guess_packed(
     if convention.packing == "gguf":
         inner, stored = up.shape[-2] // (2 if convention.fused else 1), [t for t in (gate, up, down) if t is not None]
         if odd := " and ".join(f"{t.name} is {t.dtype_name}" for t in stored if _stored_in_gguf(t) is None):
-            return None, f"{odd}, which is not supported; types that are: {', '.join((*GGUF, 'mxfp4'))}"
+            return None, f"{odd}, which is not supported; types that are: {', '.join(IN_GGUF)}"
         schemes = (_together([t for t in (gate, up) if t is not None]), _stored_in_gguf(down) or plain(torch.bfloat16))
     else:
         inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
@@ -353,10 +353,9 @@ def _integers(
 
 def _stored_in_gguf(entry: TensorEntry) -> QuantScheme | None:
     """The scheme of a tensor of a GGUF file; None for types that are not supported."""
-    named = {**GGUF, "mxfp4": MXFP4}
     if entry.dtype in FLOATS:
         return plain(entry.dtype)
-    return named.get(entry.dtype_name.lower())
+    return IN_GGUF.get(entry.dtype_name.lower())
 
 
 def _together(gate_and_up: Sequence[TensorEntry]) -> QuantScheme:

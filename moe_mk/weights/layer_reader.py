@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from moe_mk.errors import WeightError
+from moe_mk.errors import FallbackWarning, WeightError
 from moe_mk.quant import BlockedScheme, Plain, QuantScheme, QuantTensor, plain
-from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.microscaling import MXFP4
 from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
     SlotBiases,
@@ -23,7 +22,7 @@ from moe_mk.weights.expert_weights import (
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
-from moe_mk.weights.packed_layouts import Unpacked, of_gguf, unpack
+from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, Unpacked, decoded, of_gguf, unpack
 from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import TensorSource
 
@@ -156,7 +155,10 @@ class LayerReader:
             q = plain(rows.dtype).quantize(rows)
         else:
             stored = self.source.entry(self.prefix + self.convention.spell(part)).dtype_name.lower()
-            q = of_gguf(MXFP4 if stored == "mxfp4" else GGUF.get(stored, scheme), rows)
+            q = decoded(stored, rows) if stored in DECODED else of_gguf(IN_GGUF.get(stored, scheme), rows)
+            if stored in DECODED:
+                held = f"held as {q.scheme.name}: {q.num_bytes / rows.nbytes:.1f}x the memory"
+                warnings.warn(f"{stored} experts are decoded at load and {held}", FallbackWarning, stacklevel=2)
         if q.scheme == scheme or (part.role is Role.SHARED and isinstance(q.scheme, Plain)):
             return q
         wanted = scheme if isinstance(scheme, Plain) else plain(torch.bfloat16)

@@ -286,7 +286,8 @@ class _Matrices:
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             plain_part = Part(part.role, part.projection, part.expert, extra="plain")
             return [Expected(plain_part, (*stack, rows, columns), FLOATS)]
-        decoded = part.role is Role.SHARED or (part.projection in ("gate", "up") and isinstance(scheme, Plain))
+        of_file = self.convention.packing == "gguf"
+        decoded = part.role is Role.SHARED or (of_file and isinstance(scheme, Plain | Grouped))
         shapes = packed_shapes(self.convention.packing, scheme, rows, columns, any_type=decoded)
         found = []
         for what, held in shapes.items():

@@ -26,10 +26,11 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError, WeightError
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.ggml_blocks import MXFP4_BYTES, MXFP4_VALUES
-from moe_mk.quant import MXFP4, WHOLE, Plain, QuantScheme, QuantTensor
+from moe_mk.quant import BF16, MXFP4, WHOLE, Plain, QuantScheme, QuantTensor
 from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
+from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
-from moe_mk.quant.grouped import Grouped
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.wire import as_bytes
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
@@ -255,11 +256,57 @@ def _expect_trivial(named: Named, group: int) -> None:
         raise WeightError(f"{named[0]} orders columns by activation (actorder 'group'), which is not supported")
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A type of GGUF whose blocks of 256 values the `gguf` package decodes at load."""
+
+    num_bytes: int
+    """Of a block. Its first two are the f16 factor d."""
+    held: str
+    """int8_g32, where 32 values have one scale: exactly; or bf16."""
+
+
+DECODED: Mapping[str, Decoded] = {
+    "iq3_xxs": Decoded(98, "int8_g32"), "iq3_s": Decoded(110, "int8_g32"), "iq2_xxs": Decoded(66, "int8_g32"),
+    "iq2_xs": Decoded(74, "bf16"), "iq2_s": Decoded(82, "bf16"), "iq1_s": Decoded(50, "int8_g32"),
+    "iq1_m": Decoded(56, "bf16"),
+}  # fmt: skip
+IN_GGUF: Mapping[str, QuantScheme] = {
+    **GGUF, "mxfp4": MXFP4, **{name: scheme_of_kind(each.held) for name, each in DECODED.items()},
+}  # fmt: skip
+"""The scheme of each type of GGUF that is read."""
+
+
+def decoded(name: str, rows: Tensor) -> QuantTensor:
+    """Rows of a type of `DECODED`, uint8 (n, bytes), in the scheme that holds them. Raises LibraryMissing.
+
+    d / 8 divides every value, and the scale of 32 values is d / 8 times the greatest common divisor of their quotients.
+    """
+    from moe_mk.external.gguf_file import dequantized
+
+    kind, n = DECODED[name], rows.shape[0]
+    values = torch.from_numpy(dequantized(name.upper(), rows.cpu().numpy()))
+    if kind.held == "bf16":
+        return BF16.quantize(values)
+    d = rows.cpu().view(n, -1, kind.num_bytes)[..., :2].contiguous().view(torch.float16).to(torch.float32)
+    unit = (d / 8.0).unsqueeze(-1)
+    whole = (values.view(n, -1, 8, 32) / unit).nan_to_num(0.0).to(torch.int32)
+    common = whole
+    while common.shape[-1] > 1:
+        common = torch.gcd(*common.chunk(2, dim=-1))
+    common = common.clamp_min(1)
+    codes, scales = whole // common, unit * common
+    assert not codes.numel() or int(codes.abs().max()) <= 127, f"{name} has more than one scale for 32 values"
+    return QuantTensor((codes + 128).to(torch.uint8).view(n, -1), scales.flatten(1), GROUPED[kind.held])
+
+
 def _gguf_rows(scheme: QuantScheme, rows: int, columns: int, *, any_type: bool) -> Held:
     """The rows of a tensor of a GGUF file."""
     if any_type:
         wide = [each for each in (*GGUF.values(), MXFP4) if columns % (each.block[1] if each.block else 1) == 0]
-        also = tuple((rows, _row_bytes(each, columns)) for each in wide)
+        blocks, rest = divmod(columns, 256)
+        also = tuple((rows, blocks * each.num_bytes) for each in DECODED.values() if not rest)
+        also += tuple((rows, _row_bytes(each, columns)) for each in wide)
         return Held((rows, columns), (*_FLOATS, torch.uint8), also=also)
     if isinstance(scheme, Plain):
         return Held((rows, columns), (scheme.dtype,))

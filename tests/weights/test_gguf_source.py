@@ -17,7 +17,7 @@ pytest.importorskip("gguf", reason="the gguf package reads and writes the files:
 from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
 from moe_mk.config.hf import settings_from_hf
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import ConfigError, FallbackWarning, WeightError
 from moe_mk.external.gguf_file import read_gguf
 from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
@@ -31,6 +31,7 @@ from moe_mk.quant.microscaling import MXFP4
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, open_source
+from moe_mk.weights.packed_layouts import DECODED
 from moe_mk.weights.source import is_mapped
 from tests.weights.one_layer import load_written, wide
 
@@ -359,3 +360,25 @@ def test_any_mix_of_types_is_read_projection_by_projection(tmp_path: Path) -> No
         layers = [MoELayer.from_checkpoint(folder, 1, experts=experts) for experts in ("auto", "reference")]
         found, right = (layer(x_TH).float() for layer in layers)
         assert float((found - right).norm() / right.norm()) < 1.5 * error_of(layers[0].decision), types
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_types_that_the_gguf_package_decodes_are_held_in_others_with_a_warning(name: str, tmp_path: Path) -> None:
+    gguf, draw, size = pytest.importorskip("gguf"), np.random.default_rng(3), DECODED[name].num_bytes
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    assert gguf.GGML_QUANT_SIZES[kind] == (256, size)
+    small = np.where(np.isin(np.arange(size), (1, size - 1)), 0x1F, 0xFF).astype(np.uint8)  # d, and upper bits in iq1_m
+    blocks = {p: draw.integers(0, 256, (2, 256, size), dtype=np.uint8) & small for p in ("gate", "up", "down")}
+    stacks = [(f"ffn_{p}_exps.weight", name.upper(), raw) for p, raw in blocks.items()]
+    stacks += [("ffn_gate_inp.weight", "F32", draw.standard_normal((2, 256), dtype=np.float32).view(np.uint8))]
+    tensors = [GgufTensor(f"blk.1.{local}", of, held.shape, lambda held=held: held) for local, of, held in stacks]
+    keys = {"expert_count": 2, "expert_used_count": 1, "embedding_length": 256, "expert_feed_forward_length": 256}
+    write_gguf(tmp_path / "m.gguf", "qwen3moe", {f"qwen3moe.{k}": v for k, v in keys.items()}, tensors)
+    with pytest.warns(FallbackWarning, match=f"{name} experts are decoded at load and held as {DECODED[name].held}: "):
+        both = [MoELayer.from_checkpoint(tmp_path, 1, experts=experts) for experts in ("auto", "reference")]
+    for q, raw in zip(three(both[0].weights.experts.slots[1]), blocks.values(), strict=True):
+        right = torch.from_numpy(gguf.dequantize(raw[1], kind)).to(getattr(q.scheme, "dtype", torch.float32)).float()
+        assert q.scheme.name == both[0].config.model.quant.weights == DECODED[name].held
+        assert torch.equal(q.dequantize(torch.float32), right) and right.isfinite().all() and right.any()
+    found, wanted = (layer(torch.ones(3, 256, dtype=torch.bfloat16)).float() for layer in both)
+    assert float((found - wanted).norm()) <= 1.5 * error_of(both[0].decision) * float(wanted.norm())
