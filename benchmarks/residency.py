@@ -10,7 +10,7 @@ experts missing, and the least time of each counts:
 
     forward    with what is resident; the missing experts are read
     compute    the same call again, with its experts resident (where they fit the slots)
-    read       as many records as the forward has read, nothing else: by as many threads, with requests of as many bytes
+    read       the records that the forward has read, nothing else: by as many threads, with requests of as many bytes
     mapped     the same kernels on a mapping of the same file
 
 The memory of the process is limited by RLIMIT_DATA, and the slots take what the process leaves of it. Reads are
@@ -152,14 +152,12 @@ class Disk:
         record = records(1, cache.layout)[0]
         native.functions["advise_huge"](record.data_ptr(), record.numel())  # as the slots
         self.record = memoryview((ctypes.c_uint8 * record.numel()).from_address(record.data_ptr())).cast("B")
-        self._kept, self._next = record, 0
+        self._kept = record
 
-    def seconds(self, count: int) -> float:
-        """The time to read so many records, others each time."""
+    def seconds(self, experts: Sequence[int]) -> float:
+        """The time to read these records."""
         began = time.perf_counter()
-        wanted = [(self._next + number) % self._store.num_experts for number in range(count)]
-        self._next += count
-        parts = ((expert, start) for expert in wanted for start in self._store.pieces())
+        parts = ((expert, start) for expert in experts for start in self._store.pieces())
         for each in [self._threads.submit(self._store.read_piece, *part, self.record) for part in parts]:
             each.result()
         return time.perf_counter() - began
@@ -268,6 +266,7 @@ class Bench:
             missing, before = [e for e in experts if e not in cache.slot_of], cache.reads
             forward, y_TH = self._forward(call)
             missed = cache.reads - before
+            read = missing + [e for e in experts if e not in missing][: missed - len(missing)]  # used, evicted, read
             not_mapped = mapping.make_room(experts)
             if number < len(ids) // 2:
                 continue
@@ -280,7 +279,7 @@ class Bench:
                         times["forward"].append(self._forward(call)[0])
                     if fits:
                         times["compute"].append(self._forward(call)[0])
-                times["read"].append(self.disk.seconds(missed))
+                times["read"].append(self.disk.seconds(read))
                 if not_mapped is not None:
                     mapping.drop(not_mapped)
                     took, expected_TH = self._mapped(call, mapping)
