@@ -16,7 +16,6 @@ import torch
 import yaml
 
 SEED = 20_260_101
-torch.set_num_threads(1)  # as in the processes of RankWorld, whose bits are compared
 
 MARKS_OF_FOLDERS = {
     "tests/testing/emulated/": "emulated",
@@ -78,6 +77,7 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
+    torch.set_num_threads(1)  # as in processes of ranks, whose bits are compared; commands set others
     random.seed(SEED)
     np.random.seed(SEED)  # the legacy generator is the one that third-party code draws from
     torch.manual_seed(SEED)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from moe_mk.lab.cli import app
@@ -16,12 +15,9 @@ Invoke = Callable[..., Result]
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets the threads of its process, and where gloo listens."""
-    threads = torch.get_num_threads()
+def process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets where gloo listens."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    yield
-    torch.set_num_threads(threads)
 
 
 def moe_mk(*words: object) -> Result:
