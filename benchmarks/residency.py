@@ -149,8 +149,7 @@ class Disk:
 
     def __init__(self, store: ExpertStore, cache: Cache, native: Native) -> None:
         self._store, self._threads = store, ThreadPoolExecutor(READERS)
-        record = records(1, cache.layout)[0]
-        native.functions["advise_huge"](record.data_ptr(), record.numel())  # as the slots
+        record = records(1, cache.layout, native)[0]
         self.record = memoryview((ctypes.c_uint8 * record.numel()).from_address(record.data_ptr())).cast("B")
         self._kept = record
 

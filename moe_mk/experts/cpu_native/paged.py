@@ -81,12 +81,18 @@ class RecordLayout:
         return {"w13": str(self.layout13), "w2": str(self.layout2), "biased": str(self.biased)}
 
 
-def records(num_records: int, layout: RecordLayout) -> Tensor:
-    """Memory for records, uint8 [S, bytes], zero, on an address that direct reads and large pages need."""
+def records(num_records: int, layout: RecordLayout, native: Native | None = None) -> Tensor:
+    """Memory for records, uint8 [S, bytes], zero, on an address that direct reads and large pages need.
+
+    native: of whose system large pages are requested, before the memory is written. Direct reads into scattered pages
+    take up to twice as long, since each is a segment of its own for the disk.
+    """
     size = num_records * layout.num_bytes
-    whole = torch.zeros(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
-    start = -whole.data_ptr() % HUGE_PAGE
-    return whole[start : start + size].view(num_records, layout.num_bytes)
+    whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
+    found_B = whole[-whole.data_ptr() % HUGE_PAGE :][:size]
+    if native is not None:
+        native.functions["advise_huge"](found_B.data_ptr(), size)
+    return found_B.zero_().view(num_records, layout.num_bytes)
 
 
 def memory_of(record_B: Tensor) -> memoryview:
@@ -159,8 +165,7 @@ class Cache:
         """Raises ConfigError for memory of less than one expert."""
         self.store, self.layout, self.lock, self.config = store, layout, Lock(), config
         slots = slots_of(config, layout.num_bytes, store.num_experts)
-        self.records_SB = records(slots, layout)
-        native.functions["advise_huge"](self.records_SB.data_ptr(), self.records_SB.numel())
+        self.records_SB = records(slots, layout, native)
         self.matrices = layout.matrices(self.records_SB)
         self.policy: Policy = POLICIES[config.policy](store.num_experts)
         self.slot_of: dict[int, int] = {}

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, records
 from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups
@@ -231,6 +232,16 @@ def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_pat
         with pytest.raises(ConfigError, match=problem):
             built(checkpoint, residency=given)
     assert not list(tmp_path.iterdir())
+
+
+def test_large_pages_are_requested_before_the_memory_of_the_slots_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, seen = resident(), list[int]()
+    native = SimpleNamespace(functions={"advise_huge": lambda *_: seen.append(resident() - before)})
+    held_SB = records(2, SimpleNamespace(num_bytes=32 << 20), native)  # type: ignore[arg-type]
+    assert seen[0] < 8 << 20 and resident() - before > 60 << 20 and not held_SB.any()
 
 
 def test_a_forked_child_reads_with_threads_of_its_own(tmp_path: Path) -> None:
