@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from queue import SimpleQueue
 from secrets import token_hex
 from threading import Lock
 
@@ -90,8 +91,8 @@ def records(num_records: int, layout: RecordLayout, native: Native | None = None
     size = num_records * layout.num_bytes
     whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
     found_B = whole[-whole.data_ptr() % HUGE_PAGE :][:size]
-    if native is not None:
-        native.functions["advise_huge"](found_B.data_ptr(), size)
+    for record_B in found_B.split(layout.num_bytes) if native is not None else ():
+        native.functions["advise_huge"](record_B.data_ptr(), layout.num_bytes)  # stops at the first slow page
     return found_B.zero_().view(num_records, layout.num_bytes)
 
 
@@ -173,6 +174,7 @@ class Cache:
         """Distinct experts of all calls, those that were resident, and records that were read."""
         self._free = list(range(slots))
         self._readers: ThreadPoolExecutor | None = None
+        self._done: SimpleQueue[int] = SimpleQueue()
         self._is_used, self._process = False, os.getpid()
 
     def __str__(self) -> str:
@@ -216,7 +218,7 @@ class Cache:
         missing = [expert for expert in experts if expert not in self.slot_of]
         self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
         reading: dict[int, _Reading] = {}
-        needed = frozenset(experts)
+        needed, self._done = frozenset(experts), SimpleQueue()
         try:
             self._read(missing, needed, reading)
             if here:
@@ -258,44 +260,51 @@ class Cache:
             expert = missing.pop(0)
             slot = expert if len(self.records_SB) == self.store.num_experts else self._free[-1]
             self._free.remove(slot)
-            reading[expert] = _Reading(self.store, expert, slot, memory_of(self.records_SB[slot]), self._readers)
+            record = memory_of(self.records_SB[slot])
+            reading[expert] = _Reading(self.store, expert, slot, record, self._readers, self._done)
             self.reads += 1
 
     def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
         """Wait for the next experts, and enter them into their slots."""
-        while True:
-            found = sorted(expert for expert, each in reading.items() if each.is_done)
-            if found:
-                break
-            wait([part for each in reading.values() for part in each.parts if not part.done()], None, FIRST_COMPLETED)
-        for expert in found:
+        found = [self._done.get()]
+        while not self._done.empty():
+            found.append(self._done.get())
+        for expert in sorted(found):
             reading[expert].check()
             self.slot_of[expert] = reading.pop(expert).slot
-        return found
+        return sorted(found)
 
 
 class _Reading:
     """One record on its way into a slot, in pieces; the thread that reads the last one checks the whole."""
 
     def __init__(
-        self, store: ExpertStore, expert: int, slot: int, record: memoryview, readers: ThreadPoolExecutor
+        self,
+        store: ExpertStore,
+        expert: int,
+        slot: int,
+        record: memoryview,
+        readers: ThreadPoolExecutor,
+        done: SimpleQueue[int],
     ) -> None:
         self.slot, self._left, self._lock = slot, len(store.pieces()), Lock()
 
         def read(start: int) -> None:
-            store.read_piece(expert, start, record)
-            with self._lock:
-                self._left -= 1
-                is_last = self._left == 0
-            if is_last:
-                store.check(expert, record)
+            is_last = False
+            try:
+                try:
+                    store.read_piece(expert, start, record)
+                finally:
+                    with self._lock:
+                        self._left -= 1
+                        is_last = self._left == 0
+                if is_last:
+                    store.check(expert, record)
+            finally:
+                if is_last:  # one word a record: the caller does not wake up for a piece
+                    done.put(expert)
 
         self.parts: list[Future[None]] = [readers.submit(read, start) for start in store.pieces()]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all pieces were read, or failed."""
-        return all(part.done() for part in self.parts)
 
     def check(self) -> None:
         """Raise what a piece raised."""
