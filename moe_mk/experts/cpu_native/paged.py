@@ -91,8 +91,9 @@ def records(num_records: int, layout: RecordLayout, native: Native | None = None
     size = num_records * layout.num_bytes
     whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
     found_B = whole[-whole.data_ptr() % HUGE_PAGE :][:size]
-    for record_B in found_B.split(layout.num_bytes) if native is not None else ():
-        native.functions["advise_huge"](record_B.data_ptr(), layout.num_bytes)  # stops at the first slow page
+    if native is not None:
+        for at in range(0, size, layout.num_bytes):  # each stops at its own first slow page
+            native.functions["advise_huge"](found_B.data_ptr() + at, layout.num_bytes)
     return found_B.zero_().view(num_records, layout.num_bytes)
 
 
