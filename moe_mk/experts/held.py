@@ -14,7 +14,7 @@ from moe_mk.weights.scan import Progress
 class HeldExperts(FusedExperts):
     """A backend whose weights are requantised to another scheme than the stored one.
 
-    Not registered; used for a Decision whose weights are held in another format. down: the scheme of down projections.
+    Not registered; used for a Decision whose weights are held in another format. down: that of down projections.
     """
 
     def __init__(self, inner: FusedExperts, scheme: QuantScheme, down: QuantScheme) -> None:

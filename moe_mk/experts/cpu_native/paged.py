@@ -85,8 +85,8 @@ class RecordLayout:
 def records(num_records: int, layout: RecordLayout, native: Native | None = None) -> Tensor:
     """Memory for records, uint8 [S, bytes], zero, on an address that direct reads and large pages need.
 
-    native: of whose system large pages are requested, before the memory is written. Direct reads into scattered pages
-    take up to twice as long, since each is a segment of its own for the disk.
+    native: requests large pages before the memory is written; None: pages of the usual size. Direct reads into
+    scattered small pages are slower, since each page is a segment of its own for the disk.
     """
     size = num_records * layout.num_bytes
     whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
@@ -302,7 +302,7 @@ class _Reading:
                 if is_last:
                     store.check(expert, record)
             finally:
-                if is_last:  # one word a record: the caller does not wake up for a piece
+                if is_last:  # the caller waits for whole records
                     done.put(expert)
 
         self.parts: list[Future[None]] = [readers.submit(read, start) for start in store.pieces()]
