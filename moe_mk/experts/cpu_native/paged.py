@@ -175,7 +175,8 @@ class Cache:
         """Distinct experts of all calls, those that were resident, and records that were read."""
         self._free = list(range(slots))
         self._readers: ThreadPoolExecutor | None = None
-        self._done: SimpleQueue[int] = SimpleQueue()
+        self._ended: SimpleQueue[Future[None]] = SimpleQueue()
+        """Pieces of this call that were read, or failed."""
         self._is_used, self._process = False, os.getpid()
 
     def __str__(self) -> str:
@@ -219,7 +220,7 @@ class Cache:
         missing = [expert for expert in experts if expert not in self.slot_of]
         self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
         reading: dict[int, _Reading] = {}
-        needed, self._done = frozenset(experts), SimpleQueue()
+        needed, self._ended = frozenset(experts), SimpleQueue()
         try:
             self._read(missing, needed, reading)
             if here:
@@ -261,51 +262,43 @@ class Cache:
             expert = missing.pop(0)
             slot = expert if len(self.records_SB) == self.store.num_experts else self._free[-1]
             self._free.remove(slot)
-            record = memory_of(self.records_SB[slot])
-            reading[expert] = _Reading(self.store, expert, slot, record, self._readers, self._done)
+            reading[expert] = _Reading(self.store, expert, slot, memory_of(self.records_SB[slot]), self._readers)
+            for part in reading[expert].parts:
+                part.add_done_callback(self._ended.put)
             self.reads += 1
 
     def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
         """Wait for the next experts, and enter them into their slots."""
-        found = [self._done.get()]
-        while not self._done.empty():
-            found.append(self._done.get())
-        for expert in sorted(found):
+        while not (found := sorted(expert for expert, each in reading.items() if each.is_done)):
+            self._ended.get()
+        for expert in found:
             reading[expert].check()
             self.slot_of[expert] = reading.pop(expert).slot
-        return sorted(found)
+        return found
 
 
 class _Reading:
     """One record on its way into a slot, in pieces; the thread that reads the last one checks the whole."""
 
     def __init__(
-        self,
-        store: ExpertStore,
-        expert: int,
-        slot: int,
-        record: memoryview,
-        readers: ThreadPoolExecutor,
-        done: SimpleQueue[int],
+        self, store: ExpertStore, expert: int, slot: int, record: memoryview, readers: ThreadPoolExecutor
     ) -> None:
         self.slot, self._left, self._lock = slot, len(store.pieces()), Lock()
 
         def read(start: int) -> None:
-            is_last = False
-            try:
-                try:
-                    store.read_piece(expert, start, record)
-                finally:
-                    with self._lock:
-                        self._left -= 1
-                        is_last = self._left == 0
-                if is_last:
-                    store.check(expert, record)
-            finally:
-                if is_last:  # the caller waits for whole records
-                    done.put(expert)
+            store.read_piece(expert, start, record)
+            with self._lock:
+                self._left -= 1
+                is_last = self._left == 0
+            if is_last:
+                store.check(expert, record)
 
         self.parts: list[Future[None]] = [readers.submit(read, start) for start in store.pieces()]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all pieces were read, or failed."""
+        return all(part.done() for part in self.parts)
 
     def check(self) -> None:
         """Raise what a piece raised."""
