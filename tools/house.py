@@ -43,7 +43,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 27_000,
     "library lines": 53_592,
-    "test lines": 70_190,
+    "test lines": 70_191,
     "tool and benchmark lines": 11_183,
     "long files": 0,
     "frames at EP=1": 9,

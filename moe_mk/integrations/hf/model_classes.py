@@ -1,4 +1,4 @@
-"""Models of transformers from a configuration alone."""
+"""Configurations of transformers, and models from a configuration alone."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import copy
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from moe_mk.errors import UnsupportedError, unless_signalled
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ImportError,
             ZeroDivisionError, NotImplementedError, OSError)  # fmt: skip
 """What a class raises that is not built or called as others are."""
+
+
+def config_of(path: str | PathLike[str]) -> PretrainedConfig:
+    """The configuration of a config.json or of its folder, whose own code is never run.
+
+    Raises UnsupportedError for what transformers itself cannot read.
+    """
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except unless_signalled(*FAILURES) as problem:
+        raise UnsupportedError(f"{path}: transformers has no such configuration", [first_line(problem)]) from None
+    return found
 
 
 def model_of(config: PretrainedConfig, **settings: Any) -> nn.Module:

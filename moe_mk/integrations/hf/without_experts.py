@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import UnsupportedError, WeightError
-from moe_mk.integrations.hf.model_classes import model_of
+from moe_mk.integrations.hf.model_classes import config_of, model_of
 from moe_mk.integrations.hf.modules import is_experts
 from moe_mk.quant.kinds import WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.weights.completeness import some
@@ -43,15 +43,16 @@ def model_without_experts(
     """The causal model of a checkpoint folder on the CPU, in evaluation mode, its experts on the meta device.
 
     dtype: of all parameters, except those that the model keeps in f32. config: None reads config.json.
-    Raises ConfigError for a quantisation that is not supported, UnsupportedError for a GGUF file and for a model
-    without experts, WeightError listing all parameters that the checkpoint lacks or has in another shape.
+    Raises ConfigError for a quantisation that is not supported, UnsupportedError for a GGUF file and for a model that
+    transformers lacks or that has no experts, WeightError listing all parameters that the checkpoint lacks or has in
+    another shape.
     """
     if is_gguf(path):
         raise UnsupportedError(
             f"{path} is a GGUF model, whose other tensors transformers reads",
             ["load it with from_pretrained(folder, gguf_file=name), then call replace_experts"],
         )
-    config = copy.deepcopy(AutoConfig.from_pretrained(path, trust_remote_code=False) if config is None else config)
+    config = copy.deepcopy(config_of(path) if config is None else config)
     quant = dict(getattr(config, "quantization_config", None) or {})
     packing = _Packing(SafetensorsSource(path), quant, str(path))
     if quant:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
-from moe_mk.integrations.hf.model_classes import FAILURES, first_line, model_of
+from moe_mk.integrations.hf.model_classes import FAILURES, config_of, first_line, model_of
 from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.lab.checkpoints.block_tensors import (
@@ -56,11 +56,7 @@ def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquat
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     stated = read_mapping(file)
-    try:
-        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except unless_signalled(*FAILURES) as problem:
-        raise UnsupportedError(f"{file}: transformers has no such configuration", [first_line(problem)]) from None
-    return derive_from(config, stated, layer)
+    return derive_from(config_of(file), stated, layer)
 
 
 def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int | None = None) -> LayerEquation:

@@ -1,6 +1,7 @@
 """Equations derived from model classes: of a family without a row, and of those that have a row in a table."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.model_classes import model_of
+from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.cli.app import app
 
@@ -149,13 +151,10 @@ def test_parts_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
         derive(tmp_path)
 
 
-def test_layers_without_experts_and_unknown_classes_are_named(tmp_path: Path) -> None:
+def test_layers_without_experts_are_named(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UnsupportedError, match=r"(?s)layer 0 .* layers with experts: \[1, 2\]"):
         derive(tmp_path, layer=0)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd_two"}))
-    with pytest.raises(UnsupportedError, match="transformers has no such configuration"):
-        derive(tmp_path)
 
 
 SMALL = {
@@ -190,6 +189,15 @@ WHOLE = (
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("door", [derive, model_without_experts])
+def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own_code", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nOwn = None\n")
+    with pytest.raises(UnsupportedError, match="transformers has no such configuration"):
+        door(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
 def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
     if family not in transformers.CONFIG_MAPPING:
