@@ -169,13 +169,14 @@ def raised_by_a_handler(rank: int, transport: str, raised: type[Exception]) -> l
     def handler(*_: object) -> None:
         raise raised("the step took too long")
 
+    def call(x: torch.Tensor) -> torch.Tensor:
+        signal.setitimer(signal.ITIMER_REAL, 0.0 if rank else 0.1)
+        time.sleep(0.3 * rank)
+        return made(x)
+
     before = signal.signal(signal.SIGALRM, handler)
     dist.barrier()
-    if rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-    else:
-        time.sleep(0.3)
-    failed = outcome(partial(made, tokens(rank, 6, 1)), wanted[1])
+    failed = outcome(partial(call, tokens(rank, 6, 1)), wanted[1])
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     made.recover()
