@@ -23,15 +23,17 @@ class Base(ABC):
     def volume(cls, problem: int) -> int: ...
 
 
-class Good(Base):
-    traits = "good"
-
+class NoTraits(Base):
     def run(self, tokens: int, weights: int) -> int:
         return tokens
 
     @classmethod
     def volume(cls, problem: int) -> int:
         return problem
+
+
+class Good(NoTraits):
+    traits = "good"
 
 
 class OtherParameters(Good):
@@ -44,15 +46,6 @@ class NoVolume(Base):
 
     def run(self, tokens: int, weights: int) -> int:
         return tokens
-
-
-class NoTraits(Base):
-    def run(self, tokens: int, weights: int) -> int:
-        return tokens
-
-    @classmethod
-    def volume(cls, problem: int) -> int:
-        return problem
 
 
 class NotAMethod(Good):

@@ -173,7 +173,9 @@ class PreparedForward:
             elif listener is not None:
                 written = self._unwritten(x_TH.shape[0])
                 tensors, routed = (written.ids_TK, written.weights_TK), partial(listener, written)
-            weights_T = None if given is not None or shared is None else shared.row_weights(x_TH)
+            weights_T = None
+            if shared is not None and shared.is_weighted and given is None:
+                weights_T = shared.row_weights(x_TH)
             y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
             if first is not native.Stage.DISPATCH:
                 routing.tokens += x_TH.shape[0]

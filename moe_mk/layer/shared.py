@@ -30,17 +30,19 @@ class SharedExperts:
         self.weights: Weights | None = None
         self.gate_H: Tensor | None = None
         """f32. The sigmoid of its product with a token multiplies the output; None: the output is added as it is."""
+        self.is_weighted = scale != 1
+        """Whether the factor or a gate multiplies the output."""
 
     def load(self, weights: SlotWeights, gate_H: Tensor | None = None) -> None:
         """Take the matrices, in the layout the backend reads, and the gate."""
         self.gate_H = None if gate_H is None else gate_H.to(device=self.experts.context.device, dtype=torch.float32)
+        self.is_weighted = gate_H is not None or self.scale != 1
         self.weights = self.experts.relayout(MappedExpertWeights((weights,), weights.up_IH.scheme))
 
-    def row_weights(self, x_TH: Tensor) -> Tensor | None:
-        """(T, 1), f32, of the gate: row by row, so that the bits of a token do not depend on the batch. None: ones."""
+    def row_weights(self, x_TH: Tensor) -> Tensor:
+        """(T, 1), f32, of the gate: row by row, so that the bits of a token do not depend on the batch."""
         if self.gate_H is None:
-            ones = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
-            return None if self.scale == 1 else ones * self.scale
+            return torch.full((x_TH.shape[0], 1), self.scale, dtype=torch.float32, device=x_TH.device)
         return self.scale * torch.sigmoid((x_TH.to(torch.float32) * self.gate_H).sum(1, keepdim=True))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
@@ -52,12 +54,9 @@ class SharedExperts:
             expect("hidden_states", x_TH, "T H", FLOATS, c.device, H=c.hidden_size)
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
-            weights_TK = self.row_weights(x_TH)
-            if weights_TK is None:
-                weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
             same = x_TH.dtype is self.dtype.dtype
             x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
-            tokens = permute(RowTokens(x, ids_TK, weights_TK, 1), self.experts.traits.consumes)
+            tokens = permute(RowTokens(x, ids_TK, self.row_weights(x_TH), 1), self.experts.traits.consumes)
             output = self.experts(tokens, self.weights)
             return weight_and_reduce(output, tokens, until=OutputStage.REDUCED).y
 

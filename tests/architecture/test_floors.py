@@ -13,6 +13,8 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.registry import Registry
 from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
+from tools.decode_step import decode_steps
+from tools.house import LIMITS
 
 
 @pytest.mark.parametrize(
@@ -142,3 +144,8 @@ def test_a_rule_lets_pass_what_keeps_it(name: str, where: str, code: str) -> Non
 
 def test_every_rule_is_shown_to_bite() -> None:
     assert {name for name, *_ in BAD} == set(RULES)
+
+
+def test_a_decode_step_has_no_more_frames_than_its_limits() -> None:
+    counted = {name: number for step in decode_steps() for name, number in step.as_dict().items() if name in LIMITS}
+    assert len(counted) == 4 and all(number <= LIMITS[name] for name, number in counted.items()), counted
