@@ -16,18 +16,23 @@ from moe_mk.config.base import Settings, read_mapping
 from moe_mk.errors import ConfigError
 
 FILE = "layer_equation.json"
+FUSED_SHARED_BIAS = 1e30
+"""The bias for selection of experts that every token has."""
 KEY = "layer_equation"
 """Under which a parsed config.json holds the contents of the file."""
 MODULES = (
     "gate", "experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj",
     "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj", "shared_expert_gate",
+    "shared_experts.{e}.gate_proj", "shared_experts.{e}.up_proj", "shared_experts.{e}.down_proj",
+    "fc1_latent_proj", "fc2_latent_proj",
 )  # fmt: skip
 """Names of the linear maps of a layer, as DeepSeek-V3's and Qwen2-MoE's checkpoints have them."""
 VECTORS = (
-    "gate.e_score_correction_bias", "gate.bias",
+    "gate.e_score_correction_bias", "gate.bias", "router.per_expert_scale",
     "experts.{e}.gate_proj.bias", "experts.{e}.up_proj.bias", "experts.{e}.down_proj.bias",
 )  # fmt: skip
-"""Names of its vectors: the bias for selection, the bias of the logits, biases of experts outside of linear modules."""
+"""Names of its vectors: the bias for selection, the bias of the logits, the factors of the routing weights (or one of
+all), biases of experts outside of linear modules."""
 
 
 class TensorPart(Settings):
@@ -39,6 +44,8 @@ class TensorPart(Settings):
     """Which of its outputs: one half, or every other one where gate and up alternate."""
     transposed: bool = False
     """Whether it is stored as (inputs, outputs)."""
+    first: int = 0
+    """The expert that is the tensor's first: of `shared_experts.{e}`, those that the router scores, all routed ones."""
 
 
 class TensorNames(Settings):

@@ -58,6 +58,9 @@ class ModelConfig(Settings):
     """Experts without weights, with the ids from num_experts on, as in LongCat-Flash; no token is sent to them."""
     zero_expert_type: Literal["identity", "drop"] = "identity"
     """What an expert without weights returns. identity: the layer's input; drop: zeros."""
+    num_fused_shared_experts: int = Field(default=0, ge=0, le=2**16)
+    """How many of num_experts, the last ones, are shared experts that the router scores and every token has, as in
+    Inkling: router.top_k counts them, and a renormalisation includes them. Placed and dispatched like the others."""
     num_shared_experts: int = Field(default=0, ge=0, le=2**16)
     shared_intermediate_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
@@ -335,9 +338,8 @@ class MoEConfig(Settings):
 
     def _router_problems(self) -> list[str]:
         experts, r = self.model.num_experts, self.router
-        problems = []
-        if r.top_k > experts:
-            problems.append(f"router.top_k={r.top_k} exceeds model.num_experts={experts}; lower top_k")
+        above = r.top_k > experts
+        problems = [f"router.top_k={r.top_k} exceeds model.num_experts={experts}; lower top_k"] if above else []
         if r.topk_group > r.num_expert_group:
             problems.append(
                 f"router.topk_group={r.topk_group} exceeds router.num_expert_group={r.num_expert_group}; "
@@ -364,10 +366,15 @@ class MoEConfig(Settings):
             "router.num_expert_group": r.num_expert_group > 1, "router.hash_vocabulary": r.hash_vocabulary,
             "router.has_expert_scale": r.has_expert_scale, "router.weight_on_input": r.weight_on_input,
             "model.latent_size": self.model.latent_size, "model.input_norm": self.model.input_norm,
+            "model.num_fused_shared_experts": (fused := self.model.num_fused_shared_experts),
         }  # fmt: skip
         given = [name for name, is_given in without.items() if is_given]
         if given and (zero := self.model.num_zero_experts):
             problems.append(f"model.num_zero_experts={zero} is not supported with {', '.join(given)}")
+        if fused and (given := [name for name in given if name.startswith("router.num") or "hash" in name]):
+            problems.append(f"model.num_fused_shared_experts={fused} is not supported with {', '.join(given)}")
+        if fused >= r.top_k:
+            problems.append(f"model.num_fused_shared_experts={fused} leaves none of router.top_k={r.top_k} to choose")
         return problems + self._hash_problems() + self._training_problems()
 
     def _training_problems(self) -> list[str]:
@@ -382,9 +389,8 @@ class MoEConfig(Settings):
             if given := [f"router.{name}" for name, is_given in others.items() if is_given]:
                 problems.append(f"router.kind={r.kind!r} does not support {', '.join(given)}; use kind='topk'")
         if r.num_choices is not None and not r.top_k <= r.num_choices <= experts:
-            problems.append(
-                f"router.num_choices={r.num_choices} is not in [router.top_k={r.top_k}, model.num_experts={experts}]"
-            )
+            tried = f"router.num_choices={r.num_choices}"
+            problems.append(f"{tried} is not in [router.top_k={r.top_k}, model.num_experts={experts}]")
         return problems
 
     def _hash_problems(self) -> list[str]:
@@ -392,15 +398,11 @@ class MoEConfig(Settings):
             return []
         problems = []
         if self.router.has_correction_bias:
-            problems.append(
-                "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, so a "
-                "bias has no effect; set has_correction_bias=false"
-            )
+            what = "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, so a"
+            problems.append(f"{what} bias has no effect; set has_correction_bias=false")
         if self.kernel.graphs:
-            problems.append(
-                "kernel.graphs=True but router.hash_vocabulary reads token ids on the host to check their range; set "
-                "graphs=false"
-            )
+            what = "kernel.graphs=True but router.hash_vocabulary reads token ids on the host to check their range"
+            problems.append(f"{what}; set graphs=false")
         return problems
 
     def _parallel_problems(self) -> list[str]:
@@ -425,9 +427,8 @@ class MoEConfig(Settings):
                 widths += f" and {model.shared_size} of the shared experts"
             rows, columns = model.quant.edges
             edges = f" at the edges of {rows}x{columns} blocks" if (rows, columns) != (1, 1) else ""
-            problems.append(
-                f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {', '.join(map(str, legal))}"
-            )
+            possible = ", ".join(map(str, legal))
+            problems.append(f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {possible}")
         return problems
 
     def _invariant_problems(self) -> list[str]:
@@ -443,10 +444,8 @@ class MoEConfig(Settings):
         if kernel.invariant and kernel.tiles > 1:
             problems.append(f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1")
         if kernel.invariant and kernel.wire not in ("auto", "plain"):
-            problems.append(
-                f"kernel.invariant=True but kernel.wire={kernel.wire!r} rounds rows that are sent and no others; use "
-                "wire='auto'"
-            )
+            what = f"kernel.invariant=True but kernel.wire={kernel.wire!r} rounds rows that are sent and no others"
+            problems.append(f"{what}; use wire='auto'")
         return problems
 
     def _legal_tp_sizes(self) -> list[int]:

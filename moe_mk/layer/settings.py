@@ -166,6 +166,7 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
     return LayerSpec(
         num_experts=model.num_experts,
         num_zero_experts=model.num_zero_experts,
+        num_fused_shared_experts=model.num_fused_shared_experts,
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_intermediate_size,
         scheme=model.quant.weight_scheme,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from moe_mk.config.equation import FUSED_SHARED_BIAS
 from moe_mk.errors import FallbackWarning, WeightError
 from moe_mk.quant import BlockedScheme, Plain, QuantScheme, QuantTensor, plain
 from moe_mk.weights.expert_weights import (
@@ -59,6 +61,12 @@ class LayerReader:
             norm = tuple(self._vector(Part(Role.INPUT_NORM, each)).clone() for each in ("experts", "router"))
         scaled = self.spec.has_expert_scale
         expert_scale_E = self._vector(Part(Role.EXPERT_SCALE)).to(torch.float32, copy=True) if scaled else None
+        if expert_scale_E is not None and expert_scale_E.numel() == 1:  # one factor of all
+            expert_scale_E = expert_scale_E.expand(self.spec.num_experts).contiguous()
+        if self.spec.num_fused_shared_experts:
+            first = len(gate_EH) - self.spec.num_fused_shared_experts
+            chosen_E = torch.zeros(len(gate_EH), dtype=torch.float32, device="cpu") if bias_E is None else bias_E
+            bias_E = functional.pad(chosen_E[:first], (0, len(gate_EH) - first), value=FUSED_SHARED_BIAS)
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import gcd, lcm
 from typing import Any
 
@@ -54,6 +54,8 @@ class Features:
     """Whether each expert has a factor of its routing weights."""
     num_zero_experts: int = 0
     """Experts without weights that the router scores behind the others."""
+    num_fused_shared_experts: int = 0
+    """How many of the experts, the last ones, every token has: the bias for selection may lack them."""
     stacks_transposed: bool = False
     """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
     table: tuple[int, int] | None = None
@@ -188,7 +190,7 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     scored = spec.num_experts + spec.num_zero_experts
     router = [Expected(Part(Role.ROUTER), (scored, spec.hidden_size), FLOATS)]
     if spec.has_gate_bias:
-        router.append(Expected(Part(Role.BIAS), (scored,), FLOATS))
+        router.append(Expected(Part(Role.BIAS), (scored - spec.num_fused_shared_experts,), FLOATS, ((scored,),)))
     if spec.has_logit_bias and convention.logit_bias:
         router.append(Expected(Part(Role.LOGIT_BIAS), (scored,), FLOATS))
     if spec.table is not None:
@@ -206,7 +208,7 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
             Expected(Part(Role.INPUT_NORM, which), (spec.hidden_size,), FLOATS) for which in convention.input_norm
         ]
     if spec.has_expert_scale:
-        router.append(Expected(Part(Role.EXPERT_SCALE), (spec.num_experts,), FLOATS))
+        router.append(Expected(Part(Role.EXPERT_SCALE), (spec.num_experts,), FLOATS, ((1,), ())))
     of = _Matrices(spec, convention)
     experts = (
         of.fused()
@@ -215,6 +217,8 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
         if convention.stacked
         else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
     )
+    if not (convention.fused or convention.stacked):  # transformers writes tensors of experts that have no weights
+        experts += [replace(e, optional=True) for i in range(spec.num_experts, scored) for e in of.mlp(Role.EXPERT, i)]
     shared = of.mlp(Role.SHARED, None) if spec.num_shared_experts else []
     return {convention.spell(each.part): each for each in (*router, *experts, *shared)}
 

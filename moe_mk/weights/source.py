@@ -7,6 +7,7 @@ process that maps the file.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -283,10 +284,9 @@ class RenamedSource(SafetensorsSource):
         super().__init__(path)
         self._inner = SafetensorsSource(path)
         self._views = {name: _View(name) for name in self._inner.names()}
-        for name in tuple(self._views):
-            found = {
-                made: view for key, part in names.parts.items() for made, view in self._named(names, key, part, name)
-            }
+        for name, rest in itertools.product(tuple(self._views), ("", r"\.[^.]+")):  # gate.bias may be a part itself
+            parts = names.parts.items() if name in self._views else ()
+            found = {made: view for key, part in parts for made, view in self._named(names, key, part, name, rest)}
             if found:
                 del self._views[name]
                 self._views |= found
@@ -322,24 +322,27 @@ class RenamedSource(SafetensorsSource):
         """The file that holds a tensor."""
         return self._inner.file_of(self._views[name].name)
 
-    def _named(self, names: TensorNames, key: str, part: str | TensorPart, name: str) -> Iterator[tuple[str, _View]]:
-        """What a tensor holds of a part, by the name that it gets."""
+    def _named(
+        self, names: TensorNames, key: str, part: str | TensorPart, name: str, rest: str
+    ) -> Iterator[tuple[str, _View]]:
+        """What a tensor holds of a part, by the name that it gets. rest: what may follow the part's path."""
         path = part if isinstance(part, str) else part.tensor
         pattern = (
             re.escape(names.prefix + path).replace(r"\{N\}", r"(?P<N>\d{1,9})").replace(r"\{e\}", r"(?P<e>\d{1,9})")
         )
-        found = re.fullmatch(pattern + r"(?P<rest>\.[^.]+)?", name)
+        found = re.fullmatch(f"{pattern}(?P<rest>{rest})", name)
         if found is None:
             return
-        groups, rest = found.groupdict(), found["rest"] or ("" if key in VECTORS else ".weight")
-        made = f"model.layers.{groups['N']}.mlp.{key}{rest}"
+        groups, last = found.groupdict(), found["rest"] or ("" if key in VECTORS else ".weight")
+        made = f"model.layers.{groups['N']}.mlp.{key}{last}".replace("shared_experts.{e}", "experts.{e}")
         if isinstance(part, str):
             yield made.replace("{e}", groups.get("e", "")), _View(name)
         elif "{e}" in key and "{e}" not in path:
             for expert in range(self._inner.entry(name).shape[0]):
-                yield made.replace("{e}", str(expert)), _View(name, expert, part.rows, part.transposed)
+                yield made.replace("{e}", str(part.first + expert)), _View(name, expert, part.rows, part.transposed)
         else:
-            yield made.replace("{e}", groups.get("e", "")), _View(name, None, part.rows, part.transposed)
+            number = str(part.first + int(groups.get("e", 0)))
+            yield made.replace("{e}", number), _View(name, None, part.rows, part.transposed)
 
 
 @dataclass(frozen=True)

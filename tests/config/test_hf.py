@@ -38,41 +38,22 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], MoEConfig]]] =
     "deepseek_v3": (lambda: deepseek_v3(quantization_config=FP8), lambda: plain("deepseek_v3").with_(
         quant={"weights": "fp8_block"})),
     "deepseek_v3 in bf16": (deepseek_v3, lambda: plain("deepseek_v3")),
-    "kimi_k2": (
-        lambda: deepseek_v3(model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1,
-                            routed_scaling_factor=2.827, topk_method="noaux_tc", scoring_func="sigmoid",
-                            quantization_config=FP8),
-        lambda: load_config("kimi_k2"),
-    ),
-    "deepseek_v2_lite": (
-        lambda: saved(transformers.DeepseekV2Config(
-            hidden_size=2048, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
-            num_experts_per_tok=6, n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False)),
-        lambda: load_config("deepseek_v2_lite"),
-    ),
-    "qwen3_moe": (
-        lambda: saved(transformers.Qwen3MoeConfig(
-            hidden_size=4096, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)),
-        lambda: load_config("qwen3_moe"),
-    ),
-    "glm_4_5": (
-        lambda: saved(transformers.Glm4MoeConfig(
-            hidden_size=5120, moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=1,
-            num_experts_per_tok=8, routed_scaling_factor=2.5, norm_topk_prob=True)),
-        lambda: load_config("glm_4_5"),
-    ),
-    "deepseek_v4_flash": (
-        lambda: saved(transformers.DeepseekV4Config(), expert_dtype="fp4", quantization_config=FP8),
-        lambda: load_config("deepseek_v4_flash"),
-    ),
-    "deepseek_v4_flash in bf16": (
-        lambda: saved(transformers.DeepseekV4Config()),
-        lambda: plain("deepseek_v4_flash"),
-    ),
-    "mixtral_8x7b": (
-        lambda: saved(transformers.MixtralConfig()),
-        lambda: load_config("mixtral_8x7b"),
-    ),
+    "kimi_k2": (lambda: deepseek_v3(
+        model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827,
+        topk_method="noaux_tc", scoring_func="sigmoid", quantization_config=FP8), lambda: load_config("kimi_k2")),
+    "deepseek_v2_lite": (lambda: saved(transformers.DeepseekV2Config(
+        hidden_size=2048, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+        n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False)), lambda: load_config("deepseek_v2_lite")),
+    "qwen3_moe": (lambda: saved(transformers.Qwen3MoeConfig(
+        hidden_size=4096, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)),
+        lambda: load_config("qwen3_moe")),
+    "glm_4_5": (lambda: saved(transformers.Glm4MoeConfig(
+        hidden_size=5120, moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8,
+        routed_scaling_factor=2.5, norm_topk_prob=True)), lambda: load_config("glm_4_5")),
+    "deepseek_v4_flash": (lambda: saved(transformers.DeepseekV4Config(), expert_dtype="fp4", quantization_config=FP8),
+                          lambda: load_config("deepseek_v4_flash")),
+    "deepseek_v4_flash in bf16": (lambda: saved(transformers.DeepseekV4Config()), lambda: plain("deepseek_v4_flash")),
+    "mixtral_8x7b": (lambda: saved(transformers.MixtralConfig()), lambda: load_config("mixtral_8x7b")),
 }  # fmt: skip
 
 

@@ -61,12 +61,13 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     if not model["num_shared_experts"] and not model["latent_size"]:
         model["input_norm"] = draw(st.sampled_from([None, 1e-6]))
     router["weight_on_input"] = router["top_k"] == 1 and draw(flag)
-    changed = model["latent_size"] or model.get("input_norm") or router["has_expert_scale"]
+    most = min(2, router["top_k"] - 1) if groups == 1 and not hashed else 0
+    model["num_fused_shared_experts"] = draw(st.integers(0, most))
+    changed = model["num_fused_shared_experts"] or router["has_expert_scale"]
+    changed = changed or model["latent_size"] or model.get("input_norm")
     if groups == 1 and not (hashed or changed or router["weight_on_input"]):
-        model |= {
-            "num_zero_experts": draw(st.integers(0, 3)),
-            "zero_expert_type": draw(st.sampled_from(["identity", "drop"])),
-        }
+        kind = draw(st.sampled_from(["identity", "drop"]))
+        model |= {"num_zero_experts": draw(st.integers(0, 3)), "zero_expert_type": kind}
     if model["latent_size"]:
         model["latent_norm"] = draw(st.sampled_from([None, 1e-5]))
     kernel = {
@@ -119,20 +120,15 @@ def test_any_change_of_a_setting_is_a_setting_or_a_refusal(
 
 
 EQUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "clamps": (
-        {
-            "activation": "silu_limit", "swiglu_limit": 0.3, "num_shared_experts": 1, "shared_activation": "situ",
-            "shared_swiglu_limit": 0.5, "swiglu_alpha": 0.7,
-        },
-        {},
-    ),
-    "latent norm": (
-        {"activation": "situ", "swiglu_alpha": 0.7, "latent_size": 32, "latent_norm": 1e-5, "num_shared_experts": 1}, {}
-    ),
+    "clamps": ({"activation": "silu_limit", "swiglu_limit": 0.3, "num_shared_experts": 1, "swiglu_alpha": 0.7,
+                "shared_activation": "situ", "shared_swiglu_limit": 0.5}, {}),
+    "latent norm": ({"activation": "situ", "swiglu_alpha": 0.7, "latent_size": 32, "latent_norm": 1e-5,
+                     "num_shared_experts": 1}, {}),
     "weight on the input": ({"num_shared_experts": 1}, {"top_k": 1, "weight_on_input": True, "renormalize": False}),
     "norm and scale": ({"input_norm": 1e-6}, {"has_expert_scale": True}),
     "scale on the input": ({}, {"top_k": 1, "weight_on_input": True, "has_expert_scale": True, "renormalize": False}),
     "experts without weights": ({"num_zero_experts": 6, "num_shared_experts": 1}, {"renormalize": False}),
+    "shared in the normalisation": ({"num_fused_shared_experts": 2}, {"scoring_func": "sigmoid"}),
     "mean with shared experts": ({"num_shared_experts": 2, "shared_scale": 0.5}, {"routed_scaling_factor": 0.5}),
     "groups by two": ({}, {"num_expert_group": 4, "topk_group": 2, "group_score": "two_best"}),
 }  # fmt: skip

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from moe_mk.config.equation import MODULES, VECTORS, TensorNames, TensorPart
+from moe_mk.config.equation import FUSED_SHARED_BIAS, MODULES, VECTORS, TensorNames, TensorPart
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import Act
 from moe_mk.kernels.reference.activation import activation
+from moe_mk.router.router import Router
+from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import Part, Role, block_prefixes, layer_of, recognise
 
 
@@ -33,6 +37,18 @@ class Mlp:
         return h @ self.down.T
 
 
+class Sizes(NamedTuple):
+    """Of a block."""
+
+    experts: int
+    """With weights, routed ones."""
+    hidden: int
+    fused: int = 0
+    """Shared experts that the router scores like the others, and every token has."""
+    zero: int = 0
+    """Experts without weights."""
+
+
 @dataclass
 class Tensors:
     """The tensors of a block by purpose."""
@@ -45,6 +61,32 @@ class Tensors:
     shared_gate: Tensor | None
     zeroed: list[Tensor]
     """Biases of experts, which no routing depends on."""
+    sizes: Sizes
+    latent: tuple[Tensor, Tensor] | None = None
+    """The projections of tokens to the width of the experts, and back."""
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    """Of one value, by name."""
+
+    @property
+    def width(self) -> int:
+        """The intermediate size of an expert."""
+        return self.experts[0].down.shape[1]
+
+    @property
+    def shared_width(self) -> int:
+        """That of the shared experts; 0 without any."""
+        return 0 if self.shared is None else self.shared.down.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """The width that experts read."""
+        return self.sizes.hidden if self.latent is None else self.latent[0].shape[0]
+
+    def bias(self, name: str | None, padding: float) -> Tensor:
+        """A vector by name, or zeros, with a value for each of the fused shared experts that it lacks."""
+        scored = len(self.router_EH)
+        found = self.router_EH.new_zeros(scored - self.sizes.fused) if name is None else self.vectors[name].reshape(-1)
+        return functional.pad(found, (0, scored - found.numel()), value=padding)
 
 
 def is_block(module: nn.Module) -> bool:
@@ -52,43 +94,44 @@ def is_block(module: nn.Module) -> bool:
     return sizes_of(module) is not None and all(sizes_of(child) is None for child in module.children())
 
 
-def sizes_of(module: nn.Module) -> tuple[int, int] | None:
-    """Experts and hidden size of a block; None for a module without experts or without their router."""
+def sizes_of(module: nn.Module) -> Sizes | None:
+    """The sizes of a block; None for a module without experts or without their router."""
     tensors = dict(module.named_parameters())
-    stacks = [t.shape[0] for t in tensors.values() if t.ndim == 3 and min(t.shape) > 1]
+    stacks = Counter(t.shape[0] for t in tensors.values() if t.ndim == 3 and min(t.shape) > 1)
     listed: dict[tuple[str, str], int] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and (found := re.fullmatch(r"(.*?)(?:^|\.)(\d+)\.(.*)", name)):
             listed[found[1], found[3]] = listed.get((found[1], found[3]), 0) + 1
+    gates = [
+        t for name, t in tensors.items() if t.ndim == 2 and "bias" not in name and not re.search(r"(?:^|\.)\d+\.", name)
+    ]
     for num_experts in {*stacks, *listed.values()}:
-        gates = [
-            t
-            for name, t in tensors.items()
-            if t.ndim == 2
-            and t.shape[0] == num_experts
-            and "bias" not in name
-            and not re.search(r"(?:^|\.)\d+\.", name)
-        ]
-        if num_experts > 1 and gates and (stacks or 2 <= list(listed.values()).count(num_experts) <= 3):
-            return num_experts, gates[0].shape[1]
+        if num_experts == 1 or not (stacks or 2 <= list(listed.values()).count(num_experts) <= 3):
+            continue
+        for gate in gates:
+            fused = gate.shape[0] - num_experts
+            if fused == 0 and stacks[num_experts] == 1 and (smaller := [n for n in stacks if n < num_experts]):
+                return Sizes(max(smaller), gate.shape[1], zero=num_experts - max(smaller))
+            if fused == 0 or (0 < fused < num_experts and stacks[fused] > 1):
+                return Sizes(num_experts, gate.shape[1], max(fused, 0))
     return None
 
 
-def tensors_of_block(block: nn.Module, num_experts: int, hidden: int) -> Iterator[Tensors]:
+def tensors_of_block(block: nn.Module, sizes: Sizes) -> Iterator[Tensors]:
     """Every way to read the tensors of a block, which differ in the order of gate and up."""
+    num_experts, hidden, fused, zero = sizes
     named = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     named = {name: tensor.detach() for name, tensor in named.items()}
-    stacks = {
-        name: t for name, t in named.items() if t.ndim == 3 and t.shape[0] == num_experts and hidden in t.shape[1:]
-    }
+    stacks = {name: t for name, t in named.items() if t.ndim == 3 and t.shape[0] in (num_experts, num_experts + zero)}
+    always = {name: t for name, t in named.items() if t.ndim == 3 and t.shape[0] == fused}
     lists: dict[str, dict[int, Tensor]] = {}
     for name, tensor in named.items():
         if tensor.ndim <= 2 and (found := re.fullmatch(r"(.*?(?:^|\.))(\d+)(\..*)", name)):
             lists.setdefault(f"{found[1]}{{e}}{found[3]}", {})[int(found[2])] = tensor
     lists = {name: each for name, each in lists.items() if len(each) == num_experts}
-    matrices = {name: list(t) for name, t in stacks.items()}
+    matrices = {name: list(t[:num_experts]) for name, t in stacks.items()}
     matrices |= {name: [each[e] for e in range(num_experts)] for name, each in lists.items() if each[0].ndim == 2}
-    used = {*stacks, *(name.replace("{e}", str(e)) for name in lists for e in range(num_experts))}
+    used = {*stacks, *always, *(name.replace("{e}", str(e)) for name in lists for e in range(num_experts))}
     zeroed = [t for name, each in lists.items() if each[0].ndim == 1 for t in each.values()]
     folders = {name.rpartition(".")[0] for name in stacks}
     for name, tensor in named.items():
@@ -100,28 +143,48 @@ def tensors_of_block(block: nn.Module, num_experts: int, hidden: int) -> Iterato
         ):
             zeroed.append(tensor)
             used.add(name)
-    gates = [name for name, t in named.items() if name not in used and t.shape == (num_experts, hidden)]
+    scored = num_experts + fused + zero
+    gates = [name for name, t in named.items() if name not in used and t.shape == (scored, hidden)]
     if not gates:
-        raise UnsupportedError("its router is not found", [f"none of its matrices is ({num_experts}, {hidden})"])
+        raise UnsupportedError("its router is not found", [f"none of its matrices is ({scored}, {hidden})"])
     vectors = {
         name: t
         for name, t in named.items()
-        if name not in used and t.numel() == num_experts and t.is_floating_point() and t.ndim <= 2
+        if name not in used and t.numel() in (num_experts, scored) and t.is_floating_point() and t.ndim <= 2
     }
     shared_gates = [name for name, t in named.items() if name not in used and t.shape == (1, hidden)]
-    used |= {*vectors, *shared_gates}
-    routed = _readings(matrices, hidden, "experts")
-    for gate in gates:
-        others = {name: t for name, t in named.items() if name not in used | {gate} and t.numel() > 1}
+    scales = {n: t for n, t in named.items() if n not in used and t.numel() == 1 and t.is_floating_point()}
+    used |= {*vectors, *shared_gates, *scales}
+    left = {name: tensor for name, tensor in named.items() if name not in used}
+    for gate, (reach, latent) in itertools.product(gates, _widths(left, matrices, hidden)):
+        routed = _readings(matrices, reach, "experts")
+        if always:
+            own = _readings({n: list(t) for n, t in always.items()}, reach, "shared experts")
+            routed = [one + other for one, other in zip(routed, own, strict=False)]
+        others = {name: t for name, t in left.items() if name not in (gate, *latent) and t.numel() > 1}
         odd = [name for name, t in others.items() if t.ndim != 2 or hidden not in t.shape]
         if odd:
             listed = [f"{name} of {tuple(others[name].shape)}" for name in odd]
             raise UnsupportedError("it has tensors of no known purpose", listed)
-        both = {name: [t] for name, t in others.items()}
-        common: list[Any] = _readings(both, hidden, "shared experts") if both else [[None]]
+        both_shared = {name: [t] for name, t in others.items()}
+        common: list[Any] = _readings(both_shared, hidden, "shared experts") if both_shared else [[None]]
         shared_gate = named[shared_gates[0]] if shared_gates else None
+        projections = (named[latent[0]], named[latent[1]]) if latent else None
         for experts, shared in itertools.product(routed, common):
-            yield Tensors(named[gate], vectors, experts, shared[0], shared_gate, zeroed)
+            yield Tensors(named[gate], vectors, experts, shared[0], shared_gate, zeroed, sizes, projections, scales)
+
+
+def _widths(
+    others: Mapping[str, Tensor], matrices: Mapping[str, list[Tensor]], hidden: int
+) -> list[tuple[int, tuple[str, ...]]]:
+    """The widths that experts can read, and the names of projections to it and back where it is not the hidden size."""
+    shapes, found = [each[0].shape for each in matrices.values()], list[tuple[int, tuple[str, ...]]]()
+    if not all(hidden in shape for shape in shapes):
+        for down, t in others.items():
+            fits = t.ndim == 2 and t.shape[1] == hidden and all(t.shape[0] in shape for shape in shapes)
+            back = [name for name, other in others.items() if fits and name != down and other.shape == t.shape[::-1]]
+            found += [(t.shape[0], (down, name)) for name in back]
+    return found or [(hidden, ())]
 
 
 def _readings(matrices: Mapping[str, list[Tensor]], hidden: int, what: str) -> list[list[Mlp]]:
@@ -171,6 +234,57 @@ def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
     return tensor.T if is_turned else tensor
 
 
+def routings(
+    x_TH: Tensor, tensors: Tensors, top_k: int, got_TE: Tensor | None, hints: set[int]
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Every routing of a layer without its scale, simple ones first.
+
+    got_TE: leaves out groups that cannot be. hints: numbers of the configuration. Where as many groups as experts are
+    kept, groups show in their scores alone, and are tried if the configuration has their numbers.
+    """
+    num_experts = len(tensors.router_EH)
+    logits_TE, vectors = x_TH @ tensors.router_EH.T, tensors.vectors
+    uses: list[dict[str, str]] = [{}, *({"correction": v} for v in vectors), *({"logit": v} for v in vectors)]
+    uses += [{"correction": a, "logit": b} for a in vectors for b in vectors if a != b]
+    uses += [*({"scale": v} for v in vectors), *({"correction": a, "scale": b} for a in vectors for b in vectors)]
+    groups = [(1, 1)]
+    for size in divisors_of(num_experts):
+        count = num_experts // size
+        if 1 < count and size > 1 and not tensors.sizes.zero:
+            touched = (
+                1 if got_TE is None else int(((got_TE.abs() > 1e-9).view(len(got_TE), count, size).any(2)).sum(1).max())
+            )
+            groups += [
+                (count, kept)
+                for kept in range(touched, count)
+                if kept * size >= top_k and (kept == touched < min(top_k, count) or {count, kept} <= hints)
+            ]
+    for (count, kept), use, scoring, renormalize, two_best in itertools.product(
+        groups, uses, ("softmax", "sigmoid", "sqrtsoftplus"), (True, False), (False, True)
+    ):
+        if two_best and (count == 1 or "correction" in use):
+            continue
+        biased = "correction" in use or two_best or tensors.sizes.fused
+        bias = tensors.bias(use.get("correction"), FUSED_SHARED_BIAS).float() if biased else None
+        logits = (logits_TE + tensors.bias(use["logit"], 0.0) if "logit" in use else logits_TE).float()
+        router = Router(top_k, count, kept, scoring, renormalize)
+        found = router(logits, bias)
+        weights_TE = torch.zeros_like(logits_TE).scatter_(1, found.ids_TK.long(), found.weights_TK.double())
+        if "scale" in use:
+            weights_TE = weights_TE * tensors.bias(use["scale"], 1.0)
+        settings: dict[str, Any] = {
+            "top_k": top_k,
+            "scoring_func": scoring,
+            "renormalize": renormalize,
+            "has_correction_bias": "correction" in use,
+            "has_logit_bias": "logit" in use,
+            "num_expert_group": count,
+            "topk_group": kept,
+        }
+        more = {"group_score": "two_best"} if two_best else {}
+        yield settings | more | ({"has_expert_scale": True} if "scale" in use else {}) | {"vectors": use}, weights_TE
+
+
 def parts_of(tensors: Tensors, use: Mapping[str, str]) -> dict[str, list[Tensor]]:
     """The tensors of each of `equation.MODULES` and `VECTORS`. use: the vectors that are biases, by what they bias."""
     parts = {"gate": [tensors.router_EH]}
@@ -179,8 +293,13 @@ def parts_of(tensors: Tensors, use: Mapping[str, str]) -> dict[str, list[Tensor]
         for which, key in (("correction", VECTORS[0]), ("logit", VECTORS[1]))
         if which in use
     }
+    if "scale" in use:
+        parts[VECTORS[2]] = [{**tensors.vectors, **tensors.scales}[use["scale"]]]
+    if tensors.latent is not None:
+        parts |= {"fc1_latent_proj": [tensors.latent[0]], "fc2_latent_proj": [tensors.latent[1]]}
     for kind, mlps in (
-        ("experts.{e}", tensors.experts),
+        ("experts.{e}", tensors.experts[: tensors.sizes.experts]),
+        ("shared_experts.{e}", tensors.experts[tensors.sizes.experts :]),
         ("shared_experts", [tensors.shared] if tensors.shared else []),
     ):
         for projection in ("gate", "up", "down"):
@@ -233,7 +352,7 @@ def names_of(parts: dict[str, str | TensorPart], path: str) -> TensorNames | Non
     ) == [prefix]:
         names = {key: f"{part}.weight" if key in MODULES else str(part) for key, part in local.items()}
         known = recognise([name.replace("{e}", "0") for name in names.values()])
-        if all(known.parse(name.replace("{e}", "0")) == OFFICIAL_PARTS[key] for key, name in names.items()):
+        if all(known.parse(name.replace("{e}", "0")) == OFFICIAL_PARTS.get(key, 0) for key, name in names.items()):
             return None
     at = f".{number}."
     if at not in prefix:
@@ -246,7 +365,8 @@ def names_of(parts: dict[str, str | TensorPart], path: str) -> TensorNames | Non
 
 OFFICIAL_PARTS = {
     "gate": Part(Role.ROUTER), VECTORS[0]: Part(Role.BIAS), VECTORS[1]: Part(Role.LOGIT_BIAS),
-    "shared_expert_gate": Part(Role.SHARED_GATE),
+    "shared_expert_gate": Part(Role.SHARED_GATE), VECTORS[2]: Part(Role.EXPERT_SCALE),
+    "fc1_latent_proj": Part(Role.LATENT, "down"), "fc2_latent_proj": Part(Role.LATENT, "up"),
     **{f"experts.{{e}}.{projection}_proj": Part(Role.EXPERT, projection, 0) for projection in ("gate", "up", "down")},
     **{f"shared_experts.{projection}_proj": Part(Role.SHARED, projection) for projection in ("gate", "up", "down")},
 }  # fmt: skip

@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,12 @@ from moe_mk.lab.checkpoints.block_tensors import (
     names_of,
     part_in,
     parts_of,
+    routings,
     shapes_of,
     sizes_of,
     template_of,
     tensors_of_block,
 )
-from moe_mk.router.router import Router
-from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import layer_of
 
 TOKENS = 96
@@ -72,18 +71,23 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
         raise UnsupportedError(
             f"no layer of {title} can be derived", ["none of its modules has experts and their router"]
         )
-    at = min(found) if layer is None else layer
-    if at not in found:
-        raise UnsupportedError(f"layer {at} of {title} cannot be derived", [f"layers with experts: {sorted(found)}"])
-    name, block = found[at]
+    if layer is not None and layer not in found:
+        raise UnsupportedError(f"layer {layer} of {title} cannot be derived", [f"layers with experts: {sorted(found)}"])
     text = config.get_text_config()
-    try:
-        measured = Measured.of(block, text, at)
-        settings = measured.settings()
-    except unless_signalled(*FAILURES) as problem:
-        if isinstance(problem, MoEMKError):
-            raise
-        raise UnsupportedError(f"{title} cannot be measured", [first_line(problem)]) from None
+    # Of every kind of layers the first; in some models the first layers choose experts by token id.
+    kinds = {str(shapes_of(found[n][1])): n for n in sorted(found, reverse=True)} if layer is None else {"": layer}
+    refused: MoEMKError | None = None
+    for at in sorted(kinds.values()):
+        name, block = found[at]
+        try:
+            measured, settings = _measured(block, text, at)
+            break
+        except unless_signalled(*FAILURES) as problem:
+            one = UnsupportedError(f"{title} cannot be measured", [first_line(problem)])
+            refused = refused or (problem if isinstance(problem, MoEMKError) else one)
+    else:
+        assert refused is not None
+        raise refused
     same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
     keys = stated.get("text_config") if isinstance(stated.get("text_config"), Mapping) else stated
     assert isinstance(keys, Mapping)
@@ -100,13 +104,29 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
     )
 
 
+def _measured(block: nn.Module, config: PretrainedConfig, number: int) -> tuple[Measured, dict[str, Any]]:
+    """A small block and its settings. Raises UnsupportedError with the reason of the first way to read the block."""
+    sizes = sizes_of(block)
+    assert sizes is not None
+    readings = {(each.width, each.reach, each.shared_width): each for each in tensors_of_block(block, sizes)}
+    refused = None
+    for real in readings.values():
+        try:
+            measured = Measured.of(block, real, config, number)
+            return measured, measured.settings()
+        except UnsupportedError as problem:
+            refused = refused or problem
+    assert refused is not None
+    raise refused
+
+
 @dataclass
 class Measured:
     """A small block of a class, and the sizes of the real one."""
 
     block: nn.Module
-    real: tuple[int, int, int, int]
-    """Experts, hidden size, width of an expert, width of the shared experts."""
+    real: Tensors
+    """Of the real block, on the meta device."""
     read: set[str]
     """Attributes of the configuration that the block reads."""
     numbers: frozenset[int]
@@ -115,29 +135,24 @@ class Measured:
     """What was found: the tensors of each of `equation.MODULES` and `VECTORS`, of one or of all experts."""
 
     @classmethod
-    def of(cls, block: nn.Module, config: PretrainedConfig, number: int) -> Measured:
-        """Build a small block of the class. config: of the real one."""
-        sizes = sizes_of(block)
-        assert sizes is not None
-        num_experts, hidden = sizes
-        real = next(tensors_of_block(block, num_experts, hidden))
-        width = real.experts[0].down.shape[1]
-        shared = 0 if real.shared is None else real.shared.down.shape[1]
-        small_width = next(n for n in (24, 12, 16, 32, 48) if not {num_experts} & {n, 2 * n, 2 * n + 8})
-        wanted = {width: small_width, hidden: 2 * small_width + 8}
+    def of(cls, block: nn.Module, real: Tensors, config: PretrainedConfig, number: int) -> Measured:
+        """Build a small block of the class. real, config: of the real one."""
+        num_experts, hidden, width, shared = real.sizes.experts, real.sizes.hidden, real.width, real.shared_width
+        small_width = next(n for n in (24, 12, 16, 32, 48) if not {num_experts} & {n, 2 * n, 2 * n + 4, 2 * n + 8})
+        wanted = {width: small_width, real.reach: 2 * small_width + 4, hidden: 2 * small_width + 8}
         if shared not in (0, *wanted):
             wanted[shared] = small_width * (shared // width if shared % width == 0 else 1)
         small, read = copy.deepcopy(config), set[str]()
         for key, value in config.to_dict().items():
             is_count = num_experts in wanted and "experts" in key and "size" not in key
             if type(value) is int and value in wanted and not is_count:
-                is_width = hidden == width and ("intermediate" in key or "ffn" in key)
+                is_width = value == width and ("intermediate" in key or "ffn" in key)
                 setattr(small, key, small_width if is_width else wanted[value])
         small._experts_implementation = "eager"
         small.__class__ = _recording(type(config), read)
         made = _built(type(block), small, number)
         numbers = frozenset(value for value in config.to_dict().values() if type(value) is int)
-        return cls(made, (num_experts, hidden, width, shared), read, numbers)
+        return cls(made, real, read, numbers)
 
     def run(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H)."""
@@ -156,18 +171,17 @@ class Measured:
     @property
     def hints(self) -> set[int]:
         """Small numbers of the configuration."""
-        return {value for value in self.numbers if value <= self.real[0]}
+        return {value for value in self.numbers if value <= self.real.sizes.experts}
 
     @torch.no_grad()
     def settings(self) -> dict[str, Any]:
         """Keys of MoEConfig.model and .router. Raises UnsupportedError where none computes what the block does."""
-        num_experts = self.real[0]
         sizes = sizes_of(self.block)
-        if sizes is None or sizes[0] != num_experts:
+        if sizes is None or sizes._replace(hidden=0) != self.real.sizes._replace(hidden=0):
             raise UnsupportedError("a small block of its class has other experts than the model")
-        hidden, reasons = sizes[1], list[str]()
-        for tensors in tensors_of_block(self.block, num_experts, hidden):
-            act = self._activation(tensors, hidden)
+        hidden, reasons = sizes.hidden, list[str]()
+        for tensors in tensors_of_block(self.block, sizes):
+            act = self._activation(tensors, hidden) if 2 * tensors.width < tensors.reach else None
             if act is None:
                 reasons = reasons or ["the activation of its experts is none of those that are known"]
                 continue
@@ -181,7 +195,8 @@ class Measured:
                 continue
             self._check(tensors, act, shared, routing, hidden)
             self.parts = parts_of(tensors, routing.pop("vectors"))
-            return {"model": self._model(tensors, act, shared), "router": routing}
+            model = self._model(tensors, act, shared, routing.pop("zero"))
+            return {"model": model, "router": routing}
         raise UnsupportedError("no equation that a layer computes is that of its block", reasons)
 
     @torch.no_grad()
@@ -205,20 +220,28 @@ class Measured:
             if first is None or last is None:
                 raise UnsupportedError(f"{key} is in no tensor that save_pretrained writes", sorted(saved)[:8])
             template = template_of(first.tensor, last.tensor, len(tensors) - 1)
+            after = self.real.sizes.experts if key.startswith("shared_experts.{e}") else 0
             whole = first.rows == "all" and not first.transposed and (("{e}" in template) == ("{e}" in key))
             module = template.removesuffix(".weight") if key in MODULES else template
-            plain = whole and (key in VECTORS or template.endswith(".weight"))
-            parts[key] = module if plain else TensorPart(tensor=template, rows=first.rows, transposed=first.transposed)
+            plain = whole and (key in VECTORS or template.endswith(".weight")) and not after
+            place = {"rows": first.rows, "transposed": first.transposed, "first": after}
+            parts[key] = module if plain else TensorPart.model_validate({"tensor": template, **place})
         return names_of(parts, path)
 
-    def _model(self, tensors: Tensors, act: Act, shared: Act | None) -> dict[str, Any]:
-        experts, hidden, width, shared_width = self.real
+    def _model(self, tensors: Tensors, act: Act, shared: Act | None, zero: str) -> dict[str, Any]:
+        sizes = self.real.sizes
         model: dict[str, Any] = {
-            "hidden_size": hidden,
-            "moe_intermediate_size": width,
-            "num_experts": experts,
+            "hidden_size": sizes.hidden,
+            "moe_intermediate_size": self.real.width,
+            "num_experts": sizes.experts + sizes.fused,
             **_settings_of(act),
         }
+        if sizes.fused:
+            model["num_fused_shared_experts"] = sizes.fused
+        if sizes.zero:
+            model |= {"num_zero_experts": sizes.zero, "zero_expert_type": zero}
+        if tensors.latent is not None:
+            model["latent_size"] = self.real.reach
         if tensors.experts[0].gate is None:
             model["gated"] = False
         if tensors.zeroed:
@@ -226,7 +249,7 @@ class Measured:
         if tensors.shared is not None and shared is not None:
             model |= {
                 "num_shared_experts": 1,
-                "shared_intermediate_size": shared_width,
+                "shared_intermediate_size": self.real.shared_width,
                 "shared_gate": tensors.shared_gate is not None,
             }
             if shared != act:
@@ -236,9 +259,13 @@ class Measured:
         return model
 
     def _zero(self, tensors: Tensors) -> None:
-        """Set everything to 0, so that a test sees what it sets alone."""
+        """Set everything to 0, so that a test sees what it sets alone. Experts read the first values of a token."""
         for tensor in (*self.block.parameters(), *tensors.vectors.values(), *tensors.zeroed):
             tensor.zero_()
+        for tensor in tensors.scales.values():
+            tensor.fill_(1.0)
+        for tensor in tensors.latent or ():
+            tensor.copy_(torch.eye(*tensor.shape, dtype=torch.float64, device="cpu"))
 
     def _activation(self, tensors: Tensors, hidden: int) -> Act | None:
         """All experts alike, so that the output is the activation times the sum of the routing weights."""
@@ -258,6 +285,8 @@ class Measured:
             )
             x = torch.zeros((gate.numel() // width, hidden), dtype=torch.float64, device="cpu")
             x[:, :width], x[:, width : 2 * width] = gate.reshape(-1, width) * stretch, up.reshape(-1, width) * stretch
+            if tensors.sizes.zero:  # the others are chosen
+                x[:, -1], tensors.router_EH[: tensors.sizes.experts, -1] = 1.0, 1.0
             return self.run(x)[:, :width].reshape(gate.shape)
 
         def at(gate: float, up: float) -> float:
@@ -268,6 +297,7 @@ class Measured:
 
         tiny = 1e-6
         sums = {at(tiny, 1.0) / (tiny / 2), at(tiny, 0.0) / (tiny / 2), at(1.0, 1.0), at(1.0, tiny) / (tiny / 2)}
+        sums.add(at(tiny, tiny) / (tiny * tiny / 2))
         for total in sums:
             if total:
                 found = activation_of(lambda p, s=total: (raw(p) / s).float(), gated=gated, device=torch.device("cpu"))  # type: ignore[misc]
@@ -283,11 +313,11 @@ class Measured:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
 
-        x_TH, num_experts = random(TOKENS, hidden), len(tensors.experts)
-        x_TH[:, -1] = 1.0
-        tensors.router_EH.copy_(random(num_experts, hidden) * hidden**-0.5 * 1.5)
+        x_TH, num_experts, zero = random(TOKENS, hidden), len(tensors.experts), tensors.sizes.zero
+        x_TH[:, tensors.reach - 1] = 1.0
+        tensors.router_EH.copy_(random(*tensors.router_EH.shape) * hidden**-0.5 * 1.5)
         for vector in tensors.vectors.values():
-            vector.copy_((random(num_experts) * 0.2).reshape(vector.shape))
+            vector.copy_((random(vector.numel()) * 0.2).reshape(vector.shape))
         for mlp in tensors.experts:
             mlp.up[:, -1] = 1.0
             if mlp.gate is not None:
@@ -298,31 +328,44 @@ class Measured:
                 act.name, None if tensors.experts[0].gate is None else one, one, alpha=act.alpha, limit=act.limit
             )
         )
-        parts = []
-        for start in range(0, num_experts, hidden):
-            here = tensors.experts[start : start + hidden]
-            for at, mlp in enumerate(here):
-                mlp.down[at] = 1 / (mlp.down.shape[1] * unit)
-            parts.append(self.run(x_TH)[:, : len(here)])
-            for mlp in here:
-                mlp.down.zero_()
-        got_TE = torch.cat(parts, 1)
-        counts = (got_TE.abs() > 1e-9).sum(1)
-        if len(set(counts.tolist())) != 1:
+        own_TH = self.run(x_TH) if zero else torch.zeros_like(x_TH)
+        own_T = (own_TH * x_TH).sum(1) / x_TH.square().sum(1)
+        if not torch.allclose(own_TH, own_T[:, None] * x_TH, atol=CLOSE):
+            return None, "its experts without weights return something else than zeros or the layer's input"
+        returned = zero if float(own_T.abs().max()) > 0 else 0
+
+        def measured() -> Tensor:
+            parts = []
+            for start in range(0, num_experts, tensors.reach):
+                here = tensors.experts[start : start + tensors.reach]
+                for at, mlp in enumerate(here):
+                    mlp.down[at] = 1 / (mlp.down.shape[1] * unit)
+                parts.append((self.run(x_TH) - own_TH)[:, : len(here)])
+                for mlp in here:
+                    mlp.down.zero_()
+            return torch.cat([*parts, own_T[:, None]] if returned else parts, 1)
+
+        got_TE = measured()
+        counts = (got_TE[:, :num_experts].abs() > 1e-9).sum(1)
+        if not zero and len(set(counts.tolist())) != 1:
             return None, f"its tokens have {int(counts.min())} to {int(counts.max())} experts"
-        top_k, nearest, why = int(counts[0]), float("inf"), ""
-        for settings, expected_TE in _routings(x_TH, tensors, top_k, got_TE, self.hints):
+        most, nearest, why = int(counts.max()), float("inf"), ""
+        found = ((routings(x_TH, tensors, k, None if zero else got_TE, self.hints)) for k in self.choices(most, zero))
+        for settings, all_TE in itertools.chain.from_iterable(found):
+            zero_T1 = [all_TE[:, num_experts:].sum(1, keepdim=True)] if returned else []
+            expected_TE = torch.cat([all_TE[:, :num_experts], *zero_T1], 1) if zero else all_TE
             scale = float((got_TE * expected_TE).sum() / expected_TE.square().sum())
             scale = float(f"{scale:.4g}") if abs(float(f"{scale:.4g}") - scale) < CLOSE * abs(scale) else scale
             off_TE = (got_TE - scale * expected_TE).abs()
             if scale > 0 and float(off_TE.max()) <= CLOSE * float(got_TE.abs().max()):
-                return settings | {"routed_scaling_factor": scale}, ""
+                found_settings = settings | {"routed_scaling_factor": scale, "zero": "identity" if returned else "drop"}
+                return self._scaled(tensors, found_settings, got_TE, measured)
             w_TE = expected_TE if tensors.experts[0].gate is not None else None
             on_input_TE = activation(act.name, w_TE, expected_TE, alpha=act.alpha, limit=act.limit) / unit
-            if top_k == 1 and torch.allclose(on_input_TE, got_TE, atol=CLOSE):
-                return settings | {"routed_scaling_factor": 1.0, "weight_on_input": True}, ""
+            if most == 1 and torch.allclose(on_input_TE, got_TE, atol=CLOSE):
+                return settings | {"routed_scaling_factor": 1.0, "weight_on_input": True, "zero": "drop"}, ""
             if float(off_TE.mean()) < nearest:
-                token, expert = divmod(int(off_TE.argmax()), num_experts)
+                token, expert = divmod(int(off_TE.argmax()), off_TE.shape[1])
                 shown = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "vectors")
                 ours, theirs = scale * float(expected_TE[token, expert]), float(got_TE[token, expert])
                 nearest = float(off_TE.mean())
@@ -331,6 +374,25 @@ class Measured:
                     f"gives expert {expert} the weight {ours:.4g} for token {token}, the block {theirs:.4g}"
                 )
         return None, why
+
+    def choices(self, most: int, zero: int) -> list[int]:
+        """How many experts a token can have. most: the greatest number of experts with weights that one has."""
+        return sorted({most, *(n for n in self.hints if most <= n <= 4 * most)}) if zero else [most]
+
+    @staticmethod
+    def _scaled(
+        tensors: Tensors, settings: dict[str, Any], got_TE: Tensor, measured: Callable[[], Tensor]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """The settings, with a tensor of one value that multiplies the routing weights where there is one."""
+        for name, tensor in tensors.scales.items():
+            tensor.fill_(2.0)
+            doubled_TE = measured()
+            tensor.fill_(1.0)
+            if torch.allclose(doubled_TE, 2 * got_TE) and "scale" not in settings["vectors"]:
+                settings["vectors"]["scale"], settings["has_expert_scale"] = name, True
+            elif not torch.allclose(doubled_TE, got_TE):
+                return None, f"{name} has another effect than a factor of the routing weights"
+        return settings, ""
 
     def _shared(self, tensors: Tensors, act: Act, hidden: int) -> Act | str | None:
         """The activation of the shared experts, or why there is none."""
@@ -366,21 +428,21 @@ class Measured:
             )
         for tensor in tensors.zeroed:
             tensor.zero_()
+        for tensor in tensors.scales.values():
+            tensor.fill_(1.5)
         x_TH = torch.randn((TOKENS, hidden), generator=draw, dtype=torch.float64, device="cpu")
-        weights_TE = (
-            next(
-                w
-                for s, w in _routings(
-                    x_TH, tensors, routing["top_k"], None, {routing["num_expert_group"], routing["topk_group"]}
-                )
-                if s.items() <= routing.items()
-            )
-            * routing["routed_scaling_factor"]
-        )
-        expected = torch.zeros_like(x_TH)
+        groups, use = {routing["num_expert_group"], routing["topk_group"]}, routing["vectors"]
+        like = {**routing, "vectors": {key: name for key, name in use.items() if name not in tensors.scales}}
+        found = (w for s, w in routings(x_TH, tensors, routing["top_k"], None, groups) if s.items() <= like.items())
+        weights_TE = next(found) * routing["routed_scaling_factor"] * (1.5 if like["vectors"] != use else 1.0)
+        in_TR = x_TH if tensors.latent is None else x_TH @ tensors.latent[0].T
+        expected = torch.zeros_like(in_TR)
         for expert, mlp in enumerate(tensors.experts):
             w = weights_TE[:, expert : expert + 1]
-            expected += mlp(x_TH * w, act) if routing.get("weight_on_input") else mlp(x_TH, act) * w
+            expected += mlp(in_TR * w, act) if routing.get("weight_on_input") else mlp(in_TR, act) * w
+        expected = expected if tensors.latent is None else expected @ tensors.latent[1].T
+        if routing["zero"] == "identity":
+            expected = expected + weights_TE[:, len(tensors.experts) :].sum(1, keepdim=True) * x_TH
         if tensors.shared is not None and shared is not None:
             factor = 1.0 if tensors.shared_gate is None else torch.sigmoid(x_TH @ tensors.shared_gate.T)
             expected += factor * tensors.shared(x_TH, shared)
@@ -392,55 +454,6 @@ class Measured:
                 "its block computes something else than its parts",
                 [f"the output of token {token} differs by {float(off_T[token]):.1e} of its size"],
             )
-
-
-def _routings(
-    x_TH: Tensor, tensors: Tensors, top_k: int, got_TE: Tensor | None, hints: set[int]
-) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Every routing of a layer without its scale, simple ones first.
-
-    got_TE: leaves out groups that cannot be. hints: numbers of the configuration. Where as many groups as experts are
-    kept, groups show in their scores alone, and are tried if the configuration has their numbers.
-    """
-    num_experts = len(tensors.experts)
-    logits_TE = x_TH @ tensors.router_EH.T
-    zero = torch.zeros(num_experts, dtype=torch.float32, device="cpu")
-    vectors = {name: v.reshape(-1) for name, v in tensors.vectors.items()}
-    uses: list[dict[str, str]] = [{}, *({"correction": v} for v in vectors), *({"logit": v} for v in vectors)]
-    uses += [{"correction": a, "logit": b} for a in vectors for b in vectors if a != b]
-    groups = [(1, 1)]
-    for size in divisors_of(num_experts):
-        count = num_experts // size
-        if 1 < count and size > 1:
-            touched = (
-                1 if got_TE is None else int(((got_TE.abs() > 1e-9).view(len(got_TE), count, size).any(2)).sum(1).max())
-            )
-            groups += [
-                (count, kept)
-                for kept in range(touched, count)
-                if kept * size >= top_k and (kept == touched < min(top_k, count) or {count, kept} <= hints)
-            ]
-    for (count, kept), use, scoring, renormalize, two_best in itertools.product(
-        groups, uses, ("softmax", "sigmoid", "sqrtsoftplus"), (True, False), (False, True)
-    ):
-        if two_best and (count == 1 or "correction" in use):
-            continue
-        bias = vectors[use["correction"]].float() if "correction" in use else zero if two_best else None
-        logits = (logits_TE + vectors[use["logit"]] if "logit" in use else logits_TE).float()
-        router = Router(top_k, count, kept, scoring, renormalize)
-        found = router(logits, bias)
-        weights_TE = torch.zeros_like(logits_TE).scatter_(1, found.ids_TK.long(), found.weights_TK.double())
-        settings: dict[str, Any] = {
-            "top_k": top_k,
-            "scoring_func": scoring,
-            "renormalize": renormalize,
-            "has_correction_bias": "correction" in use,
-            "has_logit_bias": "logit" in use,
-            "num_expert_group": count,
-            "topk_group": kept,
-        }
-        settings["vectors"] = use
-        yield settings | ({"group_score": "two_best"} if two_best else {}), weights_TE
 
 
 def _settings_of(act: Act) -> dict[str, object]:

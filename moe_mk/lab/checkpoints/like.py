@@ -125,6 +125,7 @@ def convention_of(config: MoEConfig) -> Convention:
 def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, Tensor]:
     """Random tensors of a layer by local name; each has its own seed."""
     expected = expected_tensors(spec, convention)
+    expected = {name: each for name, each in expected.items() if (each.part.expert or 0) < spec.num_experts}
     made: dict[str, Tensor] = {}
     for name, each in expected.items():
         random = np.random.Generator(np.random.SFC64(seed_of(seed, name)))

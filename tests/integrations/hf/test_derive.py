@@ -16,8 +16,10 @@ from moe_mk.config import MoEConfig
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.model_classes import model_of
 from moe_mk.integrations.transformers import model_without_experts
+from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.cli.app import app
+from moe_mk.weights.names import layer_of
 
 H, I, E, K, S = 40, 12, 6, 3, 20
 
@@ -139,31 +141,23 @@ def test_a_family_that_no_table_has_runs_by_its_derived_equation(kind: str, tmp_
     torch.testing.assert_close(layer(x), model.stages[2].mix(x), rtol=1e-4, atol=1e-5)
 
 
-def test_routing_that_no_layer_computes_is_refused_with_the_difference(tmp_path: Path) -> None:
-    written(tmp_path, kind="squared")
-    with pytest.raises(UnsupportedError, match=r"its routing is none that is known; the nearest .* for token \d+, the"):
-        derive(tmp_path)
+REFUSED = {
+    "squared": r"its routing is none that is known; the nearest .* for token \d+, the",
+    "crossed": r"something else than its parts\n.*the output of token \d+ differs by",
+    "plain": r"(?s)layer 0 .* layers with experts: \[1, 2\]",
+}
 
 
-def test_parts_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, kind="crossed")
-    with pytest.raises(UnsupportedError, match=r"something else than its parts\n.*the output of token \d+ differs by"):
-        derive(tmp_path)
-
-
-def test_layers_without_experts_are_named(tmp_path: Path) -> None:
-    written(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"(?s)layer 0 .* layers with experts: \[1, 2\]"):
-        derive(tmp_path, layer=0)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_layer_computes_is_refused_with_the_difference(kind: str, tmp_path: Path) -> None:
+    written(tmp_path, kind=kind)
+    with pytest.raises(UnsupportedError, match=REFUSED[kind]):
+        derive(tmp_path, layer=0 if kind == "plain" else None)
 
 
 SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-}
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 48},
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 8},
@@ -171,19 +165,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     "minimax_m2": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v2": {
-        "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
-        "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0,
-        "norm_topk_prob": False, "n_shared_experts": 2,
-    },
-    "dots1": {
-        "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_shared_experts": 2,
-    },
+    "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "dots1": {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
 }  # fmt: skip
+for family in ("deepseek_v2", "dots1"):
+    FAMILIES[family] |= {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                         "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5}  # fmt: skip
+BLOCKS: dict[str, dict[str, Any]] = {
+    "inkling_text": {"moe_intermediate_size": 48, "n_routed_experts": 8, "n_shared_experts": 2},
+    "inkling2_text": {"moe_intermediate_size": 48, "n_routed_experts": 8},
+    "longcat_flash": {"expert_ffn_hidden_size": 48, "n_routed_experts": 8, "zero_expert_num": 4, "num_layers": 2},
+    "nemotron_h": {"moe_latent_size": 56, "moe_intermediate_size": 80, "moe_shared_expert_intermediate_size": 80,
+                   "layers_block_type": ["moe", "attention"]},
+    "deepseek_v4": {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_hash_layers": 1},
+}  # fmt: skip
+
+
+def config_for(family: str, settings: dict[str, Any]) -> transformers.PretrainedConfig:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return transformers.AutoConfig.for_model(family, **settings)
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path) -> None:
+    model = model_of(config_for(family, SMALL | BLOCKS[family] | {"dtype": "float32", "num_experts_per_tok": 3}))
+    draw = torch.Generator().manual_seed(3)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=draw) / 4 + 1.3 * ("scale" in name))
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    equation = derive(tmp_path)
+    (tmp_path / "layer_equation.json").write_text(equation.model_dump_json())
+    assert equation.layers is not None
+    number, x = equation.layers[-1], torch.randn((33, 64), generator=draw)
+    block = next(each for name, each in model.named_modules() if layer_of(f"{name}.") == number and is_block(each))
+    for experts in ("torch_cpu", "reference"):
+        layer = DeepseekV3MoE.from_checkpoint(tmp_path, number, dtype=torch.float32, experts=experts)
+        torch.testing.assert_close(layer(x), block(x[None])[0], rtol=1e-4, atol=1e-5)
+
+
 WHOLE = (
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_next",
-    "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
+    "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text", "longcat_flash", "deepseek_v4",
 )  # fmt: skip
 """With the default configuration of their class."""
 
@@ -200,9 +224,7 @@ def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_p
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
 def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = transformers.AutoConfig.for_model(family, **(SMALL | FAMILIES[family] if family in FAMILIES else {}))
+    config = config_for(family, SMALL | FAMILIES[family] if family in FAMILIES else {})
     hf = json.loads(json.dumps(config.to_dict(), default=str)) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     table = MoEConfig.from_hf(tmp_path)
@@ -218,7 +240,7 @@ def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("phimoe", "its routing is none that is known"), ("deepseek_v4", "tid2eid"), ("gemma4_text", "can be derived")],
+    [("phimoe", "its routing is none that is known"), ("gemma4_text", "can be derived")],
 )
 def test_what_no_layer_computes_is_refused(family: str, reason: str) -> None:
     config = transformers.AutoConfig.for_model(family)
