@@ -47,27 +47,14 @@ SAMPLED = (
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
 LONGEST = (
-    "tests/kernels/triton/test_interpreted",
-    "tests/conformance/test_pairs",
-    "tests/testing/test_faults",
-    "tests/runner/test_tiles.py",
-    "tests/kernels/native/test_experts_numbers",
-    "tests/conformance/test_experts",
-    "tests/comm/network/test_exchange",
-    "tests/layer/test_failed_calls",
-    "tests/conformance/test_killed_rank",
-    "tests/testing/test_certify",
-    "tests/testing/test_broken",
-    "tests/docs/test_docs_python",
-    "tests/examples/test_examples",
-    "tests/examples/test_plugin",
-    "tests/integrations/hf/test_parallel",
-    "tests/layer/test_gloo",
-    "tests/rebalance/test_live_processes",
-    "tests/rebalance/test_regroup_processes",
-    "tests/runner/test_invariant",
-    "tests/cli/test_run",
-)
+    "tests/kernels/triton/test_interpreted", "tests/conformance/test_pairs", "tests/testing/test_faults",
+    "tests/runner/test_tiles.py", "tests/kernels/native/test_experts_numbers", "tests/conformance/test_experts",
+    "tests/comm/network/test_exchange", "tests/layer/test_failed_calls", "tests/conformance/test_killed_rank",
+    "tests/testing/test_certify", "tests/testing/test_broken", "tests/docs/test_docs_python",
+    "tests/examples/test_examples", "tests/examples/test_plugin", "tests/integrations/hf/test_parallel",
+    "tests/layer/test_gloo", "tests/rebalance/test_live_processes", "tests/rebalance/test_regroup_processes",
+    "tests/runner/test_invariant", "tests/cli/test_run",
+)  # fmt: skip
 """Files that take longest, run first: a worker that begins one of them last works alone for a minute."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.

@@ -13,14 +13,9 @@ from moe_mk.quant import BF16
 from moe_mk.registry import Registry
 
 PICKY = Traits(
-    summary="needs everything",
-    kinds=frozenset({"cuda"}),
-    min_arch=(9, 0),
-    library="deep_ep",
-    extra="build it",
-    graph_safe=False,
-    deterministic=False,
-)
+    summary="needs everything", kinds=frozenset({"cuda"}), min_arch=(9, 0), library="deep_ep", extra="build it",
+    graph_safe=False, deterministic=False,
+)  # fmt: skip
 
 
 def problem(device: str = "h200", installed: str = "", emulated: str = "", **overrides: Any) -> Problem:

@@ -15,14 +15,10 @@ def verdict(transport: str, experts: str, *reasons: Reason) -> Verdict:
 
 def test_each_reason_is_reported_of_whoever_causes_it() -> None:
     verdicts = [
-        verdict("near", "good"),
-        verdict("near", "bad", OFF),
-        verdict("far", "good", FAR),
-        verdict("far", "bad", FAR, OFF),
-        verdict("wide", "good", WIDE),
-        verdict("wide", "bad", OFF),
+        verdict("near", "good"), verdict("near", "bad", OFF), verdict("far", "good", FAR),
+        verdict("far", "bad", FAR, OFF), verdict("wide", "good", WIDE), verdict("wide", "bad", OFF),
         verdict("alone", "sole", FAR),
-    ]
+    ]  # fmt: skip
     assert group_refusals(verdicts) == [
         Refusal(("far",), (), (FAR,)),
         Refusal((), ("bad",), (OFF,)),

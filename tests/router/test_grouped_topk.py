@@ -27,14 +27,9 @@ def test_deepseek_v3_routing_equals_transformers(bias_at: float) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     config = DeepseekV3Config(
-        hidden_size=64,
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        norm_topk_prob=True,
+        hidden_size=64, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4, norm_topk_prob=True,
         routed_scaling_factor=2.5,
-    )
+    )  # fmt: skip
     router = DeepseekV3TopkRouter(config)
     router.weight.data = normal(256, 64, seed=1) / 8
     router.e_score_correction_bias.data = bias_at + normal(256, seed=2) / 20

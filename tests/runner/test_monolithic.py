@@ -11,15 +11,9 @@ from tests.support.layers import HIDDEN, layer
 
 # ranks with tokens of their own, sequence parallel, the kernel dispatches by itself -> gather around it
 TRUTH = [
-    (1, False, False, False),
-    (1, False, True, False),
-    (1, True, False, True),
-    (1, True, True, False),
-    (4, False, False, True),
-    (4, False, True, False),
-    (4, True, False, True),
-    (4, True, True, False),
-]
+    (1, False, False, False), (1, False, True, False), (1, True, False, True), (1, True, True, False),
+    (4, False, False, True), (4, False, True, False), (4, True, False, True), (4, True, True, False),
+]  # fmt: skip
 
 
 @pytest.mark.row(90)

@@ -40,16 +40,12 @@ class Format:
 
 
 FORMATS = [
-    Format("fp32", "float32", FP32, "plain"),
-    Format("bf16", "float32", BF16, "plain"),
-    Format("fp16", "float32", FP16, "plain"),
-    Format("bf16", "float32", FP32, "plain"),
-    Format("fp8_block", "float32", BF16, "plain"),
-    Format("fp8_block", "ue8m0", BF16, "plain"),
-    Format("fp8_block", "float32", FP32, "plain"),
-    Format("fp8_block", "float32", BF16, "checkpoint"),
+    Format("fp32", "float32", FP32, "plain"), Format("bf16", "float32", BF16, "plain"),
+    Format("fp16", "float32", FP16, "plain"), Format("bf16", "float32", FP32, "plain"),
+    Format("fp8_block", "float32", BF16, "plain"), Format("fp8_block", "ue8m0", BF16, "plain"),
+    Format("fp8_block", "float32", FP32, "plain"), Format("fp8_block", "float32", BF16, "checkpoint"),
     Format("fp8_block", "ue8m0", BF16, "checkpoint"),
-]
+]  # fmt: skip
 """Every one is tried with every experts backend and in every pair."""
 
 MORE_PAIRS = [

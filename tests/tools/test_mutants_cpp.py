@@ -24,16 +24,10 @@ def test_every_change_is_one_of_code_and_is_made_where_it_is() -> None:
         assert text.splitlines()[:3] == lines[:3]
         changed |= {new for old, new in zip(lines, text.splitlines(), strict=True) if new != old}
     assert changed == {
-        "for (int i = (1 + 0); i < n; ++i) {",
-        "for (int i = 0; i <= n; ++i) {",
-        "    if (0 && !ok) return;",
-        "    if (1 || !ok) return;",
-        "    if (!ok) ;",
-        "    sum = row[i] * 2;",
-        "    sum += row[i + 1] * 2;",
-        "    sum += row[i] + 2;",
-        "    sum += row[i] * (1 + 2);",
-    }
+        "for (int i = (1 + 0); i < n; ++i) {", "for (int i = 0; i <= n; ++i) {", "    if (0 && !ok) return;",
+        "    if (1 || !ok) return;", "    if (!ok) ;", "    sum = row[i] * 2;", "    sum += row[i + 1] * 2;",
+        "    sum += row[i] + 2;", "    sum += row[i] * (1 + 2);",
+    }  # fmt: skip
 
 
 def test_sources_of_other_processors_are_left_alone() -> None:

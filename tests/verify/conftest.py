@@ -59,16 +59,10 @@ class Case:
 
     def config(self, where: Path) -> MoEConfig:
         return MoEConfig.from_hf(
-            where,
-            ep=self.ranks,
-            tokens=self.tokens,
-            activations=self.activations,
-            wire=self.wire,
-            router_dtype=self.router_dtype,
-            prepare_finalize=self.prepare_finalize,
-            experts=self.experts,
+            where, ep=self.ranks, tokens=self.tokens, activations=self.activations, wire=self.wire,
+            router_dtype=self.router_dtype, prepare_finalize=self.prepare_finalize, experts=self.experts,
             max_num_tokens=64,
-        )
+        )  # fmt: skip
 
 
 def inputs(case: Case, hidden_size: int, seed: int, num_tokens: int = 24) -> torch.Tensor:

@@ -65,17 +65,9 @@ def experts_grouped(
     ids_N[: local.shape[0]] = local
     weights_N1 = None if weights_N is None else weights_N.unsqueeze(1)
     return experts_rows(
-        native,
-        x_NH,
-        ids_N.unsqueeze(1),
-        weights_N1,
-        w13,
-        w2,
-        mode=mode,
-        x_scales_RX=x_scales_NX,
-        threads=threads,
+        native, x_NH, ids_N.unsqueeze(1), weights_N1, w13, w2, mode=mode, x_scales_RX=x_scales_NX, threads=threads,
         isa=isa,
-    )
+    )  # fmt: skip
 
 
 def experts_batched(

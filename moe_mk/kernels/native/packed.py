@@ -118,32 +118,17 @@ def pack_slot(
     if layout.block_type is not None:
         assert packed.scales_LX is not None
         native.call(
-            "pack_blocks",
-            plain[0].data_ptr(),
-            plain[1].data_ptr() if layout.gated else None,
-            plain[0].stride(0),
-            layout.num_outputs,
-            layout.num_inputs,
-            int(layout.block_type),
-            packed.values_LB[slot].data_ptr(),
-            packed.scales_LX[slot].data_ptr(),
-            native.threads(threads),
-            ctypes.byref(num_nans),
-        )
+            "pack_blocks", plain[0].data_ptr(), plain[1].data_ptr() if layout.gated else None, plain[0].stride(0),
+            layout.num_outputs, layout.num_inputs, int(layout.block_type), packed.values_LB[slot].data_ptr(),
+            packed.scales_LX[slot].data_ptr(), native.threads(threads), ctypes.byref(num_nans),
+        )  # fmt: skip
         _expect_finite(num_nans.value, layout.block_type.name, name)
         return
     native.call(
-        "pack",
-        plain[0].data_ptr(),
-        plain[1].data_ptr() if layout.gated else None,
-        plain[0].stride(0) * plain[0].element_size(),
-        layout.num_outputs,
-        layout.num_inputs,
-        int(layout.format),
-        packed.values_LB[slot].data_ptr(),
-        native.threads(threads),
-        ctypes.byref(num_nans),
-    )
+        "pack", plain[0].data_ptr(), plain[1].data_ptr() if layout.gated else None,
+        plain[0].stride(0) * plain[0].element_size(), layout.num_outputs, layout.num_inputs, int(layout.format),
+        packed.values_LB[slot].data_ptr(), native.threads(threads), ctypes.byref(num_nans),
+    )  # fmt: skip
     if num_nans.value:
         raise WeightError(
             f"{name}: {num_nans.value} of its FP8 codes are NaN (0x7f or 0xff); the checkpoint is damaged"
@@ -226,29 +211,16 @@ def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int
     if layout.block_type is not None:
         assert packed.scales_LX is not None
         native.call(
-            "unpack_blocks",
-            packed.values_LB[slot].data_ptr(),
-            packed.scales_LX[slot].data_ptr(),
-            targets[0].data_ptr(),
-            targets[1].data_ptr() if layout.gated else None,
-            layout.source_shape[1],
-            layout.num_outputs,
-            layout.num_inputs,
-            int(layout.block_type),
-            native.threads(threads),
-        )
+            "unpack_blocks", packed.values_LB[slot].data_ptr(), packed.scales_LX[slot].data_ptr(),
+            targets[0].data_ptr(), targets[1].data_ptr() if layout.gated else None, layout.source_shape[1],
+            layout.num_outputs, layout.num_inputs, int(layout.block_type), native.threads(threads),
+        )  # fmt: skip
         return tuple(targets)
     native.call(
-        "unpack",
-        packed.values_LB[slot].data_ptr(),
-        targets[0].data_ptr(),
-        targets[1].data_ptr() if layout.gated else None,
-        layout.source_shape[1] * targets[0].element_size(),
-        layout.num_outputs,
-        layout.num_inputs,
-        int(layout.format),
-        native.threads(threads),
-    )
+        "unpack", packed.values_LB[slot].data_ptr(), targets[0].data_ptr(),
+        targets[1].data_ptr() if layout.gated else None, layout.source_shape[1] * targets[0].element_size(),
+        layout.num_outputs, layout.num_inputs, int(layout.format), native.threads(threads),
+    )  # fmt: skip
     return tuple(targets)
 
 

@@ -188,18 +188,10 @@ def experts_block(
 ) -> CExperts:
     """The arguments of a call that do not depend on its rows."""
     block = CExperts(
-        num_slots=w13.num_slots,
-        w13=_matrix(w13),
-        w2=_matrix(w2),
-        gated=w13.layout.gated,
-        activation=int(mode.activation),
-        alpha=mode.alpha,
-        limit=mode.limit,
-        quantize=mode.quantize,
-        batch_invariant=mode.batch_invariant,
-        isa=int(native.isa_or_best(isa)),
-        **vars(mode.tuning),
-    )
+        num_slots=w13.num_slots, w13=_matrix(w13), w2=_matrix(w2), gated=w13.layout.gated,
+        activation=int(mode.activation), alpha=mode.alpha, limit=mode.limit, quantize=mode.quantize,
+        batch_invariant=mode.batch_invariant, isa=int(native.isa_or_best(isa)), **vars(mode.tuning),
+    )  # fmt: skip
     if shared is not None:
         block.shared_w13, block.shared_w2 = _matrix(shared[0]), _matrix(shared[1])
     return block
@@ -214,23 +206,14 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
                 f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(packed.num_slots, wide)} dense float32"
             )
     return CMatrix(
-        data=packed.values_LB.data_ptr(),
-        scales=_pointer(packed.scales_LX),
-        output_scales=_pointer(packed.output_scales_LX),
-        bias=_pointer(bias),
-        slot_bytes=packed.values_LB.stride(0),
-        slot_scales=_slot_size(packed.scales_LX),
-        slot_output_scales=_slot_size(packed.output_scales_LX),
-        slot_bias=_slot_size(bias),
-        format=int(layout.format),
-        num_outputs=layout.num_outputs,
-        num_inputs=layout.num_inputs,
-        block=layout.block,
-        zeros=_pointer(packed.zeros_LX),
-        slot_zeros=_slot_size(packed.zeros_LX),
-        scale_type=layout.parts.type_code if layout.parts is not None else 0,
+        data=packed.values_LB.data_ptr(), scales=_pointer(packed.scales_LX),
+        output_scales=_pointer(packed.output_scales_LX), bias=_pointer(bias), slot_bytes=packed.values_LB.stride(0),
+        slot_scales=_slot_size(packed.scales_LX), slot_output_scales=_slot_size(packed.output_scales_LX),
+        slot_bias=_slot_size(bias), format=int(layout.format), num_outputs=layout.num_outputs,
+        num_inputs=layout.num_inputs, block=layout.block, zeros=_pointer(packed.zeros_LX),
+        slot_zeros=_slot_size(packed.zeros_LX), scale_type=layout.parts.type_code if layout.parts is not None else 0,
         group=layout.parts.group if layout.parts is not None else 0,
-    )
+    )  # fmt: skip
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

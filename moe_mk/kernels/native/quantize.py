@@ -26,18 +26,9 @@ def quantize_1x128(
     values_TH = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device="cpu")
     scales_TX = torch.empty(tokens, -(-hidden // SCALE_BLOCK), dtype=torch.float32, device="cpu")
     native.call(
-        "quantize",
-        x_TH.data_ptr(),
-        tokens,
-        hidden,
-        x_TH.stride(0),
-        int(x_TH.dtype == torch.float32),
-        int(ue8m0),
-        values_TH.data_ptr(),
-        scales_TX.data_ptr(),
-        native.threads(threads),
-        int(native.isa_or_best(isa)),
-    )
+        "quantize", x_TH.data_ptr(), tokens, hidden, x_TH.stride(0), int(x_TH.dtype == torch.float32), int(ue8m0),
+        values_TH.data_ptr(), scales_TX.data_ptr(), native.threads(threads), int(native.isa_or_best(isa)),
+    )  # fmt: skip
     return values_TH, scales_TX
 
 

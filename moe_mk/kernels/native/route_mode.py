@@ -43,20 +43,11 @@ def route_block(
         strides = gate_EH.stride(), None if bias_E is None else bias_E.stride()
         raise ShapeError(f"cpu route: strides {strides} of gate and bias, expected contiguous ones; call .contiguous()")
     return CRoute(
-        gate=gate_EH.data_ptr(),
-        bias=None if bias_E is None else bias_E.data_ptr(),
-        gate_stride=gate_EH.stride(0),
-        hidden=gate_EH.shape[1],
-        num_experts=gate_EH.shape[0],
-        top_k=mode.top_k,
-        num_groups=mode.num_groups,
-        top_groups=mode.top_groups,
-        scoring=int(mode.scoring),
-        renormalize=mode.renormalize,
-        gate_f32=gate_EH.dtype == torch.float32,
-        scale=mode.scale,
-        isa=int(native.isa_or_best(isa)),
-    )
+        gate=gate_EH.data_ptr(), bias=None if bias_E is None else bias_E.data_ptr(), gate_stride=gate_EH.stride(0),
+        hidden=gate_EH.shape[1], num_experts=gate_EH.shape[0], top_k=mode.top_k, num_groups=mode.num_groups,
+        top_groups=mode.top_groups, scoring=int(mode.scoring), renormalize=mode.renormalize,
+        gate_f32=gate_EH.dtype == torch.float32, scale=mode.scale, isa=int(native.isa_or_best(isa)),
+    )  # fmt: skip
 
 
 def is_dense(gate_EH: torch.Tensor, bias_E: torch.Tensor | None) -> bool:

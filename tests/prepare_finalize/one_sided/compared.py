@@ -20,15 +20,9 @@ from moe_mk.tokens import Routing
 from tests.support.one_sided_ranks import EXPERTS, HIDDEN, RANKS, TOP_K, context, drawn, there_and_back, world_comm
 
 WIRES = (
-    (FP32, FP32),
-    (BF16, BF16),
-    (FP16, FP16),
-    (FP8_1x128, BF16),
-    (FP8_1x128_UE8M0, BF16),
-    (INT8_TOKEN, BF16),
-    (MXFP8, BF16),
-    (NVFP4_TOKENS, FP32),
-)
+    (FP32, FP32), (BF16, BF16), (FP16, FP16), (FP8_1x128, BF16), (FP8_1x128_UE8M0, BF16), (INT8_TOKEN, BF16),
+    (MXFP8, BF16), (NVFP4_TOKENS, FP32),
+)  # fmt: skip
 
 
 def compare_with_all_to_all(rank: int, with_kernels: tuple[int, ...]) -> list[str]:
