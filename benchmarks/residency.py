@@ -254,9 +254,8 @@ class Bench:
     def run(self, ids: list[Tensor], policy: str) -> Timed:
         """Every step in turn, from empty slots; returns what the second half took."""
         cache, timed = self.cache, Timed()
+        cache.clear()
         cache.policy = POLICIES[policy](self.experts)
-        cache.slot_of.clear()
-        cache._free[:] = range(self.slots)
         mapping = Mapping(cache, self.slots * self.each)
         for number, ids_TK in enumerate(ids):
             x_TH = torch.randn(len(ids_TK), self.options.hidden, generator=self.draw, device=CPU).bfloat16()
@@ -274,7 +273,7 @@ class Bench:
             for again in range(self.options.rounds if fits else 1):
                 with self._unseen():
                     if again:
-                        cache._free.extend(cache.slot_of.pop(expert) for expert in missing)
+                        cache.free.extend(cache.slot_of.pop(expert) for expert in missing)
                         times["forward"].append(self._forward(call)[0])
                     if fits:
                         times["compute"].append(self._forward(call)[0])

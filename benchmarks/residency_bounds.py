@@ -11,7 +11,7 @@ of experts that never changes, and `decayed` with the routing of the next steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,10 +55,9 @@ def ahead_of(column: list[tuple[int, ...]], steps: int) -> type[Policy]:
             self._optimum.used(experts)
             self._now += 1
 
-        def victim(self, resident: Collection[int]) -> int:
-            soon = {expert for step in column[self._now + 1 : self._now + 1 + steps] for expert in step}
-            others = [expert for expert in resident if expert not in soon]
-            return super().victim(others) if others else self._optimum.victim(resident)
+        def worth(self, expert: int) -> float:
+            soon = any(expert in step for step in column[self._now + 1 : self._now + 1 + steps])
+            return 1 + self._optimum.worth(expert) if soon else super().worth(expert)
 
     return Ahead
 
@@ -73,8 +72,8 @@ def in_hindsight(column: list[tuple[int, ...]]) -> type[Policy]:
         def used(self, experts: Sequence[int]) -> None:
             """Nothing is learnt."""
 
-        def victim(self, resident: Collection[int]) -> int:
-            return min(resident, key=lambda expert: uses[expert])
+        def worth(self, expert: int) -> float:
+            return uses[expert]
 
     return InHindsight
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WeightError,
     )
+    from moe_mk.experts.residency import ResidencyPool
     from moe_mk.layer import DeepseekV3MoE, MemoryReport, MoELayer
     from moe_mk.oracle import Decision, Problem
     from moe_mk.placement.expert_map import ExpertMap
@@ -36,8 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommError", "ConfigError", "Decision", "DeepseekV3MoE", "DeviceProfile", "ExpertMap", "LibraryMissing",
-    "LostExpertError", "MemoryReport", "MoEConfig", "MoELayer", "MoEMKError", "ParallelGroups", "Problem", "ShapeError",
-    "UnsupportedError", "WeightError", "__version__", "errors", "oracle", "router",
+    "LostExpertError", "MemoryReport", "MoEConfig", "MoELayer", "MoEMKError", "ParallelGroups", "Problem",
+    "ResidencyPool", "ShapeError", "UnsupportedError", "WeightError", "__version__", "errors", "oracle", "router",
 ]  # fmt: skip
 
 _ROOMS = frozenset(
@@ -48,6 +49,7 @@ _HOMES = {
     "comm.groups": "ParallelGroups",
     "config": "DeviceProfile MoEConfig",
     "errors": "CommError ConfigError LibraryMissing LostExpertError MoEMKError ShapeError UnsupportedError WeightError",
+    "experts.residency": "ResidencyPool",
     "layer": "DeepseekV3MoE MemoryReport MoELayer",
     "oracle": "Decision Problem",
     "placement.expert_map": "ExpertMap",

@@ -240,7 +240,7 @@ class ResidencyConfig(Settings):
     """Experts of which only some are in memory; the others are read from a store when they are needed."""
 
     slots: int | None = Field(default=None, ge=1)
-    """Experts of a layer and rank in memory; or `bytes`."""
+    """Experts of a layer and rank in memory; or `bytes`, or neither for a layer that is given a `ResidencyPool`."""
     bytes: int | None = Field(default=None, ge=1)
     """Memory for the experts of a layer and rank, at least one."""
     store: Path
@@ -252,9 +252,8 @@ class ResidencyConfig(Settings):
     @model_validator(mode="after")
     def _names_a_size(self) -> Self:
         problems = []
-        if (self.slots is None) == (self.bytes is None):
-            both = "both are given" if self.slots is not None else "neither is given"
-            problems.append(f"residency takes slots or bytes, {both}")
+        if self.slots is not None and self.bytes is not None:
+            problems.append("residency takes slots or bytes, both are given")
         if not self.store.is_absolute() or "\0" in str(self.store):
             problems.append(f"residency.store={str(self.store)!r} is no absolute path")
         if problems:

@@ -20,6 +20,7 @@ import torch
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import without_autocast
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
@@ -112,6 +113,8 @@ class ExpertsContext:
     """The folder of compiled CPU kernels; None: as in `KernelConfig`."""
     residency: ResidencyConfig | None = None
     """Slots and store of experts larger than memory; None: all are in memory."""
+    pool: ResidencyPool | None = None
+    """Where their memory is from; None: a pool of this layer alone."""
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0

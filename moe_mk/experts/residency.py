@@ -1,7 +1,8 @@
-"""Which experts of a layer stay in memory where memory has fewer slots than the layer has experts.
+"""Which experts of a model stay in memory where memory has fewer slots than its layers have experts.
 
-A policy names the resident expert that makes room for one that must be read. `moe-mk fit` runs the same classes over a
-recorded routing as a layer runs in a call.
+A policy names the resident expert that makes room for one that must be read, and a pool divides its memory among the
+layers by what their policies have counted. `moe-mk fit` runs the same classes over a recorded routing as layers run in
+their calls.
 
     name      keeps
     lru       the experts that were used last
@@ -11,11 +12,18 @@ recorded routing as a layer runs in a call.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
+from weakref import WeakValueDictionary
 
+from moe_mk.errors import ConfigError
 from moe_mk.registry import Registry
+from moe_mk.text import amount
 
 READERS = 4
 """Threads that read: as many requests as keep a disk busy."""
@@ -26,6 +34,7 @@ class ResidencyCounts:
     """The slots of one layer on one rank, and what its calls have read since it was loaded."""
 
     slots: int
+    """Its share of the pool, which changes with what the layers use."""
     experts: int
     record_bytes: int
     uses: int
@@ -57,8 +66,12 @@ class Policy(ABC):
         """Counts the distinct experts of one call, ascending, before any of them is read."""
 
     @abstractmethod
+    def worth(self, expert: int) -> float:
+        """How often a call is expected to use an expert, as of the last call; 0: never, also of resident ones."""
+
     def victim(self, resident: Collection[int]) -> int:
         """One of the resident experts that may make room: not empty, none that the call still needs."""
+        return min(resident, key=self.worth)
 
 
 POLICIES: Registry[type[Policy]] = Registry("residency policy", Policy, "moe_mk.residency_policies")
@@ -78,9 +91,9 @@ class LeastRecentlyUsed(Policy):
         for expert in experts:
             self._last[expert] = self._calls
 
-    def victim(self, resident: Collection[int]) -> int:
-        """The oldest stamp."""
-        return min(resident, key=self._last.__getitem__)
+    def worth(self, expert: int) -> float:
+        """One use in the calls since the last one."""
+        return 1 / (1 + self._calls - self._last[expert]) if self._last[expert] else 0.0
 
 
 @POLICIES.register("lfu")
@@ -92,20 +105,21 @@ class LeastFrequentlyUsed(Policy):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)
-        self._score, self._weight = [0.0] * num_experts, 1.0
+        self._score, self._weight, self._total = [0.0] * num_experts, 1.0, 0.0
 
     def used(self, experts: Sequence[int]) -> None:
         """Adds the weight of this call to their scores."""
         self._weight *= self.growth
+        self._total += self._weight
         for expert in experts:
             self._score[expert] += self._weight
         if self._weight > 1e100:
             self._score = [score / self._weight for score in self._score]
-            self._weight = 1.0
+            self._weight, self._total = 1.0, self._total / self._weight
 
-    def victim(self, resident: Collection[int]) -> int:
-        """The lowest score."""
-        return min(resident, key=self._score.__getitem__)
+    def worth(self, expert: int) -> float:
+        """Its part of the weight of all calls."""
+        return self._score[expert] / self._total if self._score[expert] else 0.0
 
 
 HALF_LIFE = 128
@@ -117,3 +131,152 @@ class DecayedFrequency(LeastFrequentlyUsed):
     """Evicts the expert with the lowest count of uses, where older uses count less."""
 
     growth = 2.0 ** (1 / HALF_LIFE)
+
+
+DIVIDED_EVERY = 32
+"""Calls of each layer after which a pool is divided anew."""
+
+
+class PoolMember:
+    """The slots of one layer on one rank, and the experts in them."""
+
+    def __init__(self, pool: ResidencyPool, record_bytes: int, policy: Policy) -> None:
+        """Raises ConfigError for a pool of less than one expert of each layer."""
+        self.pool, self.record_bytes, self.policy = pool, record_bytes, policy
+        self.share = self.calls = 0
+        """Slots that the layer may have, and its calls since the pool was divided."""
+        self.slots, self.free, self.slot_of = set[int](), list[int](), dict[int, int]()
+        """Slots that it has, those without an expert, and the slots of resident experts."""
+        self.is_used, self._lock, self._process = False, Lock(), os.getpid()
+        pool.join(self)
+
+    def new_memory(self) -> set[int]:
+        """For the slots of all layers with records of this size: those that take memory. Adding one allocates it."""
+        return set()
+
+    def exclusive(self) -> Lock:
+        """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
+        if self._process != os.getpid():
+            self._lock, self._process, self.is_used = Lock(), os.getpid(), True
+        return self._lock
+
+    def settle(self) -> None:
+        """Free every slot that holds no expert, after a call that did not end."""
+        self.free, self.is_used = sorted(self.slots - set(self.slot_of.values())), False
+
+    def give_up(self) -> None:
+        """Leave one slot: a free one, or that of the expert that makes room. Called with the lock held."""
+        if self.is_used:
+            self.settle()
+        self.is_used = True
+        if not self.free:
+            self.free.append(self.slot_of.pop(self.policy.victim(self.slot_of)))
+        self.slots.discard(self.free.pop())
+        self.is_used = False
+
+
+class ResidencyPool:
+    """Memory for the experts of all layers that are built with it, divided by what they use.
+
+    The share of a layer is the number of its experts among those that the policies of all layers expect to be used
+    most, at least one. Before it reads, a call with missing experts takes slots up to its share from layers that have
+    more than theirs and are in no call. Layers may be called by several threads.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """num_bytes: for all layers of this process."""
+        self.num_bytes, self._calls, self._lock, self._process = num_bytes, 0, Lock(), os.getpid()
+        self._members: WeakValueDictionary[int, PoolMember] = WeakValueDictionary()
+        self.memory: dict[int, set[int]] = {}
+        """By size of the records: the slots that take memory."""
+
+    def __reduce__(self) -> tuple[type[ResidencyPool], tuple[int]]:
+        return type(self), (self.num_bytes,)  # the layers of the copy join it
+
+    def expect_room(self, record_bytes: int) -> None:
+        """Raise ConfigError unless one expert of each layer fits, with those of another layer."""
+        sizes = Counter([record_bytes, *(member.record_bytes for member in self._members.values())])
+        if self.num_bytes < (least := sum(size * count for size, count in sizes.items())):
+            each = ", ".join(f"{count} x {amount(size)}" for size, count in sizes.items())
+            text = f"{self.num_bytes} bytes for experts are less than one expert of each layer ({each})"
+            raise ConfigError(f"{text}; give at least {least}")
+
+    def join(self, member: PoolMember) -> None:
+        """Give a layer its share, and its first slot. Raises ConfigError."""
+        with self._guard():
+            self.expect_room(member.record_bytes)
+            if member.record_bytes not in self.memory:
+                self.memory[member.record_bytes] = member.new_memory()
+            self._members[max(self._members, default=0) + 1] = member
+            self._divide()
+        while not member.slots:
+            self.grow(member, wait=True)
+
+    def called(self, member: PoolMember) -> None:
+        """Count a call, whose experts its policy has counted; from time to time, divide the memory anew."""
+        with self._guard():
+            member.calls, self._calls = member.calls + 1, self._calls + 1
+            if self._calls % (DIVIDED_EVERY * len(self._members)) == 0:
+                self._divide()
+
+    def grow(self, member: PoolMember, *, wait: bool = False) -> bool:
+        """Give a layer one more slot, up to its share; False: there is none. wait: for calls of other layers."""
+        while len(member.slots) < member.share:
+            with self._guard():
+                if self._take(member):
+                    return True
+                others = [one for one in self._members.values() if len(one.slots) > one.share]
+            others.sort(key=lambda one: (one.share - len(one.slots)) * one.record_bytes)
+            if not any(self._gives_up(one, wait) for one in others):
+                break
+        return False
+
+    def _gives_up(self, member: PoolMember, wait: bool) -> bool:
+        lock = member.exclusive()  # before the lock of the pool, as in a call
+        if not lock.acquire(blocking=wait):
+            return False
+        try:
+            with self._guard():
+                if more := len(member.slots) > member.share:
+                    member.give_up()
+                return more
+        finally:
+            lock.release()
+
+    def _take(self, member: PoolMember) -> bool:
+        """Give a layer a slot that no layer has, or memory that none has; False: there is neither."""
+        unused = {size: set(held) for size, held in self.memory.items()}
+        for one in self._members.values():
+            unused[one.record_bytes] -= one.slots
+        size, slots = member.record_bytes, unused.pop(member.record_bytes)
+        if not slots:
+            left = self.num_bytes - sum(len(held) * each for each, held in self.memory.items())
+            for other, spare in unused.items():
+                while left < size and spare:
+                    self.memory[other].remove(spare.pop())
+                    left += other
+            if left < size:
+                return False
+            slots = {next(slot for slot in count() if slot not in self.memory[size])}
+            self.memory[size].add(*slots)
+        member.slots.add(slot := min(slots))
+        member.free.append(slot)
+        return True
+
+    def _divide(self) -> None:
+        """Set the shares: one expert of each layer, then those with the most expected uses; of equal ones by turns."""
+        members, ranked = list(self._members.values()), list[tuple[float, int, int]]()
+        for index, one in enumerate(members):
+            uses = sorted(-one.policy.worth(expert) * one.calls for expert in range(one.policy.num_experts))
+            ranked += [(each, rank, index) for rank, each in enumerate(uses)]
+            one.share, one.calls = 1, 0
+        left = self.num_bytes - sum(one.record_bytes for one in members)
+        for _, rank, index in sorted(ranked):
+            if rank and members[index].record_bytes <= left:
+                members[index].share, left = members[index].share + 1, left - members[index].record_bytes
+
+    def _guard(self) -> Lock:
+        """The lock of shares and slots, which no thread of a forked child holds."""
+        if self._process != os.getpid():
+            self._lock, self._process = Lock(), os.getpid()
+        return self._lock

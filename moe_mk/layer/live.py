@@ -149,7 +149,7 @@ class LivePlacement:
                     shared.load(weights.shared, weights.shared_gate_H)
             if weights is not None:
                 gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
-        return Backends(config, asked, decision, groups, gate, shared)
+        return Backends(config, asked, decision, groups, gate, shared, used.pool)
 
 
 def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:

@@ -152,7 +152,8 @@ class WithoutParameters(nn.Module):
 def copied(layer: L, memo: dict[int, Any]) -> L:
     """A second layer over the same groups, with weights of its own."""
     weights = _kept_weights(layer)
-    twin = type(layer)(layer.config, device=layer.device, dtype=layer.dtype, groups=layer.groups, name=layer.name)
+    where = {"device": layer.device, "dtype": layer.dtype, "groups": layer.groups, "name": layer.name}
+    twin = type(layer)(layer.config, **where, pool=copy.deepcopy(layer.pool, memo))  # type: ignore[arg-type]
     memo[id(layer)] = twin
     return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer.routing.counted)
 
@@ -162,11 +163,12 @@ def pickled(layer: MoELayer) -> tuple[Any, ...]:
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
     state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer.routing.counted
-    return _rebuild, (type(layer), layer.config, str(layer.device), layer.dtype, layer.name, state)
+    where = {"device": str(layer.device), "dtype": layer.dtype, "name": layer.name, "pool": layer.pool}
+    return _rebuild, (type(layer), layer.config, where, state)
 
 
-def _rebuild(cls: type[L], config: MoEConfig, device: str, dtype: torch.dtype, name: str, state: tuple[Any, ...]) -> L:
-    return _with_state(cls(config, device=device, dtype=dtype, name=name), *state)
+def _rebuild(cls: type[L], config: MoEConfig, where: dict[str, Any], state: tuple[Any, ...]) -> L:
+    return _with_state(cls(config, **where), *state)
 
 
 def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, counted: Any) -> L:

@@ -23,6 +23,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
@@ -109,20 +110,22 @@ class MoELayer(WithoutParameters):
         dtype: torch.dtype = torch.bfloat16,
         groups: ParallelGroups | DeviceMesh | None = None,
         name: str = "moe",
+        pool: ResidencyPool | None = None,
     ) -> None:
         """Choose the backends; allocates nothing but the load counter and tables of the placement.
 
         device: None is torch's default device. On the meta device, backends are chosen for this machine, and again for
         the device that `to_empty(device=...)` states; loading without it uses torch's default device, or the CPU.
         groups: process groups of the engine; their sizes must be those of config.parallel where it states any.
-        name: of the layer in error messages. Raises ConfigError, or UnsupportedError with every reason.
+        name: of the layer in error messages. pool: the memory of `kernel.residency` for several layers, instead of its
+        slots or bytes. Raises ConfigError, or UnsupportedError with every reason.
         """
         super().__init__()
         if groups is not None and not isinstance(groups, ParallelGroups):
             groups = ParallelGroups.from_mesh(groups)
         wanted = wanted_device(device)
         groups = groups or ParallelGroups()
-        self.dtype, self.name, self.spans = dtype, name, Spans()
+        self.dtype, self.name, self.spans, self.pool = dtype, name, Spans(), pool
         grid = Grid(groups, config.kernel.timeout_s, name)
         config = settings.with_sizes(config, grid.sizes)
         self.routing = LayerRouting(config, name)
@@ -138,7 +141,7 @@ class MoELayer(WithoutParameters):
         decision, shared = settings.decide(config, self.dtype, device), None
         if config.model.shared_size:
             shared = shared_experts(decision, Parts(expert_map, device, grid.ep, self.spans))
-        backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared)
+        backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared, self.pool)
         state = build_state(backends, expert_map, grid, device, self.spans)
         self.register_buffer("expert_load", counter(config.model.num_experts, device), persistent=False)
         self.routing.zero = counter((), device) if config.model.num_zero_experts else None
@@ -205,6 +208,7 @@ class MoELayer(WithoutParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         groups: ParallelGroups | DeviceMesh | None = None,
+        pool: ResidencyPool | None = None,
         prefix: str | None = None,
         on_progress: Progress | None = None,
         **overrides: Any,
@@ -217,7 +221,7 @@ class MoELayer(WithoutParameters):
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
         config = settings.stated(settings.config_of(path, layer, **overrides), path, layer, prefix)
-        built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
+        built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}", pool=pool)
         return built.load(path, layer, prefix=prefix, on_progress=on_progress)
 
     def load(

@@ -21,6 +21,7 @@ from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, LostExpertError, UnsupportedError
 from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import without_autocast
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
@@ -110,6 +111,8 @@ class Backends:
     groups: ParallelGroups
     gate: Gate
     shared: SharedExperts | None
+    pool: ResidencyPool | None = None
+    """As of `MoELayer`."""
 
     def fuse_shared(self, kernel: FusedMoEKernel | MonolithicKernel, laid_out: Any) -> Any:
         """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
@@ -267,7 +270,8 @@ def build_state(
 ) -> ServingState:
     """A state without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
     decision = backends.decision
-    kernel, settings = assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel
+    kernel = assemble(decision, Parts(expert_map, device, grid.ep, spans, pool=backends.pool))
+    settings = decision.problem.config.kernel
     if settings.tiles > 1:
         from moe_mk.runner.tiled_kernel import tiled
 

@@ -48,7 +48,7 @@ def slot_bytes(problem: Problem) -> int:
 
 
 def resident_experts(problem: Problem) -> int:
-    """Experts in memory on the rank with the most slots: all of them, or as many as `kernel.residency` states."""
+    """Experts in memory on the rank with the most slots: all, or as many as `kernel.residency` states; of a pool 1."""
     residency = problem.config.kernel.residency
     if residency is None:
         return problem.slots
@@ -100,9 +100,9 @@ class ExpectedReads:
 
 
 def expected_reads(problem: Problem) -> ExpectedReads | None:
-    """What a step reads where `kernel.residency` keeps fewer experts than the rank has; None: nothing."""
-    slots = resident_experts(problem)
-    if slots >= problem.slots:
+    """What a step reads where `kernel.residency` keeps fewer experts than the rank has; None: nothing, or a pool's."""
+    residency, slots = problem.config.kernel.residency, resident_experts(problem)
+    if residency is None or residency.slots is residency.bytes or slots >= problem.slots:
         return None
     experts, top_k, tokens = problem.config.model.num_experts, problem.config.router.top_k, cost.all_tokens(problem)
     used = expected_experts(problem.slots, experts, top_k, tokens)

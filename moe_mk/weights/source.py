@@ -66,16 +66,21 @@ def release_pages(tensors: Iterable[Tensor]) -> None:
 
     Other tensors stay in memory. No effect on systems without madvise.
     """
+    for tensor in filter(is_mapped, tensors):
+        discard_pages(tensor)
+
+
+def discard_pages(tensor: Tensor) -> None:
+    """Give whole pages back to the system, with what is in them where they are not of a file."""
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
         return
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for tensor in filter(is_mapped, tensors):
-        start, size = tensor.data_ptr(), _extent(tensor)
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            advise(first, last - first, mmap.MADV_DONTNEED)
+    start, size = tensor.data_ptr(), _extent(tensor)
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        advise(first, last - first, mmap.MADV_DONTNEED)
 
 
 def _extent(tensor: Tensor) -> int:

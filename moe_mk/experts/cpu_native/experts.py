@@ -21,7 +21,7 @@ from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsContext, ExpertsTraits, FusedExperts
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordLayout, open_store, run_paged
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordLayout, open_store, pool_of, run_paged
 from moe_mk.experts.cpu_native.tuning import (
     CHOICES,
     MEASURED_BYTES,
@@ -246,8 +246,9 @@ class CpuNativeExperts(FusedExperts):
                 on_progress("pack", layout.num_bytes * (expert + 1), total)
 
         keep = not getattr(weights, "passing", False)
+        pool = pool_of(residency, self.context.pool, layout.num_bytes, weights.num_slots)
         store = open_store(residency, digest(weights), layout, weights.num_slots, pack, keep=keep)
-        cache = Cache(self.native, store, layout, residency)
+        cache = Cache(self.native, store, layout, residency, pool)
         self._parameters = str(cache)
         return PagedExperts(cache, scheme13, scheme2)
 

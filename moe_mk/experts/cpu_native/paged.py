@@ -11,7 +11,6 @@ of a layer with all experts in memory, whatever arrives first.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,9 +24,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
-from moe_mk.errors import ConfigError, StoreError
+from moe_mk.errors import StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
-from moe_mk.experts.residency import POLICIES, READERS, Policy, ResidencyCounts
+from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix
 from moe_mk.kernels.native.packed import HUGE_PAGE
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -35,6 +34,7 @@ from moe_mk.text import amount
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_store import ExpertStore, aligned, write_store
 from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.source import discard_pages
 
 LINE = 64
 """Alignment of the parts of a record."""
@@ -82,19 +82,32 @@ class RecordLayout:
         return {"w13": str(self.layout13), "w2": str(self.layout2), "biased": str(self.biased)}
 
 
-def records(num_records: int, layout: RecordLayout, native: Native | None = None) -> Tensor:
-    """Memory for records, uint8 [S, bytes], zero, on an address that direct reads and large pages need.
-
-    native: requests large pages before the memory is written; None: pages of the usual size. Direct reads into
-    scattered small pages are slower, since each page is a segment of its own for the disk.
-    """
-    size = num_records * layout.num_bytes
+def records(num_records: int, record_bytes: int) -> Tensor:
+    """Addresses of records, uint8 [S, bytes], as direct reads and large pages need them; memory once it is written."""
+    size = num_records * record_bytes
     whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
-    found_B = whole[-whole.data_ptr() % HUGE_PAGE :][:size]
-    if native is not None:
-        for at in range(0, size, layout.num_bytes):  # each stops at its own first slow page
-            native.functions["advise_huge"](found_B.data_ptr() + at, layout.num_bytes)
-    return found_B.zero_().view(num_records, layout.num_bytes)
+    return whole[-whole.data_ptr() % HUGE_PAGE :][:size].view(num_records, record_bytes)
+
+
+class RecordMemory(set[int]):
+    """The slots for records of one size; those that are in the set have memory, on large pages.
+
+    Direct reads into scattered small pages are slower, since each page is a segment of its own for the disk.
+    """
+
+    def __init__(self, native: Native, records_SB: Tensor) -> None:
+        super().__init__()
+        self.native, self.records_SB = native, records_SB
+
+    def add(self, slot: int) -> None:
+        """Allocate its memory, on large pages as far as they are fast."""
+        super().add(slot)
+        self.native.functions["advise_huge"](self.records_SB[slot].data_ptr(), self.records_SB.shape[1])
+
+    def remove(self, slot: int) -> None:
+        """Give its memory back to the system."""
+        discard_pages(self.records_SB[slot])
+        super().remove(slot)
 
 
 def memory_of(record_B: Tensor) -> memoryview:
@@ -117,7 +130,6 @@ def open_store(
     store that is written here stays for later processes; else its file has no name, and is gone once it is closed.
     Raises StoreError for a store that is damaged, foreign, or cannot be written.
     """
-    slots_of(config, layout.num_bytes, num_experts)  # raises before anything is written
     of_layout = blake2b(repr(sorted(layout.facts().items())).encode(), digest_size=4).hexdigest()
     facts = layout.facts() | {"experts": name}
     path = Path(config.store) / f"{name[:32]}-{of_layout}.experts"
@@ -125,7 +137,7 @@ def open_store(
     if passing:
         path = path.with_name(f"{path.name}-{token_hex(4)}")
     if not path.exists():
-        record = records(1, layout)
+        record = records(1, layout.num_bytes).zero_()
         w13, w2 = layout.matrices(record)
 
         def packed() -> Iterator[memoryview]:
@@ -147,64 +159,59 @@ def open_store(
     return store
 
 
-def slots_of(config: ResidencyConfig, record_bytes: int, num_experts: int) -> int:
-    """Slots in memory, at most one an expert. Raises ConfigError where not one fits."""
-    if config.slots is not None:
-        return min(config.slots, num_experts)
-    assert config.bytes is not None
-    if config.bytes < record_bytes:
-        raise ConfigError(
-            f"kernel.residency.bytes={config.bytes} is less than one expert of {amount(record_bytes)}; "
-            f"give at least {record_bytes}"
-        )
-    return min(config.bytes // record_bytes, num_experts)
+def pool_of(config: ResidencyConfig, pool: ResidencyPool | None, record_bytes: int, num_experts: int) -> ResidencyPool:
+    """The pool of a layer, one of its own if it is given none. Raises ConfigError where not one expert fits."""
+    if pool is None:
+        given = config.bytes or record_bytes * (config.slots or 0)
+        pool = ResidencyPool(given if given < record_bytes else min(given // record_bytes, num_experts) * record_bytes)
+    pool.expect_room(record_bytes)
+    return pool
 
 
-class Cache:
+class Cache(PoolMember):
     """The slots of one layer and what is in them. One call at a time uses it."""
 
-    def __init__(self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig) -> None:
-        """Raises ConfigError for memory of less than one expert."""
-        self.store, self.layout, self.lock, self.config = store, layout, Lock(), config
-        slots = slots_of(config, layout.num_bytes, store.num_experts)
-        self.records_SB = records(slots, layout, native)
+    def __init__(
+        self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig, pool: ResidencyPool
+    ) -> None:
+        """Raises ConfigError for memory of less than one expert of each layer."""
+        self.native, self.store, self.layout, self.config = native, store, layout, config
+        super().__init__(pool, layout.num_bytes, POLICIES[config.policy](store.num_experts))
+        memory = pool.memory[layout.num_bytes]
+        assert isinstance(memory, RecordMemory)
+        self.records_SB = memory.records_SB
         self.matrices = layout.matrices(self.records_SB)
-        self.policy: Policy = POLICIES[config.policy](store.num_experts)
-        self.slot_of: dict[int, int] = {}
+        self.is_shared = config.slots is config.bytes is None
+        self.is_fixed = not self.is_shared and self.share == store.num_experts
+        """Whether the pool has other layers, and whether each expert has the slot of its number."""
+        while self.is_fixed and pool.grow(self):
+            pass
         self.uses = self.hits = self.reads = 0
         """Distinct experts of all calls, those that were resident, and records that were read."""
-        self._free = list(range(slots))
         self._readers: ThreadPoolExecutor | None = None
         self._ended: SimpleQueue[Future[None]] = SimpleQueue()
         """Pieces of this call that were read, or failed."""
-        self._is_used, self._process = False, os.getpid()
 
     def __str__(self) -> str:
-        held = f"{len(self.records_SB)} of {self.store.num_experts} experts in memory, {self.config.policy}"
-        return f"{held}; the others in {self.store.path}"
+        of_all = f" of {amount(self.pool.num_bytes)} for all layers" if self.is_shared else ""
+        held = f"{self.share} of {self.store.num_experts} experts in memory{of_all}"
+        return f"{held}, {self.config.policy}; the others in {self.store.path}"
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the slots."""
-        return self.records_SB.numel()
+    def new_memory(self) -> set[int]:
+        """The slots of all layers with records of this size."""
+        return RecordMemory(self.native, records(self.pool.num_bytes // self.record_bytes, self.record_bytes))
 
     @property
     def is_whole(self) -> bool:
         """Whether every expert is in memory, each in the slot of its number."""
-        return len(self.slot_of) == self.store.num_experts
+        return self.is_fixed and len(self.slot_of) == self.store.num_experts
 
     def clear(self) -> None:
         """Empty the slots, and forget what was used."""
         with self.exclusive():
             self.slot_of.clear()
-            self._free = list(range(len(self.records_SB)))
+            self.settle()
             self.policy = POLICIES[self.config.policy](self.store.num_experts)
-
-    def exclusive(self) -> Lock:
-        """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
-        if self._process != os.getpid():
-            self.lock, self._readers, self._process, self._is_used = Lock(), None, os.getpid(), True
-        return self.lock
 
     def waves(self, experts: list[int]) -> Iterator[list[int]]:
         """The experts of one call, ascending, in groups that are resident while the caller uses them.
@@ -212,10 +219,11 @@ class Cache:
         First those that are here, the others as they arrive. Raises StoreError for a record that cannot be read or is
         not what was written; the caller has not seen it then, and its slot is free. Called with the lock held.
         """
-        if self._is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
-            self._end_reads()
-        self._is_used = True
+        if self.is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
+            self.settle()
+        self.is_used = True
         self.policy.used(experts)
+        self.pool.called(self)
         here = [expert for expert in experts if expert in self.slot_of]
         missing = [expert for expert in experts if expert not in self.slot_of]
         self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
@@ -230,38 +238,38 @@ class Cache:
                 assert reading, "no slot is free, and none can be taken"
                 yield self._arrived(reading)
         except BaseException:
-            self._end_reads()
+            self.settle()
             raise
-        self._is_used = False
+        self.is_used = False
 
-    def _end_reads(self) -> None:
+    def settle(self) -> None:
         """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert."""
         if self._readers is not None:
             self._readers.shutdown(cancel_futures=True)
         self._readers = None
-        self._free = sorted(set(range(len(self.records_SB))) - set(self.slot_of.values()))
-        self._is_used = False
+        super().settle()
 
     def _read(
         self, missing: list[int], needed: Collection[int], reading: dict[int, _Reading], *, is_used: bool = False
     ) -> None:
         """Begin to read missing experts, in order, as far as there are slots.
 
-        Experts that the call does not need make room first. is_used: whether the resident ones have been used, and may
-        make room too; then `READERS` records are read at a time, so that the policy keeps the best of the others.
+        Slots of the pool and experts that the call does not need make room first. is_used: whether the resident ones
+        have been used, and may make room too; then `READERS` records are read at a time, so that the policy keeps the
+        best of the others, and nothing comes from the pool.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
         while missing:
-            if not self._free:
+            if not self.free and (is_used or not self.pool.grow(self)):
                 may_use = is_used and len(reading) < READERS
                 others = [each for each in self.slot_of if each not in needed] or list(self.slot_of) * may_use
                 if not others:
                     return
-                self._free.append(self.slot_of.pop(self.policy.victim(others)))
+                self.free.append(self.slot_of.pop(self.policy.victim(others)))
             expert = missing.pop(0)
-            slot = expert if len(self.records_SB) == self.store.num_experts else self._free[-1]
-            self._free.remove(slot)
+            slot = expert if self.is_fixed else self.free[-1]
+            self.free.remove(slot)
             reading[expert] = _Reading(self.store, expert, slot, memory_of(self.records_SB[slot]), self._readers)
             for part in reading[expert].parts:
                 part.add_done_callback(self._ended.put)
@@ -333,18 +341,18 @@ class PagedExperts:
     @property
     def num_bytes(self) -> int:
         """Bytes in memory."""
-        return self.cache.num_bytes
+        return self.cache.share * self.cache.record_bytes
 
     @property
     def counts(self) -> ResidencyCounts:
         """The slots, and what was read so far."""
         cache = self.cache
-        sizes = len(cache.records_SB), self.num_slots, cache.layout.num_bytes
+        sizes = cache.share, self.num_slots, cache.record_bytes
         return ResidencyCounts(*sizes, cache.uses, cache.hits, cache.reads)
 
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy. Raises StoreError."""
-        record = records(1, self.cache.layout)
+        record = records(1, self.cache.record_bytes)
         self.cache.store.read(index, memory_of(record[0]))
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
@@ -431,19 +439,10 @@ def weighted_sums(
     ids_RK, weights_RK = ids_RK.contiguous(), weights_RK.contiguous()
     sums_RH = out_RH if out_RH.is_contiguous() else torch.empty_like(out_RH, memory_format=torch.contiguous_format)
     native.call(
-        "sum_terms",
-        terms_RKH.data_ptr(),
-        ids_RK.data_ptr(),
-        weights_RK.data_ptr(),
-        rows,
-        columns,
-        hidden,
-        terms_RKH.stride(1),
-        sums_RH.data_ptr(),
-        int(sums_RH.dtype is torch.float32),
-        native.threads(threads),
+        "sum_terms", terms_RKH.data_ptr(), ids_RK.data_ptr(), weights_RK.data_ptr(), rows, columns, hidden,
+        terms_RKH.stride(1), sums_RH.data_ptr(), int(sums_RH.dtype is torch.float32), native.threads(threads),
         int(native.best),
-    )
+    )  # fmt: skip
     return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
 
 

@@ -7,7 +7,7 @@ second half is counted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +83,9 @@ class _Noting(Policy):
         self.calls.append(tuple(experts))
         self.inner.used(experts)
 
-    def victim(self, resident: Collection[int]) -> int:
+    def worth(self, expert: int) -> float:
         """That of the policy."""
-        return self.inner.victim(resident)
+        return self.inner.worth(expert)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def measure_residency(
         steps.append([tuple(sorted({expert for call in noting.calls[start:] for expert in call}))])
     cache.policy = noting.inner
     machine = _machine(layer, weights, batches, steps, samples, team)
-    recorded, slots, policy = Recorded(steps, weights.num_slots, 1), len(cache.records_SB), cache.config.policy
+    recorded, slots, policy = Recorded(steps, weights.num_slots, 1), cache.share, cache.config.policy
     simulated = [simulate(recorded, machine, slots, name) for name in (policy, "belady")]
     simulated.append(simulate_page_cache(recorded, machine, slots))
     measured = [[*each, sample["total"]] for each, sample in zip(counts[half:], samples[half:], strict=True)]
@@ -195,7 +195,7 @@ def _machine(
 def _product_s(layer: MoELayer, weights: PagedExperts, tokens: int, used: int) -> float:
     """Seconds of one resident expert with as many rows as those of the steps have. used: distinct experts of a step."""
     top_k, mine = layer.config.router.top_k, layer.expert_map.local_to_global(layer.ep.rank)
-    some = min(len(weights.cache.records_SB), used)
+    some = min(weights.cache.share, used)
     each = min(top_k, some)
     count = max(1, round(some * tokens * top_k / used / each))
     ids_TK = torch.full((count, top_k), -1, dtype=torch.int32, device="cpu")
@@ -212,7 +212,7 @@ def _product_s(layer: MoELayer, weights: PagedExperts, tokens: int, used: int) -
 def _read_rate(weights: PagedExperts) -> float:
     """Bytes per second of direct reads, with the requests and threads of a call."""
     store = weights.cache.store
-    record = memory_of(records(1, weights.cache.layout)[0])
+    record = memory_of(records(1, weights.cache.record_bytes)[0])
     experts = range(max(1, min(store.num_experts, MOST_READ // store.record_bytes)))
     with ThreadPoolExecutor(READERS) as readers:
         start = now()

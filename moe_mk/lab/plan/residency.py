@@ -1,7 +1,7 @@
 """Simulate experts larger than memory over a recorded routing: hit rates and time of policies, prefetch and page cache.
 
-Each layer has `slots` of its own for its experts. A call of a layer computes the experts that are resident while one
-disk reads the missing ones, in the order in which they arrive:
+Each layer has `slots` of its own for its experts, or a share of a `ResidencyPool`. A call of a layer computes the
+experts that are resident while one disk reads the missing ones, in the order in which they arrive:
 
     disk      | read e7        | read e2        | prefetch for the next layer ...
     compute   | e1 e4 |          e7 |             e2 |
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_mk.errors import ConfigError
-from moe_mk.experts.residency import POLICIES, READERS, Policy
+from moe_mk.experts.residency import POLICIES, READERS, Policy, PoolMember, ResidencyPool
 from moe_mk.trace.routing import RoutingTrace, TraceError
 
 Step = list[tuple[int, ...]]
@@ -148,14 +148,15 @@ class Belady(Policy):
         """Advances by one step."""
         self._now += 1
 
-    def victim(self, resident: Collection[int]) -> int:
-        """The furthest next use."""
-        return max(resident, key=self._next_use)
-
-    def _next_use(self, expert: int) -> float:
+    def worth(self, expert: int) -> float:
+        """One use in the calls until the next one."""
         uses = self._uses[expert]
         at = bisect_right(uses, self._now)
-        return uses[at] if at < len(uses) else math.inf
+        return 1 / (uses[at] - self._now) if at < len(uses) else 0.0
+
+
+class BeladyOfAll(Belady):
+    """The optimum of a pool: of one layer with the experts and calls of all."""
 
 
 @dataclass(frozen=True)
@@ -198,68 +199,91 @@ class Recorded:
         return likeliest
 
 
-@dataclass
-class _Slots:
+class _Slots(PoolMember):
     """The resident experts of one layer, with the time at which each has arrived."""
 
-    policy: Policy
-    slots: int
-    ready: dict[int, float] = field(default_factory=dict)
-    unused: set[int] = field(default_factory=set)
-    """Prefetched experts that no call has used."""
+    def __init__(self, pool: ResidencyPool, record_bytes: int, policy: Policy) -> None:
+        super().__init__(pool, record_bytes, policy)
+        self.ready: dict[int, float] = {}
+        self.unused: set[int] = set()
+        """Prefetched experts that no call has used."""
 
-    def make_room(self, needed: Collection[int], done: Collection[int] = ()) -> int:
-        """Evict one expert if all slots are taken; returns how many unused ones that were.
+    def enter(self, expert: int, arrival: float, needed: Collection[int], done: Collection[int] = ()) -> int:
+        """Give an expert a slot from its arrival on; returns how many experts were evicted unused.
 
-        As a layer does: what the call does not need; then, of its experts, those that have been computed (`done`), or
-        the first that arrives.
+        As in a call of a layer: slots of the pool, and what the call does not need; then, of its experts, those that
+        have been computed (`done`), or the first that arrives. The optimum of a pool chooses among all of them.
         """
-        if len(self.ready) < self.slots:
-            return 0
-        others = [expert for expert in self.ready if expert not in needed]
-        others = others or [expert for expert in self.ready if expert in done]
-        victim = self.policy.victim(others) if others else next(iter(self.ready))
-        del self.ready[victim]
-        wasted = victim in self.unused
-        self.unused.discard(victim)
-        return int(wasted)
+        wasted = 0
+        if not self.free and not self.pool.grow(self):
+            others = [each for each in self.slot_of if each not in needed]
+            if not others or isinstance(self.policy, BeladyOfAll):
+                others += [each for each in self.slot_of if each in needed and each in done]
+            victim = self.policy.victim(others) if others else next(iter(self.slot_of))
+            self.free.append(self.slot_of.pop(victim))
+            wasted = int(victim in self.unused)
+            self.unused.discard(victim)
+        self.slot_of[expert], self.ready[expert] = self.free.pop(), arrival
+        return wasted
 
 
-def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, prefetch: str = "none") -> Outcome:
+def _members(recorded: Recorded, machine: Machine, slots: int, policy: str, pool: int | None) -> list[_Slots]:
+    """The slots of each layer; of the optimum of a pool the same for all."""
+    size, columns, experts = machine.expert_bytes, list(zip(*recorded.steps, strict=True)), recorded.num_experts
+    if policy == "belady":
+        if pool is None:
+            return [_Slots(ResidencyPool(slots * size), size, Belady(experts, column)) for column in columns]
+        calls = [_of_all(layer, call, experts) for step in recorded.steps for layer, call in enumerate(step)]
+        return [_Slots(ResidencyPool(pool * size), size, BeladyOfAll(experts * len(columns), calls))] * len(columns)
+    one = None if pool is None else ResidencyPool(pool * size)
+    return [_Slots(one or ResidencyPool(slots * size), size, POLICIES[policy](experts)) for _ in columns]
+
+
+def _of_all(layer: int, experts: Sequence[int], each: int) -> tuple[int, ...]:
+    """The numbers of experts of a layer among those of all layers, `each` a layer."""
+    return tuple(layer * each + expert for expert in experts)
+
+
+def simulate(
+    recorded: Recorded,
+    machine: Machine,
+    slots: int,
+    policy: str,
+    prefetch: str = "none",
+    *,
+    pool: int | None = None,
+) -> Outcome:
     """Run a trace with `slots` resident experts a layer. policy: a registered name, or "belady".
 
-    Raises ConfigError for unknown names and for less than one slot.
+    pool: slots of all layers together, in a `ResidencyPool`; None: each layer has its own. Raises ConfigError for
+    unknown names and for less than one slot a layer.
     """
     if slots < 1:
         raise ConfigError(f"{slots} slots a layer: at least one expert must be resident; give more memory")
     if prefetch not in PREFETCHES:
         raise ConfigError(f"prefetch {prefetch!r} is unknown; use one of {', '.join(PREFETCHES)}")
-    outcome = Outcome(policy if prefetch == "none" else f"{policy}, prefetch {prefetch}")
+    outcome = Outcome(policy + ", pool" * (pool is not None) + f", prefetch {prefetch}" * (prefetch != "none"))
     predict = None if prefetch == "none" else recorded.predictor(prefetch)
-    columns = list(zip(*recorded.steps, strict=True))
-    experts = recorded.num_experts
-    layers = [
-        _Slots(Belady(experts, column) if policy == "belady" else POLICIES[policy](experts), slots)
-        for column in columns
-    ]
-    now, disk = 0.0, 0.0
+    layers, now, disk = _members(recorded, machine, slots, policy, pool), 0.0, 0.0
     for number, step in enumerate(recorded.steps):
         if number == recorded.half:
             outcome.uses, outcome.hits, outcome.reads, outcome.wasted, outcome.predicted, outcome.right = (0,) * 6
         began, before_step = now, outcome.counted
         for layer, needed in enumerate(step):
             held, start = layers[layer], now
+            if isinstance(held.policy, BeladyOfAll):
+                needed = _of_all(layer, needed, recorded.num_experts)
             held.policy.used(needed)
-            there = [expert for expert in needed if expert in held.ready]
-            missing = [expert for expert in needed if expert not in held.ready]
+            held.pool.called(held)
+            there = [expert for expert in needed if expert in held.slot_of]
+            missing = [expert for expert in needed if expert not in held.slot_of]
             outcome.uses, outcome.hits = outcome.uses + len(needed), outcome.hits + len(there)
             held.unused.difference_update(there)
             arrivals, wanted, done = [max(start, held.ready[expert]) for expert in there], set(needed), set(there)
             for index, expert in enumerate(missing):
                 done.update(missing[max(index - READERS, 0) : max(index - READERS + 1, 0)])
-                outcome.wasted += held.make_room(wanted, done)
                 disk = max(disk, start) + machine.read_s
-                held.ready[expert] = disk
+                outcome.wasted += held.enter(expert, disk, wanted, done)
                 arrivals.append(disk)
                 outcome.reads += 1
             for arrival in sorted(arrivals):
@@ -272,10 +296,9 @@ def simulate(recorded: Recorded, machine: Machine, slots: int, policy: str, pref
                 for expert in asked:
                     if max(disk, start) >= now:
                         break
-                    if expert not in following.ready:
-                        outcome.wasted += following.make_room(asked)
+                    if expert not in following.slot_of:
                         disk = max(disk, start) + machine.read_s
-                        following.ready[expert] = disk
+                        outcome.wasted += following.enter(expert, disk, asked)
                         following.unused.add(expert)
                         outcome.reads += 1
         if number >= recorded.half:
@@ -312,10 +335,13 @@ def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Out
     return outcome
 
 
-def compare(recorded: Recorded, machine: Machine, slots: int, policies: Sequence[str]) -> list[Outcome]:
-    """The page cache, every policy, the optimum, and each prefetch with the first policy."""
+def compare(
+    recorded: Recorded, machine: Machine, slots: int, policies: Sequence[str], pool: int | None = None
+) -> list[Outcome]:
+    """The page cache, every policy and the optimum, with a pool as well if given, and prefetches with the first one."""
     outcomes = [simulate_page_cache(recorded, machine, slots)]
-    outcomes += [simulate(recorded, machine, slots, name) for name in (*policies, "belady")]
+    for name in (*policies, "belady"):
+        outcomes += [simulate(recorded, machine, slots, name, pool=each) for each in dict.fromkeys((None, pool))]
     for prefetch in PREFETCHES[1:]:
         if prefetch != "gate" or recorded.early is not None:
             outcomes.append(simulate(recorded, machine, slots, policies[0], prefetch))

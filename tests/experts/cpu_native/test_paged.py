@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, records
-from moe_mk.experts.residency import POLICIES
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, records
+from moe_mk.experts.residency import POLICIES, ResidencyPool
+from moe_mk.lab.plan.residency import Machine, Recorded, simulate
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.permute import permute
@@ -42,15 +44,29 @@ SLOTS, SIZE = 6, 256
 CPU = torch.device("cpu")
 
 
-def pair(weights: object, folder: Path, slots: int, policy: str = "decayed", **more: int) -> tuple[object, ...]:
+def pair(
+    weights: object, folder: Path, slots: int | ResidencyPool, policy: str = "decayed", **more: int
+) -> tuple[object, ...]:
     """Resident and paged experts with their weights."""
     sizes = {"num_slots": SLOTS, "hidden_size": SIZE, "intermediate_size": SIZE} | more
-    residency = ResidencyConfig(slots=slots, store=folder, policy=policy)
+    own, pool = (slots, None) if isinstance(slots, int) else (None, slots)
+    residency = ResidencyConfig(slots=own, store=folder, policy=policy)
     resident, paged = (
-        EXPERTS["cpu_native"](ExpertsContext(BF16, BF16, "silu", device=CPU, residency=each, **sizes))  # type: ignore[arg-type]
+        EXPERTS["cpu_native"](ExpertsContext(BF16, BF16, "silu", device=CPU, residency=each, pool=pool, **sizes))  # type: ignore[arg-type]
         for each in (None, residency)
     )
     return resident, resident.relayout(weights), paged, paged.relayout(weights)  # type: ignore[arg-type]
+
+
+def drawn(
+    seed: int, rows: int, top_k: int, *, experts: int = SLOTS, hidden: int = SIZE, dropped: float = 0.0
+) -> RowTokens:
+    """Tokens with random weights, each with different experts; a part of its choices is dropped."""
+    g = torch.Generator().manual_seed(seed)
+    x = QuantTensor(torch.randn(rows, hidden, generator=g).bfloat16(), None, BF16)
+    ids = torch.rand(rows, experts, generator=g).argsort(1)[:, :top_k]
+    ids = torch.where(torch.rand(rows, top_k, generator=g) < dropped, -1, ids).to(torch.int32)
+    return RowTokens(x, ids, torch.randn(rows, top_k, generator=g), experts)
 
 
 def in_any_order(draw: Random) -> object:
@@ -80,11 +96,7 @@ def test_any_calls_have_the_bits_of_resident_experts(
         assert isinstance(some, PagedExperts) and some.num_bytes == slots * some.cache.layout.num_bytes
         for _ in range(4):
             rows, top_k = draw.choice((0, 1, 2, 7, 40)), draw.randint(1, 4)
-            g = torch.Generator().manual_seed(draw.randrange(1000))
-            x = QuantTensor(torch.randn(rows, SIZE, generator=g).bfloat16(), None, BF16)
-            ids = torch.stack([torch.randperm(SLOTS, generator=g)[:top_k] for _ in range(max(rows, 1))])[:rows]
-            ids = torch.where(torch.rand(rows, top_k, generator=g) < 0.2, -1, ids).to(torch.int32)
-            tokens = RowTokens(x, ids, torch.randn(rows, top_k, generator=g), SLOTS)
+            tokens = drawn(draw.randrange(1000), rows, top_k, dropped=0.2)
             wide = [replace(tokens, out_RH=torch.empty(rows, SIZE)) for _ in range(2)]  # f32 shows the order of a sum
             assert torch.equal(paged.run(wide[0], some).y, resident.run(wide[1], held).y)
             for layout in (RowTokens, GroupedTokens, BatchedTokens):
@@ -99,9 +111,7 @@ def test_any_calls_have_the_bits_of_resident_experts(
 def test_biases_are_in_the_records(tmp_path: Path) -> None:
     sizes = {"num_slots": 3, "hidden_size": 96, "intermediate_size": 64}
     resident, held, paged, some = pair(with_biases(biases=True), tmp_path, 2, **sizes)
-    g = torch.Generator().manual_seed(2)
-    x, ids = torch.randn(9, 96, generator=g).bfloat16(), torch.randint(3, (9, 1), generator=g, dtype=torch.int32)
-    tokens = RowTokens(QuantTensor(x, None, BF16), ids, torch.rand(9, 1, generator=g), 3)
+    tokens = drawn(2, 9, 1, experts=3, hidden=96)
     assert torch.equal(paged.run(tokens, some).y, resident.run(tokens, held).y)
 
 
@@ -109,11 +119,7 @@ def test_biases_are_in_the_records(tmp_path: Path) -> None:
 def test_shared_experts_are_added_last(tmp_path: Path) -> None:
     given, own = (random_experts(BF16, count, SIZE, SIZE, CPU, seed=count) for count in (SLOTS, 1))
     resident, held, paged, some = pair(given, tmp_path, 2)
-    g = torch.Generator().manual_seed(4)
-    ids = torch.stack([torch.randperm(SLOTS, generator=g)[:3] for _ in range(9)]).to(torch.int32)
-    x = QuantTensor(torch.randn(9, SIZE, generator=g).bfloat16(), None, BF16)
-    tokens = RowTokens(x, ids, torch.rand(9, 3, generator=g), SLOTS)
-    outputs = []
+    tokens, outputs = drawn(4, 9, 3), []
     for experts, routed in ((resident, held), (paged, some)):
         fused = experts.fuse_shared_experts(routed, resident.relayout(own))
         outputs.append(experts.run(replace(tokens, out_RH=torch.empty(9, SIZE)), fused).y)
@@ -171,11 +177,8 @@ def test_stores_of_passing_placements_take_no_room_once_they_are_replaced(checkp
 @pytest.mark.row(172)
 def test_once_all_experts_are_in_memory_a_call_reads_nothing_and_is_that_of_a_resident_layer(tmp_path: Path) -> None:
     resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, SLOTS)
-    g = torch.Generator().manual_seed(8)
-    x = QuantTensor(torch.randn(7, SIZE, generator=g).bfloat16(), None, BF16)
     for top_k in (2, SLOTS, 3):
-        ids = torch.stack([torch.randperm(SLOTS, generator=g)[:top_k] for _ in range(7)]).to(torch.int32)
-        tokens = RowTokens(x, ids, torch.rand(7, top_k, generator=g), SLOTS)
+        tokens = drawn(8, 7, top_k)
         outputs = [
             each.run(replace(tokens, out_RH=torch.empty(7, SIZE)), weights).y
             for each, weights in ((resident, held), (paged, some))
@@ -223,7 +226,7 @@ def test_a_record_that_cannot_be_read_is_never_multiplied(
 def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_path: Path) -> None:
     store = str(tmp_path)
     for given, problem in (
-        ({"store": store}, "slots or bytes, neither"),
+        ({"store": store}, "its slots, its bytes or a ResidencyPool.* 0 are given"),
         ({"store": store, "slots": 1, "bytes": 1}, "slots or bytes, both"),
         ({"store": "relative", "slots": 1}, "no absolute path"),
         ({"store": store, "slots": 1, "policy": "lruu"}, "did you mean 'lru'"),
@@ -234,37 +237,87 @@ def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_large_pages_are_requested_before_the_memory_of_the_slots_is_written() -> None:
+def test_slots_take_large_pages_before_they_are_written_and_give_them_back() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before, seen = resident(), list[int]()
     native = SimpleNamespace(functions={"advise_huge": lambda *_: seen.append(resident() - before)})
-    held_SB = records(2, SimpleNamespace(num_bytes=32 << 20), native)  # type: ignore[arg-type]
-    assert len(seen) == 2 and max(seen) < 8 << 20 and resident() - before > 60 << 20 and not held_SB.any()
+    memory = RecordMemory(native, records(9, 32 << 20))  # type: ignore[arg-type]
+    for slot in (3, 4):
+        memory.add(slot)
+        memory.records_SB[slot] = 1
+    assert seen[0] < 8 << 20 and 24 << 20 < seen[1] < 40 << 20 and resident() - before > 60 << 20
+    memory.remove(3)
+    assert memory == {4} and resident() - before < 40 << 20 and memory.records_SB[4].all()
+
+
+def in_a_pool(folder: Path, records: int, kinds: str) -> tuple[ResidencyPool, list[tuple[object, ...]]]:
+    """Layers of some formats in a pool with memory for so many experts in bf16, and for some scales."""
+    pool = ResidencyPool(records * 3 * SIZE * SIZE * 2 + (1 << 16))
+    given = [random_experts(scheme_of_kind(kind, (128, 128)), SLOTS, SIZE, SIZE, CPU) for kind in kinds.split()]
+    return pool, [pair(each, folder, pool) for each in given]
+
+
+@pytest.mark.row(172)
+def test_layers_of_a_pool_have_the_same_bits_and_divide_its_memory_by_what_they_use(tmp_path: Path) -> None:
+    # Two layers of one size and one of half of it. First all use 2 of 6 experts, then the others use 2, and 1 of 2.
+    pool, layers = in_a_pool(tmp_path, 8, "bf16 bf16 int8_block")
+    caches = [some.cache for *_, some in layers]  # type: ignore[attr-defined]
+    assert [cache.share for cache in caches] == [3, 3, 4]
+
+    def called(step: int) -> None:
+        for number, (resident, held, paged, some) in enumerate(layers):
+            tokens = drawn(step, 1, 1 + (number < 2), experts=2 if number and step > 9 else SLOTS)
+            tokens = replace(tokens, num_slots=SLOTS)
+            assert torch.equal(paged.run(tokens, some).y, resident.run(tokens, held).y)  # type: ignore[attr-defined]
+            assert sum(len(slots) * size for size, slots in pool.memory.items()) <= pool.num_bytes
+
+    for step in range(40):
+        called(step)
+    assert [cache.share for cache in caches] == [len(cache.slots) for cache in caches] == [5, 2, 2]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(called, range(40, 60)))
+    late = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, pool)
+    layers.append(late)
+    called(60)
+    with pytest.raises(ConfigError, match=r"less than one expert of each layer \(3 x .*give at least"):
+        in_a_pool(tmp_path, 2, "bf16 bf16 bf16")
+
+
+@pytest.mark.row(173)
+def test_layers_of_a_pool_read_what_the_simulator_predicts(tmp_path: Path) -> None:
+    pool, layers = in_a_pool(tmp_path, 5, "bf16 bf16")
+    steps, reads = list[list[tuple[int, ...]]](), [0]
+    for step in range(160):
+        steps.append([(step * step % 37 % (6, 2)[number],) for number in range(2)])
+        for (_, _, paged, some), (expert,) in zip(layers, steps[-1], strict=True):
+            ids = torch.full((1, 1), expert, dtype=torch.int32)
+            paged.run(replace(drawn(step, 1, 1), ids_RK=ids), some)  # type: ignore[attr-defined]
+        reads.append(sum(some.cache.reads for *_, some in layers))  # type: ignore[attr-defined]
+    size = layers[0][3].cache.record_bytes  # type: ignore[attr-defined]
+    predicted = simulate(Recorded(steps, SLOTS, 1), Machine(size, 1e9, 1e9), 1, "decayed", pool=pool.num_bytes // size)
+    assert [each for *_, each in predicted.by_step] == [after - before for before, after in pairwise(reads)][80:]
+    assert 0 < predicted.reads < simulate(Recorded(steps, SLOTS, 1), Machine(size, 1e9, 1e9), 2, "decayed").reads
 
 
 def test_a_forked_child_reads_with_threads_of_its_own(tmp_path: Path) -> None:
     resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
-    g = torch.Generator().manual_seed(5)
-    x = QuantTensor(torch.randn(9, SIZE, generator=g).bfloat16(), None, BF16)
-    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
+    tokens = drawn(5, 9, 1)
     expected = resident.run(tokens, held).y
     assert torch.equal(paged.run(tokens, some).y, expected)
-    some.cache.lock.acquire()  # as by a call of another thread, which the child does not have
+    some.cache.exclusive().acquire()  # as by a call of another thread, which the child does not have
     child = os.fork()
     if child == 0:
         signal.alarm(60)
         os._exit(0 if torch.equal(paged.run(tokens, some).y, expected) else 1)
-    some.cache.lock.release()
+    some.cache.exclusive().release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:
     resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
-    g = torch.Generator().manual_seed(6)
-    x = QuantTensor(torch.randn(9, SIZE, generator=g).bfloat16(), None, BF16)
-    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
+    tokens = drawn(6, 9, 1)
     expected = resident.run(tokens, held).y
 
     def traced(interrupts: Interrupts) -> torch.Tensor:
@@ -282,16 +335,15 @@ def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:
             raised += 1
     assert raised > 20  # which places a call passes depends on the order of arrival
     assert torch.equal(paged.run(tokens, some).y, expected)
-    assert len(some.cache._free) + len(some.cache.slot_of) == 2
+    assert len(some.cache.free) + len(some.cache.slot_of) == 2
 
 
 def test_an_interrupt_while_the_reads_of_a_failed_call_end_loses_no_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
-    x = QuantTensor(torch.ones(9, SIZE).bfloat16(), None, BF16)
-    tokens = RowTokens(x, torch.arange(9, dtype=torch.int32).view(9, 1) % SLOTS, torch.ones(9, 1), SLOTS)
-    expected, within = resident.run(tokens, held).y, Cache._end_reads.__code__
+    tokens = drawn(7, 9, 1)
+    expected, within = resident.run(tokens, held).y, Cache.settle.__code__
 
     def damaged(*_: object) -> None:
         raise StoreError("a damaged record")
@@ -309,4 +361,4 @@ def test_an_interrupt_while_the_reads_of_a_failed_call_end_loses_no_slot(
     for place in range(1, places + 1):
         assert failed(place).at
         assert torch.equal(paged.run(tokens, some).y, expected)
-        assert len(some.cache._free) + len(some.cache.slot_of) == 2
+        assert len(some.cache.free) + len(some.cache.slot_of) == 2
