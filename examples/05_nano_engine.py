@@ -84,11 +84,11 @@ class NanoModel:
         """
         facts = json.loads((folder / "config.json").read_text())
         config = moe_mk.MoEConfig.from_hf(folder).with_(max_num_tokens=MOST_TOKENS)
-        numbers = range(facts["first_k_dense_replace"], facts["num_hidden_layers"])
+        pool = None
         if experts_bytes is not None:
-            each = experts_bytes // (len(numbers) * (1 if group is None else dist.get_world_size(group)))
+            pool = moe_mk.ResidencyPool(experts_bytes // (1 if group is None else dist.get_world_size(group)))
             store = (folder / "experts.store").resolve()
-            config = config.with_(experts="cpu_native", residency={"bytes": each, "store": store})
+            config = config.with_(experts="cpu_native", residency={"store": store})
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as shard:
@@ -101,8 +101,9 @@ class NanoModel:
                         value = QuantTensor(value, shard.get_tensor(scales), FP8_128x128).dequantize(torch.bfloat16)
                     tensors[name] = value
         moe = {}
-        for number in numbers:
-            layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=group, tp=tp), name=f"layer {number}")
+        groups = moe_mk.ParallelGroups(ep=group, tp=tp)
+        for number in range(facts["first_k_dense_replace"], facts["num_hidden_layers"]):
+            layer = moe_mk.DeepseekV3MoE(config, groups=groups, name=f"layer {number}", pool=pool)
             moe[number] = layer.load_from_safetensors(folder, layer=number)
         return cls(facts, tensors, moe)
 
@@ -297,9 +298,10 @@ def run_rank(asked: argparse.Namespace) -> None:
     found = [each.report().residency for each in engine.model.moe.values()]
     if counts := [each for each in found if each is not None]:
         uses, hits, read = (sum(getattr(each, name) for each in counts) for name in ("uses", "hits", "read_bytes"))
+        slots, experts = (sum(getattr(each, name) for each in counts) for name in ("slots", "experts"))
         print(
-            f"memory for {counts[0].slots} of the {counts[0].experts} experts a layer and rank: {hits} of {uses} were "
-            f"there when rank 0 needed them, {read / 1e6:.1f} MB read"
+            f"memory for {slots} of the {experts} experts of rank 0, {[each.slots for each in counts]} a layer: "
+            f"{hits} of {uses} were there when it needed them, {read / 1e6:.1f} MB read"
         )
 
 

@@ -70,13 +70,8 @@ def test_the_oracle_plans_machines_that_are_not_here() -> None:
     stated = run(example("03_explain_hypothetical.py"))
     table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", stated, re.MULTILINE))
     assert [" ".join(row.split()) for row in table] == [
-        "cpu 2 1",
-        "h100 8 1",
-        "h200 8 1",
-        "h200 32 4",
-        "h200 144 18",
-        "b200 32 4",
-    ]
+        "cpu 2 1", "h100 8 1", "h200 8 1", "h200 32 4", "h200 144 18", "b200 32 4",
+    ]  # fmt: skip
     assert "no pair that is pinned (kernel.prepare_finalize = no_ep) can serve" in stated
     assert "serves 1 rank, the group has 32" in stated and "kernel.graphs = false" in stated
 
@@ -198,9 +193,9 @@ def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
 
     # The same with memory for a third of the experts.
     paged = engine.Request(b"def ", 8, temperature=1.0, seed=7)
-    _, small = engine.serve(tiny_model, [paged], None, experts_bytes=16 // 3 * 3 * 102_400)
+    _, small = engine.serve(tiny_model, [paged], None, experts_bytes=16 * 102_400)
     counts = [layer.report().residency for layer in small.model.moe.values()]
-    assert [each.slots for each in counts] == [5, 5, 5] and all(each.reads > 5 for each in counts)
+    assert sum(each.slots for each in counts) == 16 and all(each.reads > 5 for each in counts)
     assert paged.written == drawn[0].written
 
 
