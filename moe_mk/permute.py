@@ -73,16 +73,10 @@ def group_on_device(tokens: RowTokens) -> GroupedTokens:
         ids_RK, weights_RK = first_kept(ids_RK.contiguous(), weights_RK.contiguous(), tokens.most_K)
     made = group_rows(x.values, x.scales, ids_RK, weights_RK, tokens.num_slots)
     return GroupedTokens(
-        x_NH=replace(x, values=made.values, scales=made.scales),
-        counts_L=made.counts_L,
-        row_N=made.row_N,
-        weights_N=made.weights_N,
-        num_rows=ids_RK.shape[0],
-        handle=tokens.handle,
-        out_RH=tokens.out_RH,
-        expected_N=tokens.expected_N,
-        position_RK=made.position_RK,
-    )
+        x_NH=replace(x, values=made.values, scales=made.scales), counts_L=made.counts_L, row_N=made.row_N,
+        weights_N=made.weights_N, num_rows=ids_RK.shape[0], handle=tokens.handle, out_RH=tokens.out_RH,
+        expected_N=tokens.expected_N, position_RK=made.position_RK,
+    )  # fmt: skip
 
 
 def group(tokens: RowTokens) -> GroupedTokens:

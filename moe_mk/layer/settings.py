@@ -150,14 +150,10 @@ def router_of(config: MoEConfig) -> Router:
     """The router that the config describes."""
     settings = config.router
     return Router(
-        top_k=settings.top_k,
-        num_expert_group=settings.num_expert_group,
-        topk_group=settings.topk_group,
-        scoring_func=settings.scoring_func,
-        renormalize=settings.renormalize,
-        routed_scaling_factor=settings.routed_scaling_factor,
-        router_dtype=settings.router_dtype,
-    )
+        top_k=settings.top_k, num_expert_group=settings.num_expert_group, topk_group=settings.topk_group,
+        scoring_func=settings.scoring_func, renormalize=settings.renormalize,
+        routed_scaling_factor=settings.routed_scaling_factor, router_dtype=settings.router_dtype,
+    )  # fmt: skip
 
 
 def layer_spec_of(config: MoEConfig) -> LayerSpec:

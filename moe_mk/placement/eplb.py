@@ -22,24 +22,7 @@ from moe_mk.placement.balance.spread import least_peak
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology
 
 __all__ = [
-    "EPLB_POLICIES",
-    "PlacementRequest",
-    "Cost",
-    "EplbPolicy",
-    "InfeasiblePlacement",
-    "Moves",
-    "SlotPlacement",
-    "PlacementPlan",
-    "Policy",
-    "Split",
-    "Topology",
-    "balanced_packing",
-    "inverse",
-    "least_peak",
-    "plan",
-    "rebalance_experts",
-    "rebalance_experts_hierarchical",
-    "replicate_experts",
-    "resplit",
-    "slot_loads",
-]
+    "EPLB_POLICIES", "PlacementRequest", "Cost", "EplbPolicy", "InfeasiblePlacement", "Moves", "SlotPlacement",
+    "PlacementPlan", "Policy", "Split", "Topology", "balanced_packing", "inverse", "least_peak", "plan",
+    "rebalance_experts", "rebalance_experts_hierarchical", "replicate_experts", "resplit", "slot_loads",
+]  # fmt: skip

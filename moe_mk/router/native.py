@@ -50,10 +50,6 @@ def mode_of(router: Router) -> native.RouteMode:
         reason = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
         raise UnsupportedError("the native router cannot run", [f"{reason}; route with the router itself"])
     return native.RouteMode(
-        top_k=router.top_k,
-        scoring=native.Scoring[router.scoring_func.upper()],
-        num_groups=router.num_expert_group,
-        top_groups=router.topk_group,
-        renormalize=router.renormalize,
-        scale=router.routed_scaling_factor,
-    )
+        top_k=router.top_k, scoring=native.Scoring[router.scoring_func.upper()], num_groups=router.num_expert_group,
+        top_groups=router.topk_group, renormalize=router.renormalize, scale=router.routed_scaling_factor,
+    )  # fmt: skip

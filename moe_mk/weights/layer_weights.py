@@ -78,15 +78,9 @@ class LayerWeights:
     def num_bytes(self) -> int:
         """Bytes behind all tensors and views."""
         router: tuple[Tensor | None, ...] = (
-            self.gate_EH,
-            self.bias_E,
-            self.logit_bias_E,
-            self.table_XK,
-            self.shared_gate_H,
-            self.expert_scale_E,
-            *(self.latent or ()),
-            *(self.input_norm or ()),
-        )
+            self.gate_EH, self.bias_E, self.logit_bias_E, self.table_XK, self.shared_gate_H, self.expert_scale_E,
+            *(self.latent or ()), *(self.input_norm or ()),
+        )  # fmt: skip
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
         return plain + shared + self.experts.num_bytes

@@ -113,14 +113,9 @@ class FusedOneSided:
         calls.expect(dtype, hidden, rounding=form.form.scale_bytes > 0)
         heap, me = buffer.heap, buffer.rank
         made = self._layers[buffer] = ExchangeLayer(
-            calls,
-            self._parts,
-            self._meter.words,
-            window=(heap.address(me), heap.address(me, buffer.sums_at)),
-            seam_row=buffer.seam_row,
-            left=buffer.left,
-            microseconds=buffer.patience_us,
-        )
+            calls, self._parts, self._meter.words, window=(heap.address(me), heap.address(me, buffer.sums_at)),
+            seam_row=buffer.seam_row, left=buffer.left, microseconds=buffer.patience_us,
+        )  # fmt: skip
         return made
 
 
