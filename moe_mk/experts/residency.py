@@ -164,7 +164,7 @@ class PoolMember:
         """Free every slot that holds no expert, after a call that did not end."""
         self.free, self.is_used = sorted(self.slots - set(self.slot_of.values())), False
 
-    def give_up(self) -> None:
+    def return_slot(self) -> None:
         """Leave one slot: a free one, or that of the expert that makes room. Called with the lock held."""
         if self.is_used:
             self.settle()
@@ -227,18 +227,18 @@ class ResidencyPool:
                     return True
                 others = [one for one in self._members.values() if len(one.slots) > one.share]
             others.sort(key=lambda one: (one.share - len(one.slots)) * one.record_bytes)
-            if not any(self._gives_up(one, wait) for one in others):
+            if not any(self._reclaim(one, wait) for one in others):
                 break
         return False
 
-    def _gives_up(self, member: PoolMember, wait: bool) -> bool:
+    def _reclaim(self, member: PoolMember, wait: bool) -> bool:
         lock = member.exclusive()  # before the lock of the pool, as in a call
         if not lock.acquire(blocking=wait):
             return False
         try:
             with self._guard():
                 if more := len(member.slots) > member.share:
-                    member.give_up()
+                    member.return_slot()
                 return more
         finally:
             lock.release()

@@ -259,7 +259,6 @@ def in_a_pool(folder: Path, records: int, kinds: str) -> tuple[ResidencyPool, li
     return pool, [pair(each, folder, pool) for each in given]
 
 
-@pytest.mark.row(172)
 def test_layers_of_a_pool_have_the_same_bits_and_divide_its_memory_by_what_they_use(tmp_path: Path) -> None:
     # Two layers of one size and one of half of it. First all use 2 of 6 experts, then the others use 2, and 1 of 2.
     pool, layers = in_a_pool(tmp_path, 8, "bf16 bf16 int8_block")
@@ -285,7 +284,6 @@ def test_layers_of_a_pool_have_the_same_bits_and_divide_its_memory_by_what_they_
         in_a_pool(tmp_path, 2, "bf16 bf16 bf16")
 
 
-@pytest.mark.row(173)
 def test_layers_of_a_pool_read_what_the_simulator_predicts(tmp_path: Path) -> None:
     pool, layers = in_a_pool(tmp_path, 5, "bf16 bf16")
     steps, reads = list[list[tuple[int, ...]]](), [0]
