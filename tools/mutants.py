@@ -50,15 +50,15 @@ import torch
 import yaml
 
 from tools.features import find_proofs, read_sections
-from tools.lines import OUTPUT, first_lines, statement_line
+from tools.lines import AS_THEY_ARE, OUTPUT, first_lines, statement_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path("tests/mutants.yaml")
 EQUIVALENT = Path("tests/equivalent.yaml")
 COPIED = ("moe_mk", "tests", "tools", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "configs")
 ROOMS = (
-    "layer", "router", "runner", "prepare_finalize", "comm", "experts", "kernels/native", "kernels/reference", "quant",
-    "weights", "placement", "rebalance", "oracle", "config",
+    "layer", "router", "runner", "prepare_finalize", "comm", "experts", "kernels/native", "kernels/reference",
+    "kernels/triton", "quant", "weights", "placement", "rebalance", "oracle", "config",
 )  # fmt: skip
 """Packages of which `--random` takes changes."""
 RANDOM_LIMIT_S = 120.0
@@ -146,7 +146,6 @@ OPERATORS: Mapping[type[ast.AST], type[ast.AST]] = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amin": "amax", "amax": "amin"}
 CONVERSIONS = ("contiguous", "clone", "clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "abs", "float", "copy")
 """Methods whose call is left out."""
-
 LEFT_ALONE = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 DTYPES = {"float32": "bfloat16", "float64": "float32"}
 NOT_CODE = ("annotation", "returns", "decorator_list", "bases", "keywords")
@@ -222,14 +221,15 @@ def changed_at_random(root: Path, rooms: Sequence[str], count: int, seed: int) -
         lines: dict[tuple[str, str], tuple[int, Mutant]] = {}
         for path in sorted((root / "moe_mk" / room).rglob("*.py")):
             file, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
-            starts = list(accumulate(map(len, text.splitlines(keepends=True)), initial=0))
+            source = text.splitlines()
+            starts = list(accumulate((len(line) + 1 for line in source), initial=0))
             for node, new in changes_of(ast.parse(text)):
-                assert isinstance(node, ast.expr | ast.stmt)
-                old, line = ast.get_source_segment(text, node), text.splitlines()[node.lineno - 1]
-                assert old is not None
+                assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset
+                ends = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+                offset, end = (starts[n - 1] + len(source[n - 1].encode()[:at].decode()) for n, at in ends)
+                line, old = source[node.lineno - 1], text[offset:end]
                 if (file, line.strip(), new) in same:
                     continue
-                offset = starts[node.lineno - 1] + len(line.encode()[: node.col_offset].decode())
                 mutant = Mutant(room, f"{file}:{node.lineno}: {line.strip()}  ->  {new}", file, old, new, offset=offset)
                 order = zlib.crc32(f"{seed} {file} {line} {old} {new}".encode())
                 lines[file, line] = min(lines.get((file, line), (order, mutant)), (order, mutant), key=itemgetter(0))
@@ -292,7 +292,8 @@ class Record:
     def _chosen(self, mutant: Mutant, executing: set[str]) -> list[str]:
         """Those that execute its line, or the file if it runs at import; else those named after the module."""
         named, room = f"/test_{Path(mutant.file).stem}", f"tests/{mutant.row}/"
-        tests = executing or {test for test in self.seconds if named in test}
+        sought = "triton" if any(part in room for part in AS_THEY_ARE) else ""  # which no mark finds
+        tests = {test for test in self.seconds if (sought or named) in test} if sought or not executing else executing
         seen: Counter[str] = Counter()
         cases: list[tuple[int, bool, bool, float, str]] = []
         for test in sorted(tests, key=self.seconds.__getitem__):
@@ -302,7 +303,7 @@ class Record:
             turn = 0 if is_named else seen[function] // 4 if is_of_room else seen[function]
             cases.append((turn, not is_named, not is_of_room, self.seconds[test], test))
         order = [test for *_, test in sorted(cases)]  # all cases of the module's, some of the room's, one of others
-        spent = accumulate(self.seconds[test] for test in order)
+        spent = accumulate(self.seconds[test] / (10 if sought else 1) for test in order)
         kept = [test for at, (test, until) in enumerate(zip(order, spent, strict=True)) if at < 3 or until < TESTS_S]
         return kept[:TESTS]
 
@@ -442,13 +443,12 @@ def run_in_own_copy(root: Path, folder: Path, work: tuple[Mutant, Sequence[str]]
     mutant, tests = work
     copy = folder / str(os.getpid())
     if not copy.exists():
-        copy.mkdir()
         copied(root, copy)
     if mutant.offset is None:
         return run(mutant, copy, tests)
     if not tests:
         return Outcome(mutant, "uncovered", 0.0)
-    outcome = run(mutant, copy, tests, RANDOM_LIMIT_S)
+    outcome = run(mutant, copy, tests, RANDOM_LIMIT_S * (5 if "triton" in mutant.row else 1))
     return replace(outcome, state="survived" if outcome.state == "survived" else "killed", detail="")
 
 

@@ -119,7 +119,7 @@ def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_
         "import subprocess, sys\nfrom multiprocessing import get_context\nfrom moe_mk.sums import add, twice\n\n"
         "def test_fork():\n    process = get_context('fork').Process(target=add, args=(1, 2))\n"
         "    process.start(); process.join()\n\n"
-        "def test_command():\n    code = 'from moe_mk.sums import twice; twice(2)'\n"
+        "def test_triton():\n    code = 'from moe_mk.sums import twice; twice(2)'\n"
         "    subprocess.run([sys.executable, '-c', code], check=True)\n"
     )
     write_tree(repository, {"tests/test_started.py": started})
@@ -131,9 +131,11 @@ def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_
     at_import = found.pop("3")
     assert found == {
         "a + b": ["tests/test_sums.py::test_sums", "tests/test_started.py::test_fork"],
-        "2 * a": ["tests/test_sums.py::test_twice", "tests/test_started.py::test_command"],
+        "2 * a": ["tests/test_sums.py::test_twice", "tests/test_started.py::test_triton"],
     }
     assert [set(at_import[:2]), set(at_import[2:])] == [set(each) for each in zip(*found.values(), strict=True)]
+    kernel = Mutant("kernels/triton", "", "moe_mk/kernels/triton/topk.py", "", "")  # no line of one is marked
+    assert mutants.Record(repository)._chosen(kernel, {"tests/test_sums.py::test_sums"}) == found["2 * a"][1:]
 
 
 def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path) -> None:
