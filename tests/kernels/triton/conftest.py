@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -47,7 +48,18 @@ def the_interpreter_does_nothing_in_vain() -> Iterator[None]:
             return patch(fn)
         return interpreter._LangPatchScope()
 
+    load = interpreter.interpreter_builder.create_masked_load
+
+    def load_unknown(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        """Without `other`, what a mask leaves out of a block is undefined on a GPU: here NaN, or a number not meant."""
+        if other is None and pointers.data.size > 1:
+            kind, shape = pointers.get_element_ty(), pointers.data.shape
+            bits = np.full(shape, -1 if kind.is_floating() else 77).view(interpreter._get_np_dtype(kind))
+            other = interpreter.TensorHandle(bits.reshape(*shape, -1)[..., 0].copy(), kind)
+        return load(pointers, mask, other, *rest, **named)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_lang", patch_where_needed)
+        patched.setattr(interpreter.interpreter_builder, "create_masked_load", load_unknown)
         patched.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         yield

@@ -15,6 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+pytestmark = pytest.mark.timeout(240)
 
 
 def run_interpreted(file: str, *options: str, seconds: int = 230) -> str:
@@ -35,62 +36,41 @@ def passed_ops() -> list[str]:
 
 
 @pytest.mark.row(98)
-@pytest.mark.timeout(240)
 def test_ops_equal_the_reference() -> None:
     assert len(passed_ops()) == 73
 
 
 @pytest.mark.row(7)
-@pytest.mark.timeout(240)
 def test_weights_of_the_router_are_within_one_ulp_of_f64() -> None:
     assert sum("one_ulp" in name for name in passed_ops()) == 4
 
 
 @pytest.mark.row(69)
-@pytest.mark.timeout(240)
 def test_the_gate_of_few_tokens_sums_exact_products() -> None:
     assert sum("gate" in name for name in passed_ops()) == 10
 
 
 @pytest.mark.row(111)
-@pytest.mark.timeout(240)
 def test_experts_equal_the_reference() -> None:
     assert re.search(r"\b([5-9]|[1-9][0-9]) passed", run_interpreted("interpreted_experts.py", "-m", "not slow"))
 
 
-@pytest.mark.thorough
 @pytest.mark.row(84)
-@pytest.mark.timeout(240)
 def test_every_type_of_weights_equals_the_reference() -> None:
     assert re.search(r"\b54 passed", run_interpreted("interpreted_weight_types.py"))
 
 
-@pytest.mark.timeout(240)
-def test_fp8_times_mxfp4_is_exact() -> None:
-    assert re.search(r"\b8 passed", run_interpreted("interpreted_mxfp4.py", "-m", "not thorough"))
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(240)
-def test_fp8_times_mxfp4_equals_the_reference() -> None:
-    assert re.search(r"\b17 passed", run_interpreted("interpreted_mxfp4.py", "-m", "thorough"))
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(240)
-def test_biases_and_clamps_equal_the_reference() -> None:
-    assert re.search(r"\b22 passed", run_interpreted("interpreted_biases.py"))
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(240)
-def test_gluon_gemms_equal_the_reference() -> None:
-    assert re.search(r"\b35 passed", run_interpreted("interpreted_gluon.py"))
+@pytest.mark.parametrize(
+    "file,marked,passed",
+    [("mxfp4", "not thorough", 8), ("mxfp4", "thorough", 17), ("biases", "not slow", 22), ("gluon", "not slow", 35)],
+)
+def test_more_cases_equal_the_reference(file: str, marked: str, passed: int) -> None:
+    assert re.search(rf"\b{passed} passed", run_interpreted(f"interpreted_{file}.py", "-m", marked))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
 def test_experts_pass_the_whole_conformance_kit(form: str) -> None:
-    stated = run_interpreted("interpreted_experts.py", "-m", "slow", "-k", f"whole_kit and {form}", seconds=590)
-    assert "1 passed" in stated
+    options = ("-m", "slow", "-k", f"whole_kit and {form}")
+    assert "1 passed" in run_interpreted("interpreted_experts.py", *options, seconds=590)

@@ -13,12 +13,9 @@ if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
 
-def test_virtual_ranks_exchange_rows_and_sums() -> None:
-    assert re.search(r"\b9 passed", run_interpreted("interpreted_one_sided.py"))
-
-
-def test_the_transport_gives_the_bits_of_all_to_all_on_virtual_ranks_and_between_processes() -> None:
-    assert re.search(r"\b18 passed", run_interpreted("interpreted_one_sided_transport.py"))
+@pytest.mark.parametrize("file,passed", [("one_sided", 9), ("one_sided_transport", 18)])
+def test_virtual_ranks_and_processes_get_the_bits_of_all_to_all(file: str, passed: int) -> None:
+    assert re.search(rf"\b{passed} passed", run_interpreted(f"interpreted_{file}.py"))
 
 
 def built(name: str, given: dict[str, str], constants: dict[str, Any]) -> Compiled:
