@@ -60,7 +60,7 @@ def test_whatever_a_plan_leaves_empty_every_expert_keeps_its_tokens_once_a_rank(
     drawn = data.draw(st.lists(st.integers(-1, 3), min_size=9, max_size=9))
     serving = np.array([data.draw(st.lists(st.integers(-1, 3), min_size=9, max_size=9))])
     slots = np.array([[expert if alive[at // 3] else -1 for at, expert in enumerate(drawn)]])
-    share = np.where(slots >= 0, np.arange(1, 10), 0).astype(np.float32)
+    share = np.arange(1, 10, dtype=np.float32)[None]  # of empty slots too, which a planner may leave there
     message = PlanMessage.of(replace(made, phy2log=slots, share=share), 1, 0, serving)
     for gpu in range(3):
         part = slice(3 * gpu, 3 * gpu + 3)

@@ -35,9 +35,10 @@ def wide_matrix(rows: int, columns: int, *, spread: int = SPREAD, base: int = 10
     return QuantTensor(e2m1.pack(codes), scales.view(torch.float8_e8m0fnu), MXFP4)
 
 
-def packed(above: QuantTensor, down: QuantTensor, device: torch.device) -> PackedWeights:
+def packed(above: QuantTensor, down: QuantTensor, device: torch.device, *, spare: int = 0) -> PackedWeights:
     """One expert without a gate, to be multiplied as FP8 if that is exact."""
-    return pack_weights(MappedExpertWeights((SlotWeights(None, above, down),), MXFP4), KERNEL_FORMATS["mxfp4"], device)
+    stack = MappedExpertWeights((SlotWeights(None, above, down),), MXFP4)
+    return pack_weights(stack, KERNEL_FORMATS["mxfp4"], device, spare=spare)
 
 
 def products_with_ones(q: QuantTensor, tile: Tile, device: torch.device) -> Tensor:

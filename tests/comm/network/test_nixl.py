@@ -255,6 +255,10 @@ def test_notifications_of_an_earlier_connection_are_ignored(two: tuple[NixlLinks
     for attempt in (1, 2):
         two[0]._agent.send_notif(two[1].name, _NOTE.pack(0, attempt, 1))
     wait_for(lambda: (two[0].progress(), two[1].progress(), later._arrivals.numbers == {1})[-1])
+    two[1]._rank_of.clear()  # nor are those of an agent that is no rank kept
+    two[0]._agent.send_notif(two[1].name, _NOTE.pack(0, 3, 1))
+    for each in two * 50:
+        each.progress()
     assert set(two[1]._arrivals) == {(0, 0, 2)}
     pipe.close()
 

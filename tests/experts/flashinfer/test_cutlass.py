@@ -62,6 +62,9 @@ def test_gate_and_up_are_turned_round_once_and_it_matters() -> None:
     assert FlashInferCutlassExperts(context()).relayout(turned) is turned
     swapped = replace(stack, w13=replace(stack.w13, values=stack.w13.values.roll(128, dims=1)))
     assert not torch.allclose(run(stack), run(swapped), rtol=0.2, atol=0.05)
+    fp8 = random_experts(FP8_128x128, 2, 128, 128, CPU)
+    w13, _ = FlashInferCutlassExperts(context(FP8_1x128)).relayout(fp8).quant_scales
+    assert fp8.w13.scales is not None and torch.equal(w13, fp8.w13.scales.flip(1)), "bit for bit"
 
 
 def test_experts_without_a_gate() -> None:
