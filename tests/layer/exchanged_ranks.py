@@ -277,8 +277,8 @@ def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
         undone = partial(setattr, made, "on_routing", None)
     elif rank == 1 and where == "shared":
         shared: Any = made.state.backends.shared
-        shared.gate_H, shared.row_weights = torch.zeros(HIDDEN), fail
-        undone = partial(vars(shared).update, gate_H=None, row_weights=lambda _: None)
+        undone = partial(vars(shared).update, is_weighted=False, row_weights=shared.row_weights)
+        shared.is_weighted, shared.row_weights = True, fail
     elif rank == 1 and where == "slots":
         dispatcher: Any = made.kernel.prepare_finalize
         form = dispatcher._kernels.format if transport == "one_sided" else dispatcher._format
