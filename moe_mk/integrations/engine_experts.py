@@ -1,7 +1,7 @@
 """Routed experts over weights of an engine: the common part of the adapters.
 
-The engine computes routing, communication and shared experts; this module computes the experts of one rank, with
-the backend that the oracle selects. Inference only.
+The engine computes routing and shared experts; this module computes the experts of one rank, with the backend that the
+oracle selects. Given a process group, it also moves tokens to the ranks of their experts. Inference only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
+from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
-from moe_mk.flight import wait
+from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import LayerCall, Stage
 from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.layer.forward import can_be_called, layer_call
+from moe_mk.layer.grid import Grid
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
@@ -103,7 +106,8 @@ class EngineExperts:
     info.
 
     name: for messages. settings: bare keys of `MoEConfig.kernel`, for instance experts="torch_cpu".
-    release: call `release()` at once where there is a copy.
+    release: call `release()` at once where there is a copy. groups: `ep`, over which the ranks of an engine, each with
+    tokens of its own, share out the experts: rank r has ids from r L on, and every rank makes every call.
     Raises ShapeError for inconsistent weights, WeightError for invalid numbers in them, UnsupportedError with every
     reason if no backend is eligible.
     """
@@ -116,6 +120,7 @@ class EngineExperts:
         top_k: int,
         settings: Mapping[str, Any] | None = None,
         release: bool = False,
+        groups: ParallelGroups | None = None,
     ) -> None:
         if any(is_released(tensor) for tensor in weights.tensors):
             raise UnsupportedError(f"the weights of {name} were released", ["load them into the engine again"])
@@ -125,10 +130,11 @@ class EngineExperts:
             raise type(problem)(f"{name}.{problem}") from None
         experts, hidden, _ = weights.w2.shape
         self.name, self.num_experts, self.hidden_size = name, int(experts), int(hidden)
-        self.decision: Decision = select(
-            _problem(name, weights, given.scheme, min(top_k, int(experts)), dict(settings or {}))
-        )
-        kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_experts, 1), weights.w2.device))
+        stated = dict(settings or {})
+        self.grid = Grid(groups or ParallelGroups(), stated.get("timeout_s", DEFAULT_TIMEOUT_S), name)
+        ep, self.num_routed = self.grid.ep, self.num_experts * self.grid.ep.size
+        self.decision: Decision = select(_problem(name, weights, given.scheme, top_k, stated, ep.size))
+        kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_routed, ep.size), weights.w2.device, ep))
         assert isinstance(kernel, FusedMoEKernel)
         self.kernel, self.dtype = kernel, self.decision.problem.dtype.dtype
         self.weights: Weights = kernel.experts.relayout(given)
@@ -197,7 +203,7 @@ class EngineExperts:
     def __call__(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """(T, H) with weights (T, K) and ids (T, K) of this rank's experts to (T, H), weighted and summed.
 
-        Ids outside this rank's experts are skipped. Weights must be normalised and scaled.
+        Over a group, ids are those of all ranks. Ids outside these are skipped. Weights must be normalised and scaled.
         """
         if is_untraced(hidden_states):
             return self.run(hidden_states, topk_weights, topk_ids)
@@ -243,10 +249,23 @@ class EngineExperts:
             if fits or can_be_called(x_TH, ids_TK, weights_TK):
                 return self._routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
         with torch.no_grad():
-            here = (ids_TK >= 0) & (ids_TK < self.num_experts)
+            here = (ids_TK >= 0) & (ids_TK < self.num_routed)
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
             routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-            return wait(self.kernel.steps(x_TH, routing, self.weights)).to(self.dtype)
+            return wait(self._steps(x_TH, routing)).to(self.dtype)
+
+    def recover(self) -> None:
+        """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
+        wait(self.grid.recover())
+
+    def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
+        epochs = self.grid.epochs
+        try:
+            yield from self.grid.agree(self.decision.notes)
+            return (yield from self.kernel.steps(x_TH, routing, self.weights))
+        except BaseException as error:
+            self.grid.fail(error, epochs)
+            raise
 
 
 def _run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, entry: Tensor) -> Tensor:
@@ -310,7 +329,9 @@ def _warn_of_copies(backend: str) -> None:
     )
 
 
-def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any]) -> Problem:
+def _problem(
+    name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any], ep: int
+) -> Problem:
     experts, hidden, inner = weights.w2.shape
     dtype = plain(weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16))
     quant: dict[str, Any] = {"weights": weights.quant or scheme.name}
@@ -322,14 +343,16 @@ def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int,
         "name": name,
         "hidden_size": hidden,
         "moe_intermediate_size": inner * scheme.per_byte,
-        "num_experts": experts,
+        "num_experts": experts * ep,
         "activation": weights.activation,
         "swiglu_limit": weights.limit,
         "swiglu_alpha": weights.alpha,
         "expert_bias": weights.w13_bias is not None,
         "quant": quant,
     }
-    config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, name)
-    config = config.with_(**({"prepare_finalize": "no_ep"} | settings))  # the engine moves the tokens
+    router, parallel = {"top_k": min(top_k, experts * ep)}, {"ep": ep}
+    config = MoEConfig.parse({"model": model, "router": router, "parallel": parallel}, name)
+    moved_by_engine = {"prepare_finalize": "no_ep"} if ep == 1 else {}
+    config = config.with_(**(moved_by_engine | settings))
     kernel, profile = config.kernel, profile_here(weights.w2.device)
     return Problem(config, profile, dtype, kernel.max_num_tokens, installed(kernel.cache_dir))

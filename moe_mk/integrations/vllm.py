@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from functools import cache, partial, reduce
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations.engine_experts import LORA, EngineExperts, is_released
 from moe_mk.integrations.vllm_formats import ACTIVATIONS, CLAMPED, FORMATS, LAYERS, format_of, weights_of
@@ -132,6 +134,10 @@ def method_over(name: str) -> type:
             return False
 
         @property
+        def supports_internal_mk(self) -> bool:  # with data parallelism tokens are dispatched here, not by vLLM
+            return bool(self.moe.moe_parallel_config.dp_size > 1)
+
+        @property
         def supports_eplb(self) -> bool:  # it would exchange weights without updating the converted copy
             return False
 
@@ -152,10 +158,22 @@ def method_over(name: str) -> type:
         def process_weights_after_loading(self, layer: Any) -> None:
             if layer.apply_router_weight_on_input:
                 raise UnsupportedError(f"moe_mk in {layer.layer_name}", ["routing weights are applied to its input"])
+            settings, groups = self.settings, None
+            if self.supports_internal_mk:
+                if (placed := layer.expert_map_manager.placement_strategy) != "linear":
+                    raise UnsupportedError(
+                        f"moe_mk in {layer.layer_name}",
+                        [f"data parallelism with experts placed {placed}; use --expert-placement-strategy linear"],
+                    )
+                settings, groups = {"max_num_tokens": self.moe.max_num_tokens} | settings, _groups()
             weights = weights_of(layer, self.theirs, self.format)
-            top_k = self.moe.experts_per_token
             self.experts_here = EngineExperts(
-                layer.layer_name, weights, top_k=top_k, settings=self.settings, release=self.releases
+                layer.layer_name,
+                weights,
+                top_k=self.moe.experts_per_token,
+                settings=settings,
+                release=self.releases,
+                groups=groups,
             )
             _say(
                 "moe_mk: routed experts (%s, %s) by %s", weights.quant or "unquantised", name, self.experts_here.backend
@@ -172,7 +190,8 @@ def method_over(name: str) -> type:
         ) -> Tensor:
             del shared_experts, shared_experts_input  # vLLM runs them itself for methods without a modular kernel
             assert self.experts_here is not None, "weights are processed after loading"
-            return self.experts_here(x, topk_weights, local_ids(topk_ids, layer.expert_map))
+            ids = topk_ids if self.supports_internal_mk else local_ids(topk_ids, layer.expert_map)
+            return self.experts_here(x, topk_weights, ids)
 
     MoeMkMethod.__name__ = name
     return MoeMkMethod
@@ -242,14 +261,28 @@ def refuse(moe: Any, limit: float | None, beta: float | None) -> None:
         reasons.append(f"swiglu_beta={beta}; 1 is added to up")
     if moe.is_lora_enabled:
         reasons.append(LORA)
-    if parallel.dp_size > 1:
-        reasons.append(f"data parallel size {parallel.dp_size} has not been tried; start one engine a rank without it")
+    if parallel.dp_size > 1 and not (parallel.use_ep and parallel.ep_size == parallel.dp_size):
+        reasons.append(
+            f"data parallel size {parallel.dp_size}: use --enable-expert-parallel, and no tensor parallelism"
+        )
+    if parallel.dp_size > 1 and moe.num_experts % parallel.ep_size:
+        reasons.append(f"data parallelism with {moe.num_experts} experts on {parallel.ep_size} ranks: unequal parts")
     if parallel.enable_eplb:
         reasons.append("EPLB: it exchanges weights between ranks and would not update the converted copy")
     if reasons:
         raise UnsupportedError(
             "moe_mk does not support this model in vLLM", [*reasons, "leave moe_mk out of VLLM_PLUGINS"]
         )
+
+
+_GROUPS: WeakKeyDictionary[Any, ParallelGroups] = WeakKeyDictionary()
+
+
+def _groups() -> ParallelGroups:
+    """vLLM's ranks that share out the experts: one object, so that all layers share what transports keep open."""
+    from vllm.distributed import get_ep_group
+
+    return _GROUPS.setdefault(group := get_ep_group(), ParallelGroups(ep=group.cpu_group))
 
 
 def _settings() -> tuple[dict[str, Any], bool]:

@@ -1,4 +1,4 @@
-"""`moe-mk demo hf`: transformers generates with an FP8 model on a CPU, in one command."""
+"""`moe-mk demo hf`: transformers generates with an FP8 model on a CPU, in one command. And `moe-mk convert`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+
+from tests.cli.conftest import Invoke
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
@@ -44,3 +46,20 @@ def test_what_cannot_be_shown_is_refused() -> None:
     assert done.exit_code == 2 and "unknown demonstration 'vllm'" in done.stderr
     done = runner.invoke(app, ["demo", "hf", "--experts-backend", "torch_cpu"])
     assert done.exit_code == 3 and "multiplies with PLAIN activations only" in done.stderr.replace("plain", "PLAIN")
+
+
+def test_a_conversion_reports_sizes_and_errors(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    done = invoke("convert", tiny, tmp_path / "out", "--to", "nvfp4")
+    assert done.exit_code == 0, done.stderr
+    assert (
+        "experts in nvfp4" in done.stdout
+        and "relative change of 33 experts: mean" in done.stdout
+        and "maximum" in done.stdout
+    )
+    looked = invoke("inspect-checkpoint", tmp_path / "out")
+    assert looked.exit_code == 0 and "sound" in looked.stdout
+
+
+def test_a_type_that_does_not_exist_is_refused(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    refused = invoke("convert", tiny, tmp_path / "out", "--to", "int5")
+    assert refused.exit_code == 2 and "'int5'" in refused.stderr and not (tmp_path / "out").exists()

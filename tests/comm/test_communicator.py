@@ -1,11 +1,12 @@
-"""What all communicators share: offsets, sums in order, and the counting of bytes."""
+"""What all communicators share: offsets, sums in order, and the counting of bytes; and the one of a single rank."""
 
 import pytest
 import torch
 
-from moe_mk.comm import LockstepWorld
+from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.comm.communicator import Traffic, offsets, sum_in_order, summing_dtype
 from moe_mk.errors import CommError
+from moe_mk.flight import InFlight, wait
 
 
 def test_offsets_by_hand() -> None:
@@ -58,3 +59,20 @@ def test_a_bad_id_in_any_piece_names_the_rank_that_sent_it(bad: int) -> None:
         assert failed.value.peer == sender
         ids_RK[row, 1] = -1
         comm.check_ids(ids_RK, counts, 16, "expert", "relay")
+
+
+def test_every_collective_of_a_single_rank_returns_what_it_got() -> None:
+    comm = SingleRank()
+    rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(wait(comm.all_to_all(rows, [3], [3], "a")), rows)
+    assert torch.equal(wait(comm.all_gather(rows, [3], "b")), rows)
+    assert torch.equal(wait(comm.all_reduce(rows, "c")), rows)
+    assert torch.equal(wait(comm.reduce_scatter(rows, [3], "d")), rows)
+    assert wait(comm.exchange_counts([5], "e")) == [5] and wait(comm.gather_count(7, "f")) == [7]
+    assert (comm.rank, comm.size) == (0, 1) and not comm.traffic.bytes_by_phase
+
+
+def test_a_single_rank_hops_as_often_as_any_group() -> None:
+    comm, rows = SingleRank(), torch.zeros(0, 2)
+    assert list(comm.all_to_all(rows, [0], [0], "dispatch")) == [InFlight("dispatch")]
+    assert list(comm.all_reduce(rows, "late")) == [InFlight("late")]

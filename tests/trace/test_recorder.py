@@ -1,14 +1,16 @@
-"""Spans on a clock of ours: own times add up, however spans close."""
+"""Spans on a clock of ours: own times add up, however spans close; and their names in torch's profiler."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.trace import Recorder, Spans
 from moe_mk.trace.clock import now
+from moe_mk.trace.profiler import profiled
 
 
 class Clock:
@@ -120,3 +122,34 @@ def test_nobody_listens_until_a_recorder_is_set(clock: Clock) -> None:
 def test_the_clock_never_runs_backwards() -> None:
     times = [now() for _ in range(100)]
     assert times == sorted(times)
+
+
+def names_of(profile: torch.profiler.profile) -> set[str]:
+    return {event.name for event in profile.events() if event.name.startswith("moe_mk.")}
+
+
+def test_every_stage_is_a_range_of_the_profiler() -> None:
+    spans, before = Spans(), Recorder()
+    spans.recorder = before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with profiled(spans, "layer 3") as recorder:
+            with spans.span("dispatch"):
+                torch.ones(4).sum()
+            with spans.span("experts"):
+                torch.ones(4).sum()
+        with spans.span("combine"):
+            torch.ones(4).sum()
+    assert names_of(profile) == {"moe_mk.layer 3.dispatch", "moe_mk.layer 3.experts"}
+    assert [span.stage for span in recorder.spans] == ["dispatch", "experts"]
+    assert spans.recorder is before and [span.stage for span in before.spans] == ["combine"]
+
+
+def test_ranges_end_when_a_stage_fails() -> None:
+    spans = Spans()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiled(spans, "x"):
+        try:
+            with spans.span("experts"):
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+    assert names_of(profile) == {"moe_mk.x.experts"} and spans.recorder is None

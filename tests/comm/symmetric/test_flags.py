@@ -1,14 +1,26 @@
-"""Words of 64 bits: an epoch and a count, kept whole on every processor."""
+"""Words of 64 bits, an epoch and a count, kept whole; and waits that distinguish the dead from the late."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 
 import pytest
 
-from moe_mk.comm.symmetric.flags import LIBATOMIC, AtomicWords, PlainWords, Words, is_behind, word_of, words_of
+from moe_mk.comm.symmetric.flags import (
+    LIBATOMIC,
+    AtomicWords,
+    PlainWords,
+    Process,
+    WaitingForProcess,
+    Words,
+    is_behind,
+    word_of,
+    words_of,
+)
 from moe_mk.comm.symmetric.memory import Memory
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError
 
 
 def test_epochs_wrap_and_counts_stay_beside_them() -> None:
@@ -36,3 +48,33 @@ def test_a_processor_without_total_store_order_needs_libatomic() -> None:
     assert isinstance(words_of(memory, "aarch64"), AtomicWords)
     with pytest.raises(UnsupportedError, match=r"aarch64 orders memory weakly and libatomic.so.1 is not installed"):
         words_of(memory, "aarch64", missing)
+
+
+def test_a_wait_looks_once_more_before_it_gives_up() -> None:
+    me, ticks = Process.this(), iter(range(1, 1000))
+    waiting = WaitingForProcess(0, "combine", 3, "layers.1", peers=[me, me], timeout_s=5, clock=lambda: next(ticks))
+    for _ in range(1000):
+        waiting.pause(1)
+        if waiting._verdict:
+            break
+    with pytest.raises(CommError, match=r"rank 0, phase 'combine', layer 'layers.1', peer 1: epoch 3: .* within 5 s"):
+        waiting.pause(1)
+
+
+def test_a_process_is_distinguished_from_a_later_one_of_its_number() -> None:
+    me = Process.this()
+    assert not me.is_gone(me)
+    assert Process(me.number, "1", me.namespace).is_gone(me)
+    assert Process(2**22 + 1, "1", me.namespace).is_gone(me)
+    assert not Process(2**22 + 1, "1", me.namespace + 1).is_gone(me), "nothing is known of another namespace"
+
+
+def test_a_killed_process_is_gone_before_anybody_has_reaped_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        seen = Process.of(child.pid)
+        assert not seen.is_gone(Process.this())
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still there as a zombie
+        assert seen.is_gone(Process.this())
+        child.wait()
+        assert seen.is_gone(Process.this())

@@ -45,8 +45,10 @@ class Activation(Enum):
 
 
 def moe_config(**changes: Any) -> SimpleNamespace:
-    parallel = SimpleNamespace(dp_size=1, tp_rank=0, enable_eplb=False)
+    parallel = SimpleNamespace(dp_size=1, ep_size=1, use_ep=False, tp_rank=0, enable_eplb=False)
     facts = {
+        "num_experts": 5,
+        "max_num_tokens": 64,
         "activation": Activation.SILU,
         "has_bias": False,
         "is_lora_enabled": False,

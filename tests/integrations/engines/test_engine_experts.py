@@ -9,14 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, WeightError
+from moe_mk import ParallelGroups
+from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError, WeightError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts, _warn_of_copies, is_released
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.replaced import CHANGES
+from tests.support.worlds import world_of
 
+world = world_of(2)
 pytestmark = pytest.mark.timeout(300)
 """The first test of `cpu_native` in an environment compiles its kernels."""
 
@@ -59,6 +64,30 @@ def test_no_tokens_one_token_and_ids_that_are_not_here() -> None:
         ids[:, 1] = nowhere
         assert error(here(x_TH, weights_TK, ids), tiny.loops(x_TH, weights_TK, ids)) < CLOSE
         assert not here(x_TH, weights_TK, torch.full_like(ids, nowhere)).any()
+
+
+def of_rank(rank: int, transport: str) -> tuple[list[float], str]:
+    """Errors of calls with other tokens on each rank, and what the failure of rank 1 in between ends in."""
+    tiny, mine, errors = Tiny.drawn(), slice(2 * rank, 2 * rank + 2), list[float]()
+    all_ranks = Tiny(tiny.w13[:4], tiny.w2[:4])  # ids of 4 go nowhere
+    held, groups = EngineWeights(tiny.w13[mine], tiny.w2[mine]), ParallelGroups(ep=dist.group.WORLD)
+    here = EngineExperts("tiny", held, top_k=2, settings={"prepare_finalize": transport}, groups=groups)
+    for count in (7, 3 * rank, 1):
+        if count == 1:
+            vars(here.kernel.experts).update({"run": None} if rank else {})
+            with pytest.raises(TypeError if rank else CommError) as caught:
+                here(*call())
+            vars(here.kernel.experts).pop("run", None)
+            here.recover()
+        tokens = call(count, seed=rank)
+        errors += [error(here(*tokens), all_ranks.loops(*tokens))] if count else [float(here(*tokens).numel())]
+    return errors, str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["auto", "all_gather", "all_to_all"])
+def test_ranks_of_an_engine_share_out_the_experts(world: RankWorld, transport: str) -> None:
+    (first, failed), (second, _) = world.call(of_rank, transport)
+    assert max(first + second) < CLOSE and "peer 1: its call failed: TypeError" in failed
 
 
 @NEEDS_COMPILER

@@ -146,11 +146,11 @@ def test_experts_without_a_gate(enabled: Vllm) -> None:
 
 
 def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) -> None:
-    parallel = SimpleNamespace(dp_size=2, tp_rank=0, enable_eplb=True)
+    parallel = SimpleNamespace(dp_size=2, ep_size=4, use_ep=True, tp_rank=0, enable_eplb=True)
     with pytest.raises(UnsupportedError) as caught:
         layer_of(enabled, Tiny.drawn(), activation=Activation.SITU, is_lora_enabled=True, moe_parallel_config=parallel)
     stated = "\n".join(caught.value.reasons)
-    for word in ("'situ'", "LoRA", "EPLB", "data parallel size 2", "VLLM_PLUGINS"):
+    for word in ("'situ'", "LoRA", "EPLB", "data parallel size 2", "5 experts on 4", "VLLM_PLUGINS"):
         assert word in stated
     with pytest.raises(UnsupportedError, match=r"swiglu_beta=0.5"):
         layer_of(enabled, Tiny.drawn(), activation=Activation.SWIGLUOAI, swiglu_beta=0.5)
@@ -292,11 +292,12 @@ def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
 @pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # three processes import vLLM
-@pytest.mark.parametrize(("option", "experts", "width"), [("--tp", 8, 64), ("--ep", 4, 128)])
+@pytest.mark.parametrize(("option", "experts", "width"), [("--tp", 8, 64), ("--ep", 4, 128), ("--dp", 4, 128)])
 def test_two_ranks_of_vllm_generate_the_tokens_of_transformers(
     tmp_path: Path, option: str, experts: int, width: int
 ) -> None:
     found = hosted(tmp_path, "--eager", option, "bf16")["bf16"]
-    assert found["ranks"] == [[["cpu_native", experts, width, True]] * vllm_models.LAYERS] * 2
+    of_rank = [["cpu_native", experts, width, True]] * vllm_models.LAYERS
+    assert found["ranks"] == ([of_rank] if option == "--dp" else [of_rank] * 2)
     assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
     assert found["equal"] >= 31, "of 36; the others are about as good"

@@ -1,15 +1,17 @@
 """Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER [--eager] [--alone] [--tp] [--ep] NAME...
+python vllm_host.py FOLDER [--eager] [--alone] [--tp] [--ep] [--dp] NAME...
 
 Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
---tp, --ep: on two ranks, each with a part of every expert, or with half of the experts.
+--tp, --ep: on two ranks, each with a part of every expert, or with half of the experts. --dp: on two engines, each with
+half of the experts and prompts of its own; --second: the other of the two, with one prompt, which ends early.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ def generate(folder: Path, *, eager: bool, **more: Any) -> tuple[Made, Any]:
     """What it generates, and the experts of each rank."""
     import vllm
 
+    from tests.integrations.engines import vllm_host  # by a name that processes of vLLM can import
+
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", max_model_len=128, enforce_eager=eager, skip_tokenizer_init=True,
         max_num_batched_tokens=512, additional_config={"moe_mk": {"experts": "cpu_native"}}, **more,
@@ -45,7 +49,7 @@ def generate(folder: Path, *, eager: bool, **more: Any) -> tuple[Made, Any]:
         (found,) = stated.outputs
         tokens = list(found.token_ids)
         made.append((tokens, [found.logprobs[at][token].logprob for at, token in enumerate(tokens)]))
-    return made, engine.apply_model(experts_of)
+    return made, engine.apply_model(vllm_host.experts_of)
 
 
 def compared(model: Any, made: Made) -> dict[str, float]:
@@ -86,7 +90,8 @@ def compared(model: Any, made: Made) -> dict[str, float]:
 
 def main(folder: Path, names: list[str], options: set[str]) -> None:
     os.environ.update(
-        VLLM_PLUGINS="" if "--alone" in options else "moe_mk", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_PLUGINS="" if "--alone" in options else "moe_mk",
+        VLLM_ENABLE_V1_MULTIPROCESSING=str(int("--dp" in options)),
         VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )  # fmt: skip
@@ -96,6 +101,16 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
     from moe_mk.integrations.vllm_linear import PackedLinear
     from tests.integrations.engines import vllm_models
 
+    if "--second" in options:
+        del PROMPTS[1:]
+        generate(folder / names[0], eager="--eager" in options, enable_expert_parallel=True)
+        return
+    second = [sys.executable, "-m", "tests.integrations.engines.vllm_host", str(folder), "--second", *options, *names]
+    if "--dp" in options:
+        from vllm.utils.network_utils import get_open_port
+
+        place = {"SIZE": "2", "RANK": "0", "RANK_LOCAL": "0", "MASTER_IP": "127.0.0.1", "MASTER_PORT": get_open_port()}
+        os.environ.update({f"VLLM_DP_{key}": str(value) for key, value in place.items()})
     run, matrices, calls = EngineExperts.run, PackedLinear.__init__, {"experts": 0, "linear": 0}
 
     def counted(self: EngineExperts, *args: torch.Tensor) -> torch.Tensor:
@@ -115,6 +130,9 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
             calls.update(experts=0, linear=0)
             parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": "--ep" in options}
             more = parallel if {"--tp", "--ep"} & options else {}
+            if "--dp" in options:
+                more = {"enable_expert_parallel": True}
+                subprocess.Popen(second, env=os.environ | {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"})
             found, ranks = generate(folder / name, eager="--eager" in options, **more)
             facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
             print(json.dumps(facts | compared(model, found)), flush=True)
