@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
 from moe_mk.integrations.transformers import cpu_fp8, explain, patch_blocks, register
+from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 
 logging.disable_progress_bar()
 

@@ -16,9 +16,10 @@ MOVED = {
     **{f"moe_mk.trace.{name}": f"moe_mk.lab.trace.{name}" for name in "chrome foreign importers waits".split()},
     **{
         f"moe_mk.weights.{name}": f"moe_mk.lab.checkpoints.{name}"
-        for name in "checkpoint_shape convert synthesize".split()
+        for name in "checkpoint_shape convert dialects synthesize".split()
     },
     **{f"moe_mk.oracle.{name}": "moe_mk.oracle.formats" for name in ORACLES.split()},
+    "moe_mk.integrations.hf.tiny": "moe_mk.lab.checkpoints.tiny_models",
 }
 """Old name -> new name of modules and packages; what is below a package moves with it."""
 NAMES = {

@@ -48,7 +48,7 @@ SIDEWAYS = {
 
 OPTIONAL_LIVES_IN = (
     *(f"moe_mk/{room}/" for room in ("kernels/triton", "kernels/native", "kernels/csrc", "external", "integrations")),
-    "moe_mk/lab/checkpoints/derive.py",
+    *(f"moe_mk/lab/checkpoints/{name}.py" for name in ("derive", "tiny_models")),
     "moe_mk/lab/tuning/triton_cache.py",
 )
 CLOCKS = [f"time.{name}" for name in ("ctime", "gmtime", "localtime", "clock_gettime", "clock_gettime_ns")]

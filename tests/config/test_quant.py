@@ -9,8 +9,8 @@ import pytest
 from moe_mk.config import QuantConfig
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError
+from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
-from moe_mk.weights.dialects import quantization_config
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN_KINDS])

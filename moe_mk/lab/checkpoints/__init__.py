@@ -1,4 +1,4 @@
-"""Writing checkpoints: synthetic ones, and conversions of others."""
+"""Writing checkpoints: synthetic ones, tiny models of transformers, and conversions of others."""
 
 from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
 from moe_mk.lab.checkpoints.synthesize import is_complete, write_checkpoint

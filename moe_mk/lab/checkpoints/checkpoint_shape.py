@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_mk.errors import ConfigError
+from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
-from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS, GGUF_NAMES, OFFICIAL, SCALED, Convention
 

@@ -24,6 +24,7 @@ from moe_mk.files import read_json
 from moe_mk.lab.checkpoints.checkpoint_plan import matrices
 from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGUF, PACKED
 from moe_mk.lab.checkpoints.conversion_report import ConversionReport, ExpertError
+from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.quant.gguf import Q6_K
@@ -32,7 +33,6 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.completeness import raise_if, some
-from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source

@@ -58,8 +58,8 @@ def demo_hf(screen: Screen, order: DemoOrder, *, as_json: bool) -> int:
 
 @torch.no_grad()
 def _shown(order: DemoOrder) -> dict[str, Any]:
-    from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
     from moe_mk.integrations.transformers import cpu_fp8, explain, register
+    from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 
     transformers = find("transformers")
     find("transformers.utils").logging.disable_progress_bar()

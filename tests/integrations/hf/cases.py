@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.classes import experts_classes, tiny_experts
 
 

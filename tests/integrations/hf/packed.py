@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, layer_tensors, write_gguf
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from moe_mk.weights import inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
 from tests.weights.one_layer import wide

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import register
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 
 LAYERS = (1, 2)
 

@@ -18,8 +18,8 @@ import transformers
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.external.library import installed
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import patch_blocks, patched_blocks, register, unpatch_blocks
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import family, generate, logits, prompt
 from tests.support.replaced import CHANGES
 

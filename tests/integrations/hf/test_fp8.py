@@ -15,8 +15,8 @@ import transformers
 from transformers.integrations import finegrained_fp8
 
 from moe_mk.errors import UnsupportedError, WeightError
-from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
 from moe_mk.integrations.transformers import cpu_fp8, explain, patch_blocks, register
+from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.quant.fp8_block import FP8_1x128

@@ -14,8 +14,8 @@ import transformers
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import is_experts
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import config_from_hf, explain, prepare
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt
 from tests.integrations.hf.classes import tiny_call
 

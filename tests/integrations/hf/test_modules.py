@@ -14,9 +14,9 @@ import transformers
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import Act, activation_of, facts_of
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import prepare
 from moe_mk.kernels.reference.activation import CLAMPED, activation
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, experts_of
 from tests.integrations.hf.classes import EXPERTS, HIDDEN, experts_classes, tiny_call
 

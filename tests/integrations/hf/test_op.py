@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.integrations.hf import plan as plans
-from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, experts_of, prompt
 from tests.integrations.hf.classes import EXPERTS, HIDDEN, tiny_call
 

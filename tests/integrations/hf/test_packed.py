@@ -18,9 +18,9 @@ import transformers
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
-from moe_mk.integrations.hf.tiny import tiny_model, write_packed_checkpoint
 from moe_mk.integrations.transformers import explain, model_without_experts, replace_experts
 from moe_mk.lab.checkpoints import write_checkpoint
+from moe_mk.lab.checkpoints.tiny_models import tiny_model, write_packed_checkpoint
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.weights.packed_layouts import pack

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="this transformers has no EP registry")
 
-from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.integrations.hf import ranks
 from tests.support.worlds import world_of

@@ -18,8 +18,8 @@ from transformers.integrations.moe import ExpertsInterface
 from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, UnsupportedError
 from moe_mk.external.library import installed
 from moe_mk.integrations.hf import plan as plans
-from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import explain, patch_blocks, prepare, register
+from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
 from tests.integrations.hf.classes import tiny_call, tiny_experts
 from tests.layer.test_doors import MAY_WORK, OTHERS

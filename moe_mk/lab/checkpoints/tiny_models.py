@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.packed_layouts import pack
 
 SPREAD = 0.3
