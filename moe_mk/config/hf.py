@@ -60,10 +60,8 @@ FAMILIES = (
     *DEEPSEEK_LIKE, "deepseek_v4", *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, "gpt_oss", *STEP, "llama4", "gemma4",
     *LONGCAT, "cohere2_moe",
 )  # fmt: skip
-WRAPPERS = (
-    "kimi_k25", "qwen3_vl_moe", "qwen3_5_moe", "step3p7", "kimi_k3", "llama4", "mistral3", "glm5_next", "gemma4",
-)  # fmt: skip
-"""Multimodal models, whose text_config describes the layers."""
+TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+"""What describes the layers of multimodal models, whatever their own model type."""
 SECOND = "hf_quant_config.json"
 """The file in which modelopt states formats, next to config.json or in place of its quantization_config."""
 
@@ -123,11 +121,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Of each family's configuration class."""
 
 ACTIVATIONS = {
-    "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "relu2": "relu2"
+    "silu": "silu", "gelu": "gelu", **dict.fromkeys(("gelu_pytorch_tanh", "gelu_tanh"), "gelu_tanh"), "relu2": "relu2",
+    "swish": "silu",
 }  # fmt: skip
 """Ours by the names of config.json."""
 _ACTIVATION: Kind = (f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
-_SILU: Kind = ("'silu'", lambda v: v == "silu")
+_SILU: Kind = ("'silu'", lambda v: v in ("silu", "swish"))
 _COMMON: dict[str, Kind] = {
     "model_type": WORD, "hidden_size": COUNT, "hidden_act": _ACTIVATION, "num_experts_per_tok": COUNT,
     "n_routed_experts": COUNT, "num_experts": COUNT, "num_local_experts": COUNT, "num_hidden_layers": COUNT,
@@ -140,18 +139,14 @@ _GROUPED: dict[str, Kind] = _ROUTED | {
 }  # fmt: skip
 _READ: Mapping[str, Mapping[str, Kind]] = {
     **dict.fromkeys((*DEEPSEEK_LIKE, *SOFTMAX_GROUPED), _COMMON | _GROUPED),
-    "deepseek_v4": _COMMON | _ROUTED | {
-        "hidden_act": _SILU, "n_shared_experts": COUNT_OR_NONE, "topk_method": WORD, "swiglu_limit": LIMIT,
-        "expert_dtype": WORD,
-    },
-    "qwen3_moe": _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG},
-    "qwen3_vl_moe": _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG},
+    "deepseek_v4": _COMMON | _ROUTED | {"hidden_act": _SILU, "n_shared_experts": COUNT_OR_NONE, "topk_method": WORD,
+                                        "swiglu_limit": LIMIT, "expert_dtype": WORD},
     **dict.fromkeys(
-        SHARED_GATED,
-        _COMMON | {
-            "moe_intermediate_size": COUNT, "norm_topk_prob": FLAG, "shared_expert_intermediate_size": COUNT_OR_NONE,
-        },
+        ("qwen3_moe", "qwen3_vl_moe"), _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG}
     ),
+    **dict.fromkeys(SHARED_GATED, _COMMON | {
+        "moe_intermediate_size": COUNT, "norm_topk_prob": FLAG, "shared_expert_intermediate_size": COUNT_OR_NONE,
+    }),
     "glm_moe_dsa": _COMMON | _GROUPED | {"moe_router_dtype": ("'float32'", lambda v: v == "float32")},
     "nemotron_h": _COMMON | _GROUPED | {
         "moe_latent_size": COUNT_OR_NONE, "mlp_hidden_act": ("'relu2'", lambda v: v == "relu2"),
@@ -182,8 +177,7 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
     **dict.fromkeys(LONGCAT, _COMMON | _ROUTED | {
         "hidden_act": _SILU, "norm_topk_prob": ("false", lambda v: v is False), "zero_expert_num": COUNT_OR_NONE,
         "zero_expert_type": ("'identity' or 'drop'", lambda v: v in ("identity", "drop")),
-        "router_dtype": ("'float32'", lambda v: v == "float32"),
-        "disable_quant_module": NAMES,
+        "router_dtype": ("'float32'", lambda v: v == "float32"), "disable_quant_module": NAMES,
     }),
     "cohere2_moe": _COMMON | {
         "intermediate_size": COUNT, "n_shared_experts": COUNT_OR_NONE, "norm_topk_prob": FLAG,
@@ -191,10 +185,8 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
         "expert_selection_fn": ("'softmax' or 'sigmoid'", lambda v: v in ("softmax", "sigmoid")),
     },
     "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
-    "gpt_oss": _COMMON | {
-        "hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
-        "experts_per_token": COUNT,
-    },
+    "gpt_oss": _COMMON | {"hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR,
+                          "swiglu_alpha": FACTOR, "experts_per_token": COUNT},
 }  # fmt: skip
 """The keys that are read, by family; those of other families are refused where they have a value."""
 _OTHER_PARTS = {
@@ -261,8 +253,8 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     if hf.get(KEY) is not None:
         return _by_equation(hf, where, layer)
     family = _family_of(hf)
-    if family in WRAPPERS and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
-        return settings_from_hf(_of_wrapper(hf, text, where), where, layer)
+    if (section := section_of(hf)) is not None and section_of(hf[section]) is None:
+        return settings_from_hf(_of_wrapper(hf, section, where), where, layer)
     if family not in FAMILIES:
         raise ConfigError(
             f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. Derive it from "
@@ -285,7 +277,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
 
 def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
     """The settings that the equation of a model states, with the format of its config.json."""
-    text, held = _text_of(hf), hf[KEY]
+    text, held = text_of(hf), hf[KEY]
     equation = held if isinstance(held, LayerEquation) else LayerEquation.parse(held, f"{where}: {KEY}")
     settings = equation.settings(text, where, layer)
     formats = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
@@ -293,17 +285,22 @@ def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
     return settings
 
 
-def _text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of the language model: of multimodal models text_config, of others all."""
-    text = hf.get("text_config")
-    return text if isinstance(text, Mapping) else hf
+def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of the language model: of multimodal models one of `TEXT_SECTIONS`, of others all."""
+    section = section_of(hf)
+    return hf if section is None else hf[section]  # type: ignore[no-any-return]
+
+
+def section_of(hf: Mapping[str, Any]) -> str | None:
+    """The key of that section; None where there is none."""
+    return next((key for key in TEXT_SECTIONS if isinstance(hf.get(key), Mapping)), None)
 
 
 def first_layer(hf: Mapping[str, Any]) -> int:
     """The first layer with experts that are chosen by scores."""
     if isinstance(equation := hf.get(KEY), LayerEquation) and equation.layers:
         return equation.layers[0]
-    hf = _text_of(hf)
+    hf = text_of(hf)
     hashed = hf.get("num_hash_layers")
     return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)
 
@@ -313,7 +310,7 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
     if KEY in hf:
         router = settings_from_hf(hf, where)["router"]
         return {ours: (router[ours], FILE) for ours in _READ_BY_ROUTERS if ours in router}
-    hf = _text_of(hf)
+    hf = text_of(hf)
     family, router = _family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
     hf = _renamed(hf, family)[0]
     return {
@@ -340,17 +337,18 @@ def _renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[s
     return found | {known[key]: value for key, value in stated.items()}, differ
 
 
-def _of_wrapper(hf: Mapping[str, Any], text: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
     """The text model of a multimodal wrapper, with the quantisation that the wrapper states."""
+    text = hf[section]
     outer = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
     read = _READ.get(_family_of(text), {})
     differing = [
-        f"{key} is {value!r} and text_config has {text[key]!r}"
+        f"{key} is {value!r} and {section} has {text[key]!r}"
         for key, value in hf.items()
         if key in read and key != "model_type" and not is_empty(value) and not is_empty(text.get(key))
         and value != text[key]
     ]  # fmt: skip
-    problems = differing + unread_keys({k: v for k, v in hf.items() if k != "text_config"}, read)
+    problems = differing + unread_keys({k: v for k, v in hf.items() if k != section}, read)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     return {**text, **outer}

@@ -83,9 +83,11 @@ def test_other_families_by_their_defaults() -> None:
     assert made.router.scoring_func == "sigmoid" and made.model.moe_intermediate_size == 1408
 
 
-def test_kimi_k25_keeps_its_text_model_inside() -> None:
-    text = deepseek_v3(model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1)
-    assert settings_from_hf({"model_type": "kimi_k25", "text_config": text}, "here") == settings_from_hf(text, "here")
+@pytest.mark.parametrize("wrapper", ["kimi_k25 text_config", "new_vl llm_config", "kimi_k2 language_config"])
+def test_wrappers_keep_their_text_model_inside(wrapper: str) -> None:
+    text, (name, section) = deepseek_v3(hidden_act="swish"), wrapper.split()
+    expected = settings_from_hf({**text, "hidden_act": "silu"}, "here")
+    assert settings_from_hf({"model_type": name, section: text}, "here") == expected
 
 
 @pytest.mark.parametrize("dtype, weights", [("float16", "fp16"), ("float32", "fp32"), ("torch.bfloat16", "bf16")])
@@ -153,7 +155,7 @@ def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
     [
         ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a whole number of at least 1"),
         ({"n_group": 3}, "model.num_experts=256 does not divide into router.num_expert_group=3"),
-        ({"hidden_act": "swish"}, "hidden_act is 'swish', expected one of silu, gelu"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish', expected one of silu, gelu"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax' is not what deepseek_v3 uses"),
         ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16"),
         ({"quantization_config": {**FP8, "weight_block_size": [128]}}, r"weight_block_size is \[128\], expected two"),

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
+from moe_mk.config.hf import text_of
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
 from moe_mk.integrations.hf.model_classes import FAILURES, config_of, first_line, model_of
 from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
@@ -89,8 +90,7 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
         assert refused is not None
         raise refused
     same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
-    keys = stated.get("text_config") if isinstance(stated.get("text_config"), Mapping) else stated
-    assert isinstance(keys, Mapping)
+    keys = text_of(stated)
     names = {text.attribute_map.get(key, key) for key in measured.read} | measured.read
     read = {key: value for key, value in keys.items() if key in names and type(value) in (int, float, bool, str)}
     return LayerEquation(

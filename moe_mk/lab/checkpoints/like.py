@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_mk.config.hf import SECOND, first_layer, read_config
+from moe_mk.config.hf import SECOND, first_layer, read_config, section_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
@@ -88,8 +88,8 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
 
 def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with small sizes and everything else as it is."""
-    if isinstance(text := hf.get("text_config"), Mapping):
-        return {**hf, "text_config": small(text)}
+    if (section := section_of(hf)) is not None:
+        return {**hf, section: small(hf[section])}
     top_k = next((hf[key] for key in _TOP_K if hf.get(key)), 1)
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
     experts = groups * max(2, -(-2 * top_k // groups))

@@ -155,9 +155,8 @@ def test_what_no_layer_computes_is_refused_with_the_difference(kind: str, tmp_pa
         derive(tmp_path, layer=0 if kind == "plain" else None)
 
 
-SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
-}  # fmt: skip
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "vocab_size": 32}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 48},
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 8},
@@ -175,8 +174,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "inkling_text": {"moe_intermediate_size": 48, "n_routed_experts": 8, "n_shared_experts": 2},
     "inkling2_text": {"moe_intermediate_size": 48, "n_routed_experts": 8},
     "longcat_flash": {"expert_ffn_hidden_size": 48, "n_routed_experts": 8, "zero_expert_num": 4, "num_layers": 2},
-    "nemotron_h": {"moe_latent_size": 56, "moe_intermediate_size": 80, "moe_shared_expert_intermediate_size": 80,
-                   "layers_block_type": ["moe", "attention"]},
+    "nemotron_h": {"moe_latent_size": 56, "layers_block_type": ["moe", "attention"], "n_routed_experts": 8},
     "deepseek_v4": {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_hash_layers": 1},
 }  # fmt: skip
 
