@@ -288,7 +288,7 @@ def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
 def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section of the language model: of multimodal models one of `TEXT_SECTIONS`, of others all."""
     section = section_of(hf)
-    return hf if section is None else hf[section]  # type: ignore[no-any-return]
+    return hf if section is None else hf[section]
 
 
 def section_of(hf: Mapping[str, Any]) -> str | None:
@@ -446,6 +446,8 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}
     # The softmax over the chosen logits is that over all of them, renormalised.
     router |= {"has_logit_bias": family == "gpt_oss", "has_expert_scale": family == "gemma4"}
+    if family == "deepseek_v4" and hf.get("vision_n_layers"):
+        router["first_image_token"] = _first(hf, where, "vocab_size")
     if family == "mistral4" and hf["n_group"] > 1:
         router["group_score"] = "two_best"
     if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":

@@ -60,7 +60,7 @@ class ModelConfig(Settings):
     """What an expert without weights returns. identity: the layer's input; drop: zeros."""
     num_fused_shared_experts: int = Field(default=0, ge=0, le=2**16)
     """How many of num_experts, the last ones, are shared experts that the router scores and every token has, as in
-    Inkling: router.top_k counts them, and a renormalisation includes them. Placed and dispatched like the others."""
+    Inkling: router.top_k counts them, and a renormalisation includes them."""
     num_shared_experts: int = Field(default=0, ge=0, le=2**16)
     shared_intermediate_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
@@ -205,8 +205,9 @@ class RouterConfig(Settings):
     """Whether the routing weight multiplies the input of the expert, not its output, as in Llama 4; with top_k = 1."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers); None:
-    experts are selected by scores."""
+    """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers), or None."""
+    first_image_token: int | None = Field(default=None, ge=0)
+    """Token ids from this one on are of images, whose experts are selected with a bias of their own (`bias_vl`)."""
     router_dtype: Literal["float32", "model"] = "float32"
     """float32: gate and scores in f32, as in transformers. model: in the layer's dtype, as in DeepSeek's code. The two
     select different experts for several percent of tokens."""

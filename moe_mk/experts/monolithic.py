@@ -53,11 +53,13 @@ class MonolithicExperts(ABC):
         """All reasons why these experts cannot run the problem."""
         model, router = problem.config.model, problem.config.router
         held = {
-            ", by scores alone; this layer chooses experts by token id": router.hash_vocabulary is not None,
+            ", by scores alone; this layer chooses experts by token id":
+                router.hash_vocabulary is not None or router.first_image_token is not None,
             ", and this layer multiplies the input of experts by routing weights": router.weight_on_input,
             ", and this layer scales routing weights or normalises its input":
                 router.has_expert_scale or model.input_norm is not None,
             ", and this layer has experts without weights": model.num_zero_experts > 0,
+            ", and this layer has shared experts that the router scores": model.num_fused_shared_experts > 0,
         }  # fmt: skip
         inside = [Reason("routing", f"routes inside{what}") for what, holds in held.items() if holds]
         return [*reasons_of_traits(cls.traits, problem), *inside]

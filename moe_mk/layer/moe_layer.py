@@ -42,7 +42,7 @@ from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.router.hashed import HashRouter
+from moe_mk.router.hashed import HashRouter, ImageRouter
 from moe_mk.router.router import Router
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.shapes import expect_dense
@@ -96,7 +96,7 @@ class MoELayer(WithoutParameters):
     """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
     router = Part[Router]("routing.router")
     """Chooses experts by scores; may be replaced."""
-    hash_router = Part[HashRouter | None]("routing.hash_router")
+    hash_router = Part[HashRouter | ImageRouter | None]("routing.hash_router")
     """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
     on_routing = Part[Callable[[Routing], None] | None]("routing.listener")
     """Called with the logical routing of every forward, which it must not change, before or after the experts run; see
@@ -291,7 +291,7 @@ class MoELayer(WithoutParameters):
         A layer on the meta device is built on torch's default device first, or on the CPU.
         """
         self._leave_meta()
-        by_id = settings.hash_router_of(self.config, weights.table_XK, self.device)
+        by_id = settings.hash_router_of(self.config, weights, self.device)
         self.use(self.state.loaded(weights, self.device, self.dtype, on_progress))
         self.routing.hash_router = by_id
 

@@ -15,7 +15,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.settings import router_of
-from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
+from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter, ImageRouter
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
@@ -24,7 +24,7 @@ from moe_mk.tokens import Routing
 class LayerRouting:
     """The routers of one layer, and what is counted of their choices."""
 
-    hash_router: HashRouter | None = None
+    hash_router: HashRouter | ImageRouter | None = None
     listener: Callable[[Routing], None] | None = None
     """Called with the logical routing of every forward."""
     tokens: int = 0

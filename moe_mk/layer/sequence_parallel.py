@@ -37,6 +37,6 @@ class SequenceParallelMoE(nn.Module):
         check_hidden_states(x_TH, layer.dtype, layer.device, model.hidden_size, most)
         layer.routing.check_token_ids(x_TH, token_ids_T)
         own = chunk_of(x_TH.shape[0], self.comm.size, self.comm.rank)
-        by_id = layer.config.router.hash_vocabulary is not None
+        by_id = layer.routing.hash_router is not None
         own_ids = token_ids_T[own] if by_id and token_ids_T is not None else None
         return sequence_parallel(x_TH.contiguous(), self.comm, lambda x_XH: layer.steps(x_XH, token_ids_T=own_ids))

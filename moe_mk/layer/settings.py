@@ -7,7 +7,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
@@ -18,13 +17,14 @@ from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
-from moe_mk.router.hashed import HashRouter
+from moe_mk.router.hashed import HashRouter, ImageRouter
 from moe_mk.router.router import Router
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
+from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.names import CONVENTIONS, Part, Role
 from moe_mk.weights.source import TensorSource
 
@@ -62,12 +62,15 @@ def hashed(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str
     return config.with_(hash_vocabulary=shapes[0][0], has_correction_bias=False)
 
 
-def hash_router_of(config: MoEConfig, table_XK: Tensor | None, device: torch.device) -> HashRouter | None:
-    """The router over a layer's table, on its device; None for a layer that chooses by scores."""
-    if table_XK is None:
-        return None
-    router = config.router
-    return HashRouter(table_XK.to(device), router.scoring_func, router.renormalize, router.routed_scaling_factor)
+def hash_router_of(config: MoEConfig, weights: LayerWeights, device: torch.device) -> HashRouter | ImageRouter | None:
+    """What routes a layer's tokens by their ids, on its device; None for a layer that chooses by scores alone."""
+    router, table, bias_E = config.router, None, weights.image_bias_E
+    if weights.table_XK is not None:
+        scores = router.scoring_func, router.renormalize, router.routed_scaling_factor
+        table = HashRouter(weights.table_XK.to(device), *scores)
+    if bias_E is None or router.first_image_token is None:
+        return table
+    return ImageRouter(router_of(config), bias_E.to(device), router.first_image_token, table)
 
 
 def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
@@ -175,6 +178,7 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         has_latent_norm=model.latent_norm is not None,
         has_input_norm=model.input_norm is not None,
         has_expert_scale=config.router.has_expert_scale,
+        has_image_bias=config.router.first_image_token is not None,
         stacks_transposed=model.stacks_transposed,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,

@@ -185,6 +185,8 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "router.weight_on_input": (router.weight_on_input, False), "parallel.tp": (parallel.tp, 1),
         "router.has_logit_bias": (router.has_logit_bias, False), "parallel.tokens": (parallel.tokens, "sharded"),
         "router.hash_vocabulary": (router.hash_vocabulary, None),
+        "router.first_image_token": (router.first_image_token, None),
+        "model.num_fused_shared_experts": (model.num_fused_shared_experts, 0),
     }  # fmt: skip
     reasons = [
         f"{name} = {value} is not trained; set it to {wanted}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.reference.topk import RENORMALIZE_EPSILON, exact_scores, expert_scores
+from moe_mk.router.router import Router
 from moe_mk.router.topk import check_tensors, raise_all, scoring_problems
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
@@ -77,14 +78,50 @@ class HashRouter:
 
 
 @dataclass(frozen=True)
+class ImageRouter:
+    """Selects experts of tokens of images with a bias of their own, as in DeepSeek-V4-Flash-Vision-Exp."""
+
+    scores: Router
+    image_bias_E: Tensor
+    """f32; the bias for selection of tokens of images."""
+    first_image: int
+    """Token ids from this one on are those of images."""
+    table: HashRouter | None = None
+    """What chooses the experts of text by token id; None: scores with the layer's bias do."""
+
+    def of(self, token_ids_T: Tensor) -> HashedTokens:
+        """The router of one batch: call it with the logits of the same tokens."""
+        return HashedTokens(self, token_ids_T)
+
+    def route(self, router_logits: Tensor, token_ids_T: Tensor, bias_E: Tensor | None = None) -> Routing:
+        """Route every token as text and as part of an image, and keep what it is. Raises as `HashRouter.route`."""
+        expect("token_ids", token_ids_T, "T", INTEGERS, router_logits.device, T=router_logits.shape[0])
+        is_image_T = token_ids_T >= self.first_image
+        images = self.scores(router_logits, self.image_bias_E)
+        if self.table is None:
+            text = self.scores(router_logits, bias_E)
+        else:
+            text = self.table.route(router_logits, token_ids_T.masked_fill(is_image_T, 0))
+        ids_TK = torch.where(is_image_T[:, None], images.ids_TK, text.ids_TK)
+        return Routing(ids_TK, torch.where(is_image_T[:, None], images.weights_TK, text.weights_TK))
+
+    def check(self, token_ids_T: Tensor) -> None:
+        """Raise ConfigError for tokens of text that the table does not have; waits for the device."""
+        if self.table is not None:
+            self.table.check(token_ids_T.masked_fill(token_ids_T >= self.first_image, 0))
+
+
+@dataclass(frozen=True)
 class HashedTokens:
     """A layer's router for one batch of known tokens."""
 
-    router: HashRouter
+    router: HashRouter | ImageRouter
     token_ids_T: Tensor
 
     def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
         """Route; raises ShapeError where a bias is given, which a fixed choice cannot heed."""
+        if isinstance(self.router, ImageRouter):
+            return self.router.route(router_logits, self.token_ids_T, e_score_correction_bias)
         if e_score_correction_bias is not None:
             raise ShapeError("experts are chosen by token id, so an e_score_correction_bias has no part in it; drop it")
         return self.router.route(router_logits, self.token_ids_T)

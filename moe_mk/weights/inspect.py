@@ -207,6 +207,7 @@ def _named(parts: dict[Part, TensorEntry]) -> dict[str, Any]:
         "has_gate_bias": Part(Role.BIAS), "has_logit_bias": Part(Role.LOGIT_BIAS),
         "has_shared_gate": Part(Role.SHARED_GATE), "has_latent_norm": Part(Role.LATENT, "norm"),
         "has_input_norm": Part(Role.INPUT_NORM, "experts"), "has_expert_scale": Part(Role.EXPERT_SCALE),
+        "has_image_bias": Part(Role.IMAGE_BIAS),
     }  # fmt: skip
     gated = any(part.role is Role.EXPERT and part.projection in ("gate", "gate_up") for part in parts)
     return {name: part in parts for name, part in found.items()} | {"table": _table_of(parts), "gated": gated}

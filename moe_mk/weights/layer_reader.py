@@ -77,7 +77,10 @@ class LayerReader:
             self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
-        router = logit_bias_E, shared_gate_H, latent, norm, expert_scale_E, self.table
+        by_image = (
+            self._vector(Part(Role.IMAGE_BIAS)).to(torch.float32, copy=True) if self.spec.has_image_bias else None
+        )
+        router = logit_bias_E, shared_gate_H, latent, norm, expert_scale_E, self.table, by_image
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, *router)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:

@@ -52,6 +52,8 @@ class Features:
     """Whether the layer's input is normalised, with weights for the experts and for the router."""
     has_expert_scale: bool = False
     """Whether each expert has a factor of its routing weights."""
+    has_image_bias: bool = False
+    """Whether tokens of images have a bias of their own."""
     num_zero_experts: int = 0
     """Experts without weights that the router scores behind the others."""
     num_fused_shared_experts: int = 0
@@ -191,6 +193,10 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     router = [Expected(Part(Role.ROUTER), (scored, spec.hidden_size), FLOATS)]
     if spec.has_gate_bias:
         router.append(Expected(Part(Role.BIAS), (scored - spec.num_fused_shared_experts,), FLOATS, ((scored,),)))
+    if spec.has_image_bias:
+        router.append(Expected(Part(Role.IMAGE_BIAS), (scored,), FLOATS))
+        if spec.table is not None:  # which leaves a bias for text without effect
+            router.append(Expected(Part(Role.BIAS), (scored,), FLOATS, optional=True))
     if spec.has_logit_bias and convention.logit_bias:
         router.append(Expected(Part(Role.LOGIT_BIAS), (scored,), FLOATS))
     if spec.table is not None:

@@ -65,6 +65,8 @@ class LayerWeights:
     """f32, multiplied with the routing weights of each expert; None if the layer has none."""
     table_XK: Tensor | None = None
     """The experts of every token of the vocabulary; None if the layer chooses by scores."""
+    image_bias_E: Tensor | None = None
+    """f32, the bias of tokens of images; None if the layer treats all tokens alike."""
 
     @property
     def router_EH(self) -> Tensor:
@@ -79,7 +81,7 @@ class LayerWeights:
         """Bytes behind all tensors and views."""
         router: tuple[Tensor | None, ...] = (
             self.gate_EH, self.bias_E, self.logit_bias_E, self.table_XK, self.shared_gate_H, self.expert_scale_E,
-            *(self.latent or ()), *(self.input_norm or ()),
+            *(self.latent or ()), *(self.input_norm or ()), self.image_bias_E,
         )  # fmt: skip
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
@@ -143,6 +145,8 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
         out[OFFICIAL.spell(Part(Role.INPUT_NORM, which))] = weight_H
     if weights.expert_scale_E is not None:
         out[OFFICIAL.spell(Part(Role.EXPERT_SCALE))] = weights.expert_scale_E
+    if weights.image_bias_E is not None:
+        out[OFFICIAL.spell(Part(Role.IMAGE_BIAS))] = weights.image_bias_E
     if weights.table_XK is not None:
         out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
     for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):

@@ -35,6 +35,7 @@ class Role(Enum):
     LATENT = "projection to or from the width of the experts"
     INPUT_NORM = "norm of the layer's input"
     EXPERT_SCALE = "factors of the experts' routing weights"
+    IMAGE_BIAS = "bias of tokens of images"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Convention:
         """The local name of a part."""
         names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
                  Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
-                 Role.EXPERT_SCALE: self.router_scale}  # fmt: skip
+                 Role.EXPERT_SCALE: self.router_scale, Role.IMAGE_BIAS: f"{self.bias}_vl"}  # fmt: skip
         if part.role in names:
             return names[part.role]
         if part.role is Role.LATENT:
@@ -325,6 +326,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         *((template, Part(Role.SHARED, extra=extra), shared) for extra, template in it.shared_extras.items()),
         (it.router, Part(Role.ROUTER), {}),
         (it.bias, Part(Role.BIAS), {}),
+        (f"{it.bias}_vl", Part(Role.IMAGE_BIAS), {}),
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
         (it.table, Part(Role.TABLE), {}),
         (it.shared_gate, Part(Role.SHARED_GATE), {}),

@@ -29,6 +29,7 @@ MINIMAX_M3 = SIZES | {
     "routed_scaling_factor": 2.0, "n_shared_experts": 1, "shared_intermediate_size": 48, "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
 }  # fmt: skip
+GROUP = "config_groups", "group_0"
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), V3),
     "glm4_moe": ONE,
@@ -250,28 +251,16 @@ def test_a_kind_takes_its_values_and_no_others(kind: str) -> None:
 @pytest.mark.parametrize(
     "section, problem",
     [
-        (
-            with_key(QUANTS["packed"], ("config_groups", "group_0"), "input_activations", TOKENS),
-            "input_activations are",
-        ),
-        (
-            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "strategy", "tensor"),
-            "'tensor', not one of",
-        ),
-        (
-            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "actorder", "group"),
-            "actorder is 'group'",
-        ),
-        (
-            with_key(QUANTS["packed"], ("config_groups", "group_0", "weights"), "type", "float"),
-            "type is 'float' in format",
-        ),
+        (with_key(QUANTS["packed"], GROUP, "input_activations", TOKENS), "input_activations are"),
+        (with_key(QUANTS["packed"], (*GROUP, "weights"), "strategy", "tensor"), "'tensor', not one of"),
+        (with_key(QUANTS["packed"], (*GROUP, "weights"), "actorder", "group"), "actorder is 'group'"),
+        (with_key(QUANTS["packed"], (*GROUP, "weights"), "type", "float"), "type is 'float' in format"),
         ({**QUANTS["w8a8"], "ignore": ["re:(*"]}, "invalid expression"),
         ({**QUANTS["w8a8"], "format": "marlin-24"}, "format is 'marlin-24'"),
         ({**QUANTS["modelopt"], "group_size": 32}, "group_size is 32, NVFP4 has 16"),
         ({**MODELOPT, "quantization": {"quant_algo": "FP8"}}, "quant_algo is 'FP8, NVFP4'"),
         (with_key(QUANTS["w8a8"], ("config_groups",), "g", {"targets": ["Linear"], "weights": FLOATS}), "2 groups"),
-        (with_key(QUANTS["w8a8"], ("config_groups", "group_0", "input_activations"), "symmetric", False), "symmetric"),
+        (with_key(QUANTS["w8a8"], (*GROUP, "input_activations"), "symmetric", False), "symmetric"),
     ],
 )
 def test_sections_that_contradict_themselves_are_refused(section: dict[str, Any], problem: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from moe_mk.config import MoEConfig
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.errors import ShapeError
 from moe_mk.external.library import COMPILER
+from moe_mk.lab.verify import Answer, verify
 from moe_mk.oracle import select
 from moe_mk.quant.plain import BF16
-from moe_mk.router.hashed import HashRouter
 
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4", reason="needs transformers")
 
@@ -40,14 +42,13 @@ def block(number: int) -> Any:
     return made.eval()
 
 
-def ours(theirs: Any, **settings: Any) -> MoELayer:
+def ours(theirs: Any, more: Mapping[str, Tensor] | None = None, **settings: Any) -> MoELayer:
     """The same block as a layer, by its own config and official names."""
     config = theirs.shared_experts.config
     stated = {**config.to_dict(), "torch_dtype": "float32", "quantization_config": None}
-    layer = MoELayer(
-        MoEConfig.parse(settings_from_hf(stated, "a test"), "a test").with_(**settings), dtype=torch.float32
-    )
-    tensors = {"gate.weight": theirs.gate.weight.data}
+    stated["vision_n_layers"] = settings.pop("vision_n_layers", 0)
+    config = MoEConfig.parse(settings_from_hf(stated, "a test"), "a test").with_(**settings)
+    layer, tensors = MoELayer(config, dtype=torch.float32), {"gate.weight": theirs.gate.weight.data, **(more or {})}
     if layer.config.router.has_correction_bias:
         tensors["gate.e_score_correction_bias"] = theirs.gate.e_score_correction_bias
     for name in ("gate", "up", "down"):
@@ -75,14 +76,24 @@ def test_scored_layers_equal_transformers(experts: str) -> None:
         assert not torch.allclose(theirs(tokens()), wanted, atol=1e-2), "the clamps do nothing: a weak fixture"
 
 
-def test_layers_that_choose_by_token_id_equal_transformers() -> None:
-    theirs, ids = block(0), torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(8))
+@pytest.mark.parametrize("number", [0, 1])
+def test_layers_that_choose_by_token_id_and_for_images_with_another_bias_equal_transformers(number: int) -> None:
+    theirs, of_images, ids_T = block(number), block(1), (torch.arange(40) * 7) % 60
+    of_images.experts, of_images.shared_experts = theirs.experts, theirs.shared_experts
+    of_images.gate.weight, of_images.gate.e_score_correction_bias = theirs.gate.weight, torch.arange(12) / 5
+    more = {"gate.e_score_correction_bias_vl": torch.arange(12) / 5}
+    more |= {} if number else {"gate.tid2eid": theirs.gate.tid2eid}
+    kind = {"has_correction_bias": number == 1, "hash_vocabulary": None if number else 50, "vision_n_layers": 3}
     with torch.no_grad():
-        wanted = theirs(tokens(), ids)
-        layer = ours(theirs, experts="reference", has_correction_bias=False)
-        router = HashRouter(theirs.gate.tid2eid, "sqrtsoftplus", routed_scaling_factor=1.5)
-        layer.router = router.of(ids.flatten())  # type: ignore[assignment]
-        torch.testing.assert_close(layer(tokens().flatten(0, 1)), wanted.flatten(0, 1), rtol=1e-5, atol=1e-5)
+        text, images = theirs(tokens(), ids_T.view(2, 20) % 50).flatten(0, 1), of_images(tokens()).flatten(0, 1)
+        assert ((text - images).norm(dim=1) > 0.1).any()
+        layer = ours(theirs, more, experts="reference", **kind)
+        wanted = torch.where((ids_T >= 50)[:, None], images, text)
+        torch.testing.assert_close(layer(tokens().flatten(0, 1), ids_T), wanted, rtol=1e-5, atol=1e-5)
+        answer = Answer(tokens().flatten(0, 1), wanted, layer.route(tokens().flatten(0, 1), ids_T).ids_TK, ids_T)
+        assert verify(answer, layer.decision, layer.weights).passed
+        with pytest.raises(ShapeError, match="chooses experts by token id"):
+            layer(tokens().flatten(0, 1))
 
 
 def test_no_native_gate_is_promised_for_scores_that_it_does_not_compute() -> None:

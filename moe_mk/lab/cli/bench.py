@@ -21,7 +21,7 @@ from moe_mk.external.library import find
 from moe_mk.files import write_text
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.cli.exits import OK
-from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, tokens_of
+from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, num_token_ids, tokens_of
 from moe_mk.lab.cli.measure import SHOWN, stage_times, time_stages
 from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
 from moe_mk.lab.cli.processes import run_ranks
@@ -139,7 +139,7 @@ def bench_rank(job: BenchJob, place: Place) -> int:
 
 
 def _random_batch(config: MoEConfig, count: int, seed: int, dtype: torch.dtype) -> Batch:
-    draw, vocabulary = torch.Generator("cpu").manual_seed(seed), config.router.hash_vocabulary
+    draw, vocabulary = torch.Generator("cpu").manual_seed(seed), num_token_ids(config.router)
     shape = (count, config.model.hidden_size)
     x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
     if vocabulary is None:

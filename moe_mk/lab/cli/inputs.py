@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_mk.config.moe import MoEConfig
+from moe_mk.config.moe import MoEConfig, RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
@@ -205,9 +205,15 @@ def hidden_states(settings: RunSettings, counts: tuple[int, ...], batch: int) ->
     return (x_TH / x_TH.square().mean(dim=1, keepdim=True).sqrt()).to(dtype)
 
 
+def num_token_ids(router: RouterConfig) -> int | None:
+    """How many token ids to draw from, a fifth of them those of images where these differ; None if no id matters."""
+    first = router.first_image_token
+    return router.hash_vocabulary if first is None else first + first // 4 + 1
+
+
 def token_ids(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Tensor | None:
     """(T,) of one batch: its share of the file; random if the layer routes by token id; otherwise None."""
-    vocabulary = settings.config.router.hash_vocabulary
+    vocabulary = num_token_ids(settings.config.router)
     if settings.token_ids is not None:
         ids, start = read_token_ids(settings.token_ids), sum(counts[:batch])
         return ids[start : start + counts[batch]]
@@ -224,12 +230,13 @@ def batch_of(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Batc
 
 def check_token_ids(settings: RunSettings, counts: tuple[int, ...]) -> None:
     """Raise ConfigError if --token-ids does not have one id per token, or is missing for rows of a file."""
-    vocabulary, file = settings.config.router.hash_vocabulary, settings.token_ids
+    router, file = settings.config.router, settings.token_ids
+    vocabulary = None if router.first_image_token is not None else router.hash_vocabulary
     if file is None:
-        if vocabulary is not None and settings.hidden_states is not None:
+        if num_token_ids(router) is not None and settings.hidden_states is not None:
             raise ConfigError(
                 f"layer {settings.layer} routes by token id, so rows of --hidden-states need "
-                f"--token-ids FILE: an integer of [0, {vocabulary}) for each of the {sum(counts)} rows"
+                f"--token-ids FILE: an integer of [0, {num_token_ids(router)}) for each of the {sum(counts)} rows"
             )
         return
     ids = read_token_ids(file)

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from moe_mk.lab.cli.world import Place, groups_of, team_of, together
 from moe_mk.lab.trace.chrome import write_chrome_trace
 from moe_mk.lab.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.layer import DeepseekV3MoE, MoELayer
+from moe_mk.router.hashed import ImageRouter
 from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
 from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
@@ -209,8 +210,12 @@ def _load(rank: Rank) -> tuple[float, float]:
     if settings.inject:
         layer.take(faulty_weights(layer.weights, settings.inject))
         layer.router = faulty_router(layer.router, settings.inject)
-        if layer.hash_router is not None:
-            layer.hash_router = faulty_router(layer.hash_router, settings.inject)
+        by_id = layer.hash_router
+        if isinstance(by_id, ImageRouter):
+            table = None if by_id.table is None else faulty_router(by_id.table, settings.inject)
+            layer.hash_router = replace(by_id, scores=layer.router, table=table)
+        elif by_id is not None:
+            layer.hash_router = faulty_router(by_id, settings.inject)
     return seconds
 
 

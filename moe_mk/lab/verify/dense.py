@@ -206,7 +206,17 @@ def dense_layer(
         gate_EH = gate_EH * scale_H / config.model.hidden_size**0.5
     scores_TE = _scores(router_TH, gate_EH, weights.logit_bias_E, config.router)
     biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
-    chosen_TK = _chosen(biased_TE, config.router, weights.table_XK, token_ids_T) if ids_TK is None else ids_TK
+    is_image_T, table_XK = np.zeros(len(scores_TE), dtype=bool), weights.table_XK
+    if weights.image_bias_E is not None and token_ids_T is not None:
+        is_image_T = token_ids_T.cpu().numpy() >= config.router.first_image_token
+        own_TE = scores_TE + weights.image_bias_E.cpu().float().numpy()
+        biased_TE = np.where(is_image_T[:, None], own_TE, biased_TE)
+    if ids_TK is None and table_XK is not None and token_ids_T is not None and is_image_T.any():
+        by_id_TK = _chosen(
+            biased_TE, config.router, table_XK, torch.where(torch.from_numpy(is_image_T), 0, token_ids_T)
+        )
+        ids_TK = np.where(is_image_T[:, None], _chosen(biased_TE, config.router, None, None), by_id_TK)
+    chosen_TK = _chosen(biased_TE, config.router, table_XK, token_ids_T) if ids_TK is None else ids_TK
     weights_TK = _weights(scores_TE, chosen_TK, config.router)
     if weights.expert_scale_E is not None:
         weights_TK = weights_TK * weights.expert_scale_E.cpu().float().numpy()[np.maximum(chosen_TK, 0)]
