@@ -286,9 +286,10 @@ def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
 
 
 def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of the language model: of multimodal models one of `TEXT_SECTIONS`, of others all."""
+    """The section of the language model, with the model's type if it has none: `TEXT_SECTIONS`; of other models all."""
     section = section_of(hf)
-    return hf if section is None else hf[section]
+    outer = {key: hf[key] for key in ("model_type", "dtype", "torch_dtype") if key in hf}
+    return hf if section is None else {**outer, **hf[section]}
 
 
 def section_of(hf: Mapping[str, Any]) -> str | None:
@@ -339,7 +340,7 @@ def _renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[s
 
 def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
     """The text model of a multimodal wrapper, with the quantisation that the wrapper states."""
-    text = hf[section]
+    text = text_of(hf)
     outer = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
     read = _READ.get(_family_of(text), {})
     differing = [
@@ -408,25 +409,16 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     apart = family in SHARED_WIDTHS and hf["n_shared_experts"]
     shared = {"shared_intermediate_size": _first(hf, where, SHARED_WIDTHS[family])} if apart else {}
     return {
-        "name": family,
-        **clamped,
-        **shared,
-        "gated": family != "nemotron_h",
-        "expert_bias": family == "gpt_oss",
+        "name": family, **clamped, **shared, "gated": family != "nemotron_h", "expert_bias": family == "gpt_oss",
         "input_norm": hf["rms_norm_eps"] if family == "gemma4" else None,
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
-        "latent_size": hf.get("moe_latent_size") or None,
-        "stacks_transposed": family in ("qwen3_vl_moe", "llama4"),
-        "hidden_size": _first(hf, where, "hidden_size"),
-        "moe_intermediate_size": _first(hf, where, width),
+        "latent_size": hf.get("moe_latent_size") or None, "stacks_transposed": family in ("qwen3_vl_moe", "llama4"),
+        "hidden_size": _first(hf, where, "hidden_size"), "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
-        "num_zero_experts": hf.get("zero_expert_num", 0),
-        "zero_expert_type": hf.get("zero_expert_type", "identity"),
-        "num_shared_experts": hf["n_shared_experts"],
-        "shared_scale": hf["part"],
-        "activation": activation,
+        "num_zero_experts": hf.get("zero_expert_num", 0), "zero_expert_type": hf.get("zero_expert_type", "identity"),
+        "num_shared_experts": hf["n_shared_experts"], "shared_scale": hf["part"], "activation": activation,
         "quant": _quant(hf, where, layer),
-    }
+    }  # fmt: skip
 
 
 def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:

@@ -163,30 +163,19 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
     """What a checkpoint must hold for the layer."""
     model = config.model
     return LayerSpec(
-        num_experts=model.num_experts,
-        num_zero_experts=model.num_zero_experts,
-        num_fused_shared_experts=model.num_fused_shared_experts,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.moe_intermediate_size,
-        scheme=model.quant.weight_scheme,
+        num_experts=model.num_experts, num_zero_experts=model.num_zero_experts,
+        num_fused_shared_experts=model.num_fused_shared_experts, hidden_size=model.hidden_size,
+        intermediate_size=model.moe_intermediate_size, scheme=model.quant.weight_scheme,
         down_scheme=None if model.quant.down is None else model.quant.down_scheme,
-        shared_scheme=model.quant.shared_scheme,
-        gptq_v2=model.quant.gptq_v2,
-        gated=model.gated,
-        has_shared_gate=model.shared_gate,
-        latent_size=model.latent_size,
-        has_latent_norm=model.latent_norm is not None,
-        has_input_norm=model.input_norm is not None,
-        has_expert_scale=config.router.has_expert_scale,
-        has_image_bias=config.router.first_image_token is not None,
-        stacks_transposed=model.stacks_transposed,
-        num_shared_experts=model.num_shared_experts,
-        shared_intermediate_size=model.shared_size,
-        has_gate_bias=config.router.has_correction_bias,
-        has_expert_bias=model.expert_bias,
+        shared_scheme=model.quant.shared_scheme, gptq_v2=model.quant.gptq_v2, gated=model.gated,
+        has_shared_gate=model.shared_gate, latent_size=model.latent_size, has_latent_norm=model.latent_norm is not None,
+        has_input_norm=model.input_norm is not None, has_expert_scale=config.router.has_expert_scale,
+        has_image_bias=config.router.first_image_token is not None, stacks_transposed=model.stacks_transposed,
+        num_shared_experts=model.num_shared_experts, shared_intermediate_size=model.shared_size,
+        has_gate_bias=config.router.has_correction_bias, has_expert_bias=model.expert_bias,
         has_logit_bias=config.router.has_logit_bias,
         table=None if config.router.hash_vocabulary is None else (config.router.hash_vocabulary, config.router.top_k),
-    )
+    )  # fmt: skip
 
 
 def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: Any) -> MoEConfig:

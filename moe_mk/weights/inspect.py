@@ -179,6 +179,9 @@ def describe_block(
         spec, why_not = _guess(parts, convention, block)
     if spec is not None and 0 < zero < spec.num_experts and Part(Role.ROUTER) in parts:
         spec = replace(spec, num_experts=spec.num_experts - zero, num_zero_experts=zero)
+    elif spec is not None and (bias := parts.get(Part(Role.BIAS))) is not None and len(bias.shape) == 1:
+        fused = spec.num_experts - bias.shape[0]
+        spec = replace(spec, num_fused_shared_experts=fused if 0 < fused < bias.shape[0] else 0)
     problems = list(unreadable)
     if spec is None:
         problems.append(why_not)

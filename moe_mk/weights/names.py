@@ -205,19 +205,13 @@ def _packed(packing: str, like: Convention) -> Convention:
     here = words[packing]
     extras = {key: word for key, word in here.items() if key not in ("", "scale")}
     return replace(
-        like,
-        name=packing if like is OFFICIAL else f"{like.name}_{packing}",
-        expert=f"experts.{{e}}.{{p}}.{here['']}",
+        like, name=packing if like is OFFICIAL else f"{like.name}_{packing}", expert=f"experts.{{e}}.{{p}}.{here['']}",
         expert_scale=f"experts.{{e}}.{{p}}.{here['scale']}",
         expert_extras={key: f"experts.{{e}}.{{p}}.{word}" for key, word in extras.items()},
-        shared=f"shared_experts.{{p}}.{here['']}",
-        shared_scale=f"shared_experts.{{p}}.{here['scale']}",
-        shared_extras={
-            **{key: f"shared_experts.{{p}}.{word}" for key, word in extras.items()},
-            "plain": "shared_experts.{p}.weight",
-        },
-        packing=packing,
-    )
+        shared=f"shared_experts.{{p}}.{here['']}", shared_scale=f"shared_experts.{{p}}.{here['scale']}", shared_extras={
+        **{key: f"shared_experts.{{p}}.{word}" for key, word in extras.items()}, "plain": "shared_experts.{p}.weight",
+        }, packing=packing,
+    )  # fmt: skip
 
 
 # AWQ first: its names are a part of GPTQ's.

@@ -28,29 +28,12 @@ VOCABULARY = 96
 def tiny_config(**changes: Any) -> DeepseekV3Config:
     """Three layers, two of them with 8 experts in 2 groups, top-2, and a shared expert."""
     settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 32,
-        "max_position_embeddings": 128,
-        "initializer_range": SPREAD,
-        "pad_token_id": 0,
-        "eos_token_id": VOCABULARY - 1,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+        "max_position_embeddings": 128, "initializer_range": SPREAD, "pad_token_id": 0, "eos_token_id": VOCABULARY - 1,
+    }  # fmt: skip
     return DeepseekV3Config(**(settings | changes))
 
 

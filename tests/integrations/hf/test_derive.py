@@ -19,6 +19,7 @@ from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.cli.app import app
+from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.names import layer_of
 
 H, I, E, K, S = 40, 12, 6, 3, 20
@@ -195,7 +196,7 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     equation = derive(tmp_path)
     (tmp_path / "layer_equation.json").write_text(equation.model_dump_json())
-    assert equation.layers is not None
+    assert equation.layers is not None and inspect_checkpoint(tmp_path).sound
     number, x = equation.layers[-1], torch.randn((33, 64), generator=draw)
     block = next(each for name, each in model.named_modules() if layer_of(f"{name}.") == number and is_block(each))
     for experts in ("torch_cpu", "reference"):
