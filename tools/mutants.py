@@ -111,7 +111,7 @@ class Outcome:
 
     mutant: Mutant
     state: str
-    """killed, survived, late: the time limit came first, or broken: no test ran, or tests could not be collected."""
+    """killed, survived, late: the time limit came first, lost: a test is not there, or broken: none was collected."""
     seconds: float
     detail: str = ""
 
@@ -361,7 +361,7 @@ def run(mutant: Mutant, copy: Path, tests: Sequence[str], limit_s: float = LIMIT
         code, printed = _pytest(copy, [test for test in tests if mutant.tests in test], limit_s)
     finally:
         file.write_text(original, encoding="utf-8")
-    state = {0: "survived", 1: "killed", None: "late"}.get(code, "broken")
+    state = {0: "survived", 1: "killed", None: "late"}.get(code, "lost" if "not found: " in printed else "broken")
     detail = "" if state == "killed" else "\n".join(f"    {line}" for line in printed.splitlines()[-8:])
     return Outcome(mutant, state, time.monotonic() - started, detail)
 
@@ -449,7 +449,7 @@ def run_in_own_copy(root: Path, folder: Path, work: tuple[Mutant, Sequence[str]]
     if not tests:
         return Outcome(mutant, "uncovered", 0.0)
     outcome = run(mutant, copy, tests, RANDOM_LIMIT_S * (5 if "triton" in mutant.row else 1))
-    return replace(outcome, state="survived" if outcome.state == "survived" else "killed", detail="")
+    return replace(outcome, state=outcome.state if outcome.state in ("survived", "lost") else "killed", detail="")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -138,7 +138,7 @@ def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_
     assert mutants.Record(repository)._chosen(kernel, {"tests/test_sums.py::test_sums"}) == found["2 * a"][1:]
 
 
-def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path) -> None:
+def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = mutants.changed_at_random(repository, ["."], 9, 0)
     one = before[0]
     line = one.name.split(": ", 1)[1].split("  ->  ")[0]
@@ -146,6 +146,8 @@ def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path) -> Non
     (repository / mutants.EQUIVALENT).write_text(entry)
     after = mutants.changed_at_random(repository, ["."], 9, 0)
     assert one in before and one not in after
+    with capsys.disabled():
+        assert mutants.run(one, repository, ["tests/test_gone.py"]).state == "lost", "no test has judged it"
 
 
 def test_every_mutant_of_the_list_applies_to_a_row_with_tests() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.mutants_cpp import changes_of, runs_here
+from tools.mutants_cpp import ROOT, TESTS, changes_of, runs_here
 
 SOURCE = """// a < b
 #include "x.h"
@@ -34,3 +34,4 @@ def test_sources_of_other_processors_are_left_alone() -> None:
     names = ("isa_avx2.cpp", "pack.cpp", "isa_avx512few.cpp", "amx_parts.h", "exchange_avx512.cpp")
     assert [runs_here(name, ["avx2"]) for name in names] == [True, True, False, False, False]
     assert all(runs_here(name, ["avx512f", "avx512_bf16", "amx_tile"]) for name in names)
+    assert all((ROOT / test).exists() for test in TESTS), "pytest runs nothing if one of its files is unknown"
