@@ -37,13 +37,9 @@ MARKS_OF_FOLDERS = {
 """Marks of every test below a path. CI always runs `thorough`; .ci/run lists the sources whose changes make it run
 `emulated` and `network`."""
 SAMPLED = (
-    "tests/conformance/test_experts",
-    "tests/conformance/test_pairs",
-    "tests/conformance/test_transports",
-    "tests/kernels/triton/test_sm90",
-    "tests/testing/test_broken",
-    "tests/verify/test_compare",
-)
+    "tests/conformance/test_experts", "tests/conformance/test_pairs", "tests/conformance/test_transports",
+    "tests/kernels/triton/test_sm90", "tests/testing/test_broken", "tests/verify/test_compare",
+)  # fmt: skip
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
 LONGEST = (

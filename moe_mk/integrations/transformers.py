@@ -38,7 +38,7 @@ from moe_mk.integrations.hf.op import (
     refuse_others,
 )
 from moe_mk.integrations.hf.packed import PackedExperts, PackedModule, PackedReport, replace_experts
-from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
+from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of, pooled
 from moe_mk.integrations.hf.without_experts import model_without_experts
 from moe_mk.oracle.verdict import Verdict, explain_pairs
 from moe_mk.text import WIDTH, amount, terminal_width
@@ -122,7 +122,8 @@ __all__ = [
 def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
     """Register `experts_implementation=name` for bf16 and FP8 experts, and `ep_implementation=name`.
 
-    settings: of MoEConfig.kernel by key, for instance experts="torch_cpu" or activations="checkpoint".
+    settings: of MoEConfig.kernel by key, for instance experts="torch_cpu" or activations="checkpoint"; `bytes` of
+    residency are for all layers together, of each model for `patch_blocks` and `replace_experts`.
     Returns the names of the registries; a second call with other settings replaces them. Raises ConfigError for an
     unknown setting.
     """
@@ -216,8 +217,8 @@ def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> Mod
         if in_place and tensors_of(module) and keep_only_plan(module, plan):
             refuse_others(module)
             refuse_adapters(model.get_submodule(path.rpartition(".")[0]))
-        modules.append(report_of(path, plan, sum(t.nbytes for t in tensors_of(module))))
-    return ModelReport(type(model).__name__, tuple(modules))
+        modules.append((path, plan, sum(t.nbytes for t in tensors_of(module))))
+    return ModelReport(type(model).__name__, tuple(report_of(*each) for each in modules))
 
 
 def config_from_hf(config: PretrainedConfig | dict[str, Any], **overrides: Any) -> MoEConfig:
@@ -242,12 +243,13 @@ def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
             f"{type(model).__name__} has no block of a gate, experts and nothing else but shared experts",
             ["use experts_implementation='moe_mk', which supports the experts of every family"],
         )
+    settings, pool = pooled(settings)
     layers, refused = {}, []
     for path, block in blocks.items():
         if LAYER in vars(block):
             continue
         try:
-            layers[path] = layer_of(path, block, settings)
+            layers[path] = layer_of(path, block, settings, pool)
         except UnsupportedError as problem:
             refused.append(str(problem).replace("\n  - ", ": "))
     if refused:

@@ -57,14 +57,10 @@ MORE_PAIRS = [
 """Tried with every experts backend, and in pairs with the transports that carry bytes of any kind themselves."""
 
 MORE_FORMATS = [
-    Format("mxfp8", "float32", BF16, "checkpoint"),
-    Format("mxfp4", "float32", BF16, "plain"),
-    Format("mxfp4", "float32", BF16, "checkpoint", "fp8"),
-    Format("int8", "float32", BF16, "plain"),
-    Format("int8_block", "float32", FP32, "plain"),
-    Format("mxfp8", "float32", FP16, "plain"),
-    Format("nvfp4", "float32", BF16, "plain"),
-    Format("fp8_tensor", "float32", BF16, "plain"),
+    Format("mxfp8", "float32", BF16, "checkpoint"), Format("mxfp4", "float32", BF16, "plain"),
+    Format("mxfp4", "float32", BF16, "checkpoint", "fp8"), Format("int8", "float32", BF16, "plain"),
+    Format("int8_block", "float32", FP32, "plain"), Format("mxfp8", "float32", FP16, "plain"),
+    Format("nvfp4", "float32", BF16, "plain"), Format("fp8_tensor", "float32", BF16, "plain"),
     Format("fp8_tensor", "float32", BF16, "checkpoint"),
-]
+]  # fmt: skip
 """Tried with every experts backend alone: what travels is that of another format above."""

@@ -46,13 +46,8 @@ def test_every_claim_is_measured_and_prints_its_ratio(
     rows = measured(small, world, native_experts())
     printed = capsys.readouterr().out.splitlines()
     reported = {
-        "2x compute",
-        "3-5x all-to-all",
-        "-50 % routing time",
-        "-30 % memory",
-        "15-30 % faster",
-        "20-30 % faster",
-    }
+        "2x compute", "3-5x all-to-all", "-50 % routing time", "-30 % memory", "15-30 % faster", "20-30 % faster",
+    }  # fmt: skip
     assert {claim.reported for claim in CLAIMS} == reported and len(rows) == len(printed) == len(reported)
     for row, line in zip(rows, printed, strict=True):
         assert math.isfinite(row["ratio"]) and row["ratio"] > 0

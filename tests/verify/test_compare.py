@@ -22,15 +22,11 @@ def with_(case: Case, **changes: object) -> Case:
 
 
 FORMATS = [
-    Case("fp8", torch.bfloat16, activations="plain"),
-    Case("fp8", torch.bfloat16, activations="checkpoint"),
-    Case("fp8", torch.bfloat16, activations="plain", wire="fp8"),
-    Case("fp8", torch.float32, activations="plain"),
-    Case("fp8", torch.float16, activations="plain"),
-    Case("bf16", torch.bfloat16),
-    Case("bf16", torch.float32),
+    Case("fp8", torch.bfloat16, activations="plain"), Case("fp8", torch.bfloat16, activations="checkpoint"),
+    Case("fp8", torch.bfloat16, activations="plain", wire="fp8"), Case("fp8", torch.float32, activations="plain"),
+    Case("fp8", torch.float16, activations="plain"), Case("bf16", torch.bfloat16), Case("bf16", torch.float32),
     Case("tiny", torch.bfloat16, activations="plain"),
-]
+]  # fmt: skip
 SPREADS = [(1, "sharded"), (2, "sharded"), (2, "replicated")]
 CASES = [
     with_(case, ranks=ranks, tokens=tokens)

@@ -14,14 +14,10 @@ from moe_mk.weights import LayerWeights
 from tests.verify.conftest import Bench, Case, inputs
 
 CASES = [
-    Case("fp8", activations="plain"),
-    Case("fp8", activations="checkpoint"),
-    Case("fp8", torch.float32, activations="plain"),
-    Case("bf16"),
-    Case("bf16", torch.float32),
-    Case("tiny", activations="plain"),
-    Case("fp8", activations="plain", ranks=2),
-]
+    Case("fp8", activations="plain"), Case("fp8", activations="checkpoint"),
+    Case("fp8", torch.float32, activations="plain"), Case("bf16"), Case("bf16", torch.float32),
+    Case("tiny", activations="plain"), Case("fp8", activations="plain", ranks=2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
 from moe_mk.integrations.hf.plan import forget_plan
@@ -92,7 +93,7 @@ def parts_of(block: nn.Module) -> Parts | None:
 
 
 @torch.no_grad()
-def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELayer:
+def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any], pool: ResidencyPool | None) -> MoELayer:
     """A layer equivalent to a block, from views of its weights.
 
     Raises UnsupportedError if the two differ on a random batch.
@@ -103,7 +104,7 @@ def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELay
     if not facts.canonical:
         raise UnsupportedError(f"{path} ({type(block).__name__})", [f"its experts have {', '.join(facts.oddities)}"])
     config = MoEConfig.parse(_settings(type(block).__name__, parts, facts), path).with_(**settings)
-    layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path)
+    layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path, pool=pool)
     layer.load_weights(named_weights(parts, facts))
     _must_agree(path, block, parts, layer)
     return layer

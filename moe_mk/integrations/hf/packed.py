@@ -21,7 +21,7 @@ from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.files import read_json
 from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_experts
 from moe_mk.integrations.hf.op import routing_of
-from moe_mk.integrations.hf.plan import check_settings, top_k_of
+from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
 from moe_mk.layer import MoELayer
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.quant.gguf import GGUF
@@ -163,7 +163,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
     other parameters must be loaded; tokens have their dtype and device.
     path: a folder of compressed-tensors `pack-quantized`, GPTQ or AWQ safetensors, or a GGUF file.
     settings: of MoEConfig.kernel by key, for instance experts="cpu_native". No format is converted to another unless
-    fallback=True is among them.
+    fallback=True is among them. `bytes` of residency are for all layers together.
     All experts are read before any is replaced: a model is changed completely or not at all. Raises ConfigError for
     settings and quantisation that are not supported, UnsupportedError with every module and all reasons, WeightError
     for a checkpoint that is missing, incomplete or damaged.
@@ -176,8 +176,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
             f"{type(model).__name__} has no experts module that transformers dispatches",
             ["its experts were replaced before; load the model again"] if packed else [],
         )
-    device, dtype = _rest_of(model, found)
-    layers = _layers_of(model, found, path, {"prepare_finalize": "no_ep", "fallback": False} | settings, device, dtype)
+    layers = _layers_of(model, found, path, {"prepare_finalize": "no_ep", "fallback": False} | settings)
     source, made = open_source(path), {}
     for name, (layer, facts) in layers.items():
         owned = range(facts.num_experts)
@@ -190,7 +189,8 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
         experts.train(found[name].training)
         model.set_submodule(name, experts)
         free_weights(found[name])
-    return PackedReport(type(model).__name__, str(path), tuple(report for _, report in made.values()))
+    reports = (replace(report, num_bytes=each.layer.state.laid_out.num_bytes) for each, report in made.values())
+    return PackedReport(type(model).__name__, str(path), tuple(reports))  # a share of a pool is smaller by now
 
 
 def _report(path: str, module: nn.Module, layer: MoELayer, facts: LayerFacts) -> PackedModule:
@@ -239,10 +239,9 @@ def _layers_of(
     found: Mapping[str, nn.Module],
     path: str | PathLike[str],
     settings: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> dict[str, tuple[MoELayer, LayerFacts]]:
     """An empty layer for each module, and the block of the checkpoint to load it from. Reads headers only."""
+    (device, dtype), (settings, pool) = _rest_of(model, found), pooled(settings)
     checkpoint, stated = inspect_checkpoint(path), _stated_kind(path)
     raise_if(f"{path} cannot be read", checkpoint.problems)
     layers, refused = {}, []
@@ -253,7 +252,7 @@ def _layers_of(
         if facts is not None and not reasons:
             try:
                 config = MoEConfig.parse(_described(model, module, facts), name).with_(**settings)
-                layers[name] = MoELayer(config, device=device, dtype=dtype, name=name), facts
+                layers[name] = MoELayer(config, device=device, dtype=dtype, name=name, pool=pool), facts
             except UnsupportedError as problem:
                 reasons = [problem.what, *problem.reasons]
         refused += [f"{name} ({type(module).__name__}): {reason}" for reason in reasons]

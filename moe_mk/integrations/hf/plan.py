@@ -27,6 +27,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
@@ -189,6 +190,8 @@ class ModulePlan:
 _numbers = count(1)
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _plans: WeakKeyDictionary[nn.Module, ModulePlan] = WeakKeyDictionary()
+_pools: WeakValueDictionary[str, ResidencyPool] = WeakValueDictionary()
+"""By settings: all modules that are registered with them share one."""
 
 
 def enter(module: nn.Module) -> int:
@@ -247,9 +250,12 @@ def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
 
 def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
     """Select a backend and convert weights; raises UnsupportedError with every reason, before any work."""
-    facts = facts_of(module)
-    decision = select(_problem(module, facts, dtype, settings, ranks))
-    parts = Parts(ExpertMap.linear(facts.num_experts * ranks.comm.size, ranks.comm.size), facts.device, ranks.comm)
+    facts, (of_layer, pool) = facts_of(module), pooled(settings)
+    decision = select(_problem(module, facts, dtype, of_layer, ranks))
+    expert_map = ExpertMap.linear(facts.num_experts * ranks.comm.size, ranks.comm.size)
+    if pool is not None:
+        pool = _pools.setdefault(repr(settings), pool)
+    parts = Parts(expert_map, facts.device, ranks.comm, pool=pool)
     kernel = assemble(decision, parts)
     assert isinstance(kernel, FusedMoEKernel)
     if not facts.canonical:
@@ -305,6 +311,14 @@ def top_k_of(module: nn.Module, num_experts: int) -> int:
         if isinstance(value, int) and value > 0:
             return min(value, num_experts)
     return min(2, num_experts)
+
+
+def pooled(settings: Settings) -> tuple[dict[str, Any], ResidencyPool | None]:
+    """The settings of each layer, and what `residency.bytes` is of: the pool of all layers of a model."""
+    residency = dict(settings.get("residency") or {})
+    if (num_bytes := residency.pop("bytes", None)) is None:
+        return dict(settings), None
+    return dict(settings) | {"residency": residency}, ResidencyPool(num_bytes)
 
 
 def check_settings(settings: Settings) -> None:

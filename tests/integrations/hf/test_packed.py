@@ -18,7 +18,14 @@ import transformers
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
-from moe_mk.integrations.transformers import explain, model_without_experts, replace_experts
+from moe_mk.integrations.transformers import (
+    explain,
+    model_without_experts,
+    patch_blocks,
+    prepare,
+    register,
+    replace_experts,
+)
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.tiny_models import tiny_model, write_packed_checkpoint
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
@@ -112,6 +119,23 @@ def test_no_more_than_the_packed_bytes_are_allocated(quant: str, experts: str, w
     # The packed layers, the tensors of one layer as they are read, and one matrix that is being converted.
     limit = report.num_bytes * (1 + 1 / len(MOE_LAYERS)) + 8 * SIZE * SIZE
     assert replaced.peak - aligned < limit < 0.5 * BF16
+
+
+@pytest.mark.parametrize("way", ["replace_experts", "patch_blocks", "register"])
+def test_the_experts_of_all_layers_share_one_budget(way: str, written: Written, tmp_path: Path) -> None:
+    folder, outputs, budget = written("qwen3_moe", "int4_g32"), [], 5 * 3 * SIZE * SIZE
+    for more in ({}, {"residency": {"bytes": budget, "store": str(tmp_path)}}):
+        model, settings = decoded_model(folder, "qwen3_moe").to(torch.bfloat16), {"experts": "cpu_native", **more}
+        if way == "replace_experts":
+            held = [replace_experts(model, folder, **settings).num_bytes]
+        elif way == "patch_blocks":
+            held = [each.memory_report().experts for each in patch_blocks(model, **settings).values()]
+        else:
+            register("paged", **settings)
+            model.set_experts_implementation("paged")
+            held = [each.num_bytes for each in prepare(model, "paged").modules]
+        outputs.append(logits(model, prompt()))
+    assert torch.equal(*outputs) and budget / 2 < sum(held) <= budget
 
 
 def test_the_experts_of_a_loaded_model_are_freed(written: Written) -> None:

@@ -147,13 +147,10 @@ class Layer:
             for packed, parts in ((w13, names), (w2, ("down",))):
                 grids, above = ([held[n] for n in parts] for held in (self.scales, self.above))
                 pack_slot(
-                    native,
-                    packed,
-                    slot,
-                    tuple(self.parts[n][slot] for n in parts),
+                    native, packed, slot, tuple(self.parts[n][slot] for n in parts),
                     tuple(s[slot] for s in grids if s is not None),
                     above=tuple(a[slot] for a in above if a is not None),
-                )
+                )  # fmt: skip
         return w13, w2
 
     def weight(self, name: str, slot: int) -> Tensor:

@@ -99,13 +99,9 @@ def test_a_wheel_brings_its_kernels_and_nothing_is_compiled_after_its_installati
     # Neither a compiler on the path nor a cache of this user: what loads came with the wheel.
     environment = os.environ | {"PYTHONPATH": str(target), "PATH": "", "HOME": str(home)}
     ended = subprocess.run(
-        [sys.executable, "-c", AFTER_INSTALL],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", AFTER_INSTALL], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[0] == native.best.name
     assert not (home / ".cache").exists()
