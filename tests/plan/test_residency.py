@@ -157,7 +157,17 @@ def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) 
     stated = json.loads(moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes, "--json").stdout)
     assert stated["expert_bytes"] == 3 * 7168 * 2048 * (1 + 4 / 128**2) and stated["steps"] == 6
     rates = {one["name"]: one["hit_rate"] for one in stated["outcomes"]}
-    assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name)
+    assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name and "pool" not in name)
+    assert stated["pool_slots"] == 18 and all(rates["belady, pool"] >= rates[f"{name}, pool"] for name in POLICIES)
+    one = ("explain", "deepseek_v3", "--tokens", "1", *sizes, "--trace", file)
+    for more, slots in ((("--ranks", "1"), 9), (("--ranks", "4"), 3)):
+        residency = ("--set", f"kernel.residency={{slots: {slots}, store: /tmp}}", *more)
+        traced = json.loads(moe_mk(*one, *residency, "--json").stdout)["residency"]["trace"]
+        assert 0 < traced["hit_rate"] < 1 and 0 < traced["bytes"] < 2 * stated["expert_bytes"] * (
+            1.01 if slots > 3 else 0.5
+        )
+    assert f"hit rate {100 * traced['hit_rate']:.3g} %" in moe_mk(*one, *residency).stdout
+    assert "of a pool: moe-mk fit" in moe_mk(*one).output
     less = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "50MB", *sizes)
     assert less.exit_code == 2 and "give at least 88.11MB" in less.output
     other = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "3GB")

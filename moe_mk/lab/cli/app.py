@@ -202,6 +202,9 @@ def explain(
         str | None,
         typer.Option(help="transport, experts or TRANSPORT+EXPERTS: print the smallest changes that make it eligible"),
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="a routing trace: also print the hit rate of kernel.residency on it")
+    ] = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
@@ -223,7 +226,7 @@ def explain(
         **settings_of(settings),
     }
     overrides |= {} if comm_units is None else {"comm_units": comm_units}
-    question = Question(config, device, tokens, nodes, dtype, installed, overrides)
+    question = Question(config, device, tokens, nodes, dtype, installed, overrides, trace)
     if want is not None:
         from moe_mk.lab.cli.explain import explain_want
 

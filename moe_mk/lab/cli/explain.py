@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,6 +22,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import is_profile_here
 from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.fit import reads_on
 from moe_mk.lab.cli.inputs import dtype_of
 from moe_mk.lab.cli.options import HERE
 from moe_mk.lab.cli.screen import Screen
@@ -98,16 +100,25 @@ class Question:
     """Separated by commas; `options.HERE`: the installed ones; None: the installed ones for a device of this machine,
     else all that the device supports."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    trace: Path | None = None
+    """Recorded routing, for the reads of `kernel.residency`."""
 
 
 def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
     """Decide and print. Raises ConfigError for unknown names, UnsupportedError if no pair is eligible."""
     decision = decide_on(question)
+    traced = None if question.trace is None else reads_on(question.trace, decision.problem)
     if as_json:
-        typer.echo(json.dumps(decision.as_dict(), indent=2))
+        stated = decision.as_dict()
+        if traced is not None:
+            stated["residency"]["trace"] = traced
+        typer.echo(json.dumps(stated, indent=2))
     else:
         _, assumption = libraries_for(question.libraries, decision.problem.device, decision.problem.config)
         show(screen, decision, assumption)
+        if traced is not None:
+            hits, read = f"hit rate {100 * traced['hit_rate']:.3g} %", f"{amount(traced['bytes'])} read a step"
+            screen.fact("trace", f"{question.trace}: {hits}, {read} of a layer and rank, as moe-mk fit simulates it")
         divides = decision.problem.config.model.num_experts % decision.problem.ranks == 0
         if divides and decision.problem.config.model.quant.is_fp8 and decision.problem.device.fp8_tflops:
             show_buckets(screen, lambda tokens: decide_on(replace(question, tokens=tokens)))

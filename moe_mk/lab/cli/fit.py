@@ -22,7 +22,9 @@ from moe_mk.lab.cli.residency import Curve, save_residency_plot
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.lab.trace.importers import import_trace
+from moe_mk.layer.settings import expert_map_of
 from moe_mk.oracle.cost import expert_bytes
+from moe_mk.oracle.memory import expected_reads
 from moe_mk.quant.plain import BF16
 from moe_mk.text import amount
 from moe_mk.trace.routing import RoutingTrace, TraceError
@@ -59,8 +61,8 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     if order.plot is not None:
         format_of(order.plot)
     config = load_config(order.config).with_(**order.overrides)
-    trace = _read(order.trace, config.model.num_experts)
-    early = None if order.gate_trace is None else _read(order.gate_trace, config.model.num_experts)
+    trace = read_trace(order.trace, config.model.num_experts)
+    early = None if order.gate_trace is None else read_trace(order.gate_trace, config.model.num_experts)
     steps = steps_of(trace, order.tokens)
     early_steps = None if early is None else steps_of(early, order.tokens)
     if early_steps is not None and [len(step) for step in early_steps] != [len(step) for step in steps]:
@@ -77,7 +79,8 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
             f"give at least {enough(layers * each)}"
         )
     recorded = Recorded(steps, experts, trace.facts.top_k, early_steps)
-    outcomes = compare(recorded, machine, slots, list(POLICIES))
+    pool = min(memory // each, layers * experts) if layers > 1 else None
+    outcomes = compare(recorded, machine, slots, list(POLICIES), pool)
     by_slots = {
         count: _rates(recorded, machine, count) for count in sorted({max(1, round(p * experts)) for p in PARTS})
     }
@@ -85,7 +88,7 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
         save_residency_plot([_curve(one, each) for one in outcomes if "prefetch" not in one.name], order.plot)
     if as_json:
         stated = {
-            "expert_bytes": each, "layers": layers, "experts": experts, "slots": slots,
+            "expert_bytes": each, "layers": layers, "experts": experts, "slots": slots, "pool_slots": pool,
             "steps": len(steps) - recorded.half, "hit_rates_by_slots": by_slots,
             "outcomes": [_stated(one, order.tokens) for one in outcomes],
         }  # fmt: skip
@@ -103,12 +106,35 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     )
     screen.fact("hit rates", "by slots of a layer")
     screen.console.print(_table_of_rates(by_slots, experts))
-    screen.fact("predicted", f"with {slots} slots a layer; x: the time of the page cache divided by this time")
+    of_all = "" if pool is None else f", pool: {pool} slots of all layers together"
+    screen.fact("predicted", f"with {slots} slots a layer{of_all}; x: the time of the page cache divided by this time")
     screen.console.print(_table_of_outcomes(outcomes, order.tokens))
     return OK
 
 
-def _read(file: Path, num_experts: int) -> RoutingTrace:
+def reads_on(file: Path, problem: Problem) -> dict[str, float]:
+    """Hit rate and bytes read of a step of one layer, mean of all ranks, with `kernel.residency` on a recorded routing.
+
+    Raises ConfigError for a layer without it or in a pool, TraceError for a trace that does not fit.
+    """
+    residency, expected = problem.config.kernel.residency, expected_reads(problem)
+    if residency is None or expected is None:
+        how = "--set 'residency={slots: N, store: FOLDER}'"
+        raise ConfigError(f"--trace states the hit rate of {how} with fewer slots than experts; of a pool: moe-mk fit")
+    trace, experts = read_trace(file, problem.config.model.num_experts), expert_map_of(problem.config)
+    steps, found = steps_of(trace, problem.num_tokens * problem.ranks), []
+    for rank in range(problem.ranks):
+        local = {expert: slot for slot, expert in enumerate(experts.local_to_global(rank))}
+        own = [[tuple(sorted(local[each] for each in layer if each in local)) for layer in step] for step in steps]
+        recorded = Recorded(own, len(local), trace.facts.top_k)
+        found.append(simulate(recorded, Machine(expected.slot_bytes, 1.0, 1.0), expected.slots, residency.policy))
+    uses, hits, reads = (sum(getattr(one, name) for one in found) for name in ("uses", "hits", "reads"))
+    calls = len(found) * len(found[0].seconds) * len(steps[0])
+    return {"hit_rate": hits / max(uses, 1), "bytes": reads / calls * expected.slot_bytes}
+
+
+def read_trace(file: Path, num_experts: int) -> RoutingTrace:
+    """Import a trace. Raises TraceError for one of another number of experts."""
     trace = import_trace(file, num_experts=num_experts)
     if trace.facts.num_experts != num_experts:
         raise TraceError(
