@@ -46,7 +46,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, records
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, records
 from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
 from moe_mk.lab.cli.fit import bytes_of
@@ -149,7 +149,9 @@ class Disk:
 
     def __init__(self, store: ExpertStore, cache: Cache, native: Native) -> None:
         self._store, self._threads = store, ThreadPoolExecutor(READERS)
-        record = records(1, cache.layout, native)[0]
+        memory = RecordMemory(native, records(1, cache.record_bytes))
+        memory.add(0)
+        record = memory.records_SB[0]
         self.record = memoryview((ctypes.c_uint8 * record.numel()).from_address(record.data_ptr())).cast("B")
         self._kept = record
 

@@ -7,7 +7,7 @@
     48         the header, JSON: format, version, experts, record_bytes, facts of the writer, the blake2b of each record
     first      records, one an expert; `first` and record_bytes are multiples of ALIGNMENT, for O_DIRECT
 
-A store appears whole or not at all; what a killed writer left of it is removed by the next one. Nothing in it is
+A store appears whole or not at all; what a killed writer left is removed by the next one there. Nothing in it is
 executed. A record is compared with its digest the first time that a process reads it; afterwards the file must have
 kept its size and its time of modification.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import json
 import os
 import stat
@@ -52,7 +51,7 @@ def write_store(
 ) -> None:
     """Write `num_experts` records; each buffer is read before the next one is asked for.
 
-    facts: JSON values that `ExpertStore.facts` returns. What writers of the same store left when they were killed is
+    facts: JSON values that `ExpertStore.facts` returns. What writers in the same folder left when they were killed is
     removed first. Raises StoreError where the file cannot be written.
     """
     first = aligned(PREFIX + len(_header(facts, record_bytes, ["0" * 2 * DIGEST] * num_experts)))
@@ -81,13 +80,13 @@ def write_store(
 
 
 def _remove_leftovers(temporary: Path) -> None:
-    """Remove the temporary files of killed writers of the same store.
+    """Remove the temporary files of killed writers of stores in the same folder.
 
+    Of any store: the next placement of a live layer has a store of another name, and the old one is not written again.
     A file whose lock is taken has a writer, on this or another host; a process that exists may be about to take it.
     """
-    stem = temporary.name.removesuffix(f"{os.getpid()}.partial")
-    for left in temporary.parent.glob(f"{glob.escape(stem)}*.partial"):
-        pid = left.name[len(stem) :].removesuffix(".partial")
+    for left in temporary.parent.glob(".*.experts*.partial"):
+        pid = left.name.removesuffix(".partial").rpartition(".")[2]
         if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
             continue
         try:
