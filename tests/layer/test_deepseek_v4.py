@@ -78,7 +78,7 @@ def test_scored_layers_equal_transformers(experts: str) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_layers_that_choose_by_token_id_and_for_images_with_another_bias_equal_transformers(number: int) -> None:
-    theirs, of_images, ids_T = block(number), block(1), (torch.arange(40) * 7) % 60
+    theirs, of_images, ids_T = block(number), block(1), (torch.arange(40) * 7 + 1) % 60
     of_images.experts, of_images.shared_experts = theirs.experts, theirs.shared_experts
     of_images.gate.weight, of_images.gate.e_score_correction_bias = theirs.gate.weight, torch.arange(12) / 5
     more = {"gate.e_score_correction_bias_vl": torch.arange(12) / 5}
