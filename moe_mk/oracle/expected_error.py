@@ -6,7 +6,8 @@ the input of the down projection count once:
 
     e^2 = 4 x^2 + x^2     activations before both GEMMs, in the compute scheme
         + 4 w^2 + w^2     weights decoded to the layer's dtype, where the experts compute in it
-        + 4 d^2 + 4 d^2   in the layer's dtype: gate and up; hidden, output, combined rows, sum
+        + 4 s^2 + 4 s^2   in the dtype of sums: gate and up; hidden, output, combined rows, sum
+        + d^2             the result in the layer's dtype, where that is not the dtype of sums
         + 4 a^2 + b^2     f32 sums over H terms, then over I, at worst one after the other: a^2 = f^2 H / 2,
                           b^2 = f^2 I / 2, f of one rounding, I of the widest experts
         + 4 q^2           tokens dispatched in a scheme in which the experts do not compute
@@ -35,7 +36,7 @@ def error_of(decision: Decision) -> float:
     problem, compute, wire = decision.problem, decision.compute, decision.wire
     model = problem.config.model
     widest = max(model.moe_intermediate_size, model.shared_size)
-    experts = experts_error(problem.dtype, compute, problem.weights, model.hidden_size, widest)
+    experts = experts_error(problem.dtype, compute, problem.weights, model.hidden_size, widest, problem.sums)
     q = wire.relative_rms if wire.block is not None and wire != compute else 0.0
     r = 0.0 if decision.effect is None else decision.effect.rounding
     projected = 0.0 if problem.token_size == model.hidden_size else problem.dtype.relative_rms
@@ -44,13 +45,14 @@ def error_of(decision: Decision) -> float:
 
 
 def experts_error(
-    dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int, intermediate_size: int | None = None
-) -> float:
+    dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int, intermediate_size: int | None = None,
+    sums: Plain | None = None,
+) -> float:  # fmt: skip
     """The expected error of w13 -> act -> w2 and combine, without that of dispatch.
 
-    intermediate_size: None is the hidden size.
+    intermediate_size: None is the hidden size. sums: None is dtype.
     """
-    d, x = dtype.relative_rms, compute.relative_rms
+    d, x, s = dtype.relative_rms, compute.relative_rms, (sums or dtype).relative_rms
     w = d if weights.block is not None and compute == dtype else 0.0
     a, b = (FP32.relative_rms * math.sqrt(n / 2) for n in (hidden_size, intermediate_size or hidden_size))
-    return math.sqrt(5 * x**2 + 5 * w**2 + 8 * d**2 + 4 * a**2 + b**2)
+    return math.sqrt(5 * x**2 + 5 * w**2 + 8 * s**2 + (d**2 if s != d else 0.0) + 4 * a**2 + b**2)
