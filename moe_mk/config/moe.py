@@ -207,7 +207,7 @@ class RouterConfig(Settings):
     hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers), or None."""
     first_image_token: int | None = Field(default=None, ge=0)
-    """Token ids from this one on are of images, whose experts are selected with a bias of their own (`bias_vl`)."""
+    """Token ids from this one on are image tokens; their experts are selected with a separate bias (`bias_vl`)."""
     router_dtype: Literal["float32", "model"] = "float32"
     """float32: gate and scores in f32, as in transformers. model: in the layer's dtype, as in DeepSeek's code. The two
     select different experts for several percent of tokens."""

@@ -213,7 +213,7 @@ class ResidencyPool:
             self.grow(member, wait=True)
 
     def called(self, member: PoolMember) -> None:
-        """Count a call, whose experts its policy has counted; from time to time, divide the memory anew."""
+        """Count a call, after its policy has; recompute the shares after `DIVIDED_EVERY` calls per layer on average."""
         with self._guard():
             member.calls, self._calls = member.calls + 1, self._calls + 1
             if self._calls % (DIVIDED_EVERY * len(self._members)) == 0:
