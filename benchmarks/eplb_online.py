@@ -11,9 +11,9 @@ import torch
 from eplb_loads import counts, drifting, look_alike, mixed, route
 from eplb_table import Report, even_balance, shared_balance
 
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceFacts
 from moe_mk.placement.balance.moves import num_arrivals
 from moe_mk.placement.eplb import Policy, Topology, plan, rebalance_experts
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceFacts
 
 
 def routed(base: np.ndarray, tokens: int, ranks: int) -> RoutingTrace:

@@ -51,9 +51,9 @@ from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
 from moe_mk.lab.cli.fit import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
+from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.trace.routing import RoutingTrace
 from moe_mk.weights.expert_store import PIECE, ExpertStore
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_mk.experts.residency import POLICIES, DecayedFrequency, Policy
 from moe_mk.lab.plan.residency import Belady, Machine, Recorded, simulate
-from moe_mk.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing import RoutingTrace
 
 AHEAD = (1, 2, 4, 8, 16, 32)
 

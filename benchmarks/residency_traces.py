@@ -23,7 +23,7 @@ from common import parser_of
 from torch import Tensor, nn
 from transformers import DeepseekV3ForCausalLM
 
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceFacts
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 tiny = import_module("07_train_tiny")

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_mk.lab.plan.affinity import nodes_per_token, place_by_affinity
-from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceFacts
+from moe_mk.lab.trace.routing import RoutingRecorder, RoutingTrace, TraceFacts
 
 KINDS = ("indent", "space", "keyword", "name", "number", "operator", "string", "comment")
 WINDOWS, LENGTH, RANKS = 64, 128, 4

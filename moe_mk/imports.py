@@ -11,21 +11,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 ORACLES = "fp8 gguf int8 int_wna16 mxfp4 mxfp8 nvfp4 unquantized"
+_LEFT = (
+    ("moe_mk", "moe_mk.lab", "cli plan testing tuning verify"),
+    ("moe_mk.placement", "moe_mk.lab.trace", "traffic"),
+    ("moe_mk.trace", "moe_mk.lab.trace",
+     "chrome foreign importers routing routing_file routing_forward sparsity waits"),
+    ("moe_mk.weights", "moe_mk.lab.checkpoints", "checkpoint_shape convert dialects synthesize"),
+)  # fmt: skip
+"""Packages that modules left and have gone to, with the names of the modules."""
 MOVED = {
-    **{f"moe_mk.{room}": f"moe_mk.lab.{room}" for room in "cli plan testing tuning verify".split()},
-    **{f"moe_mk.trace.{name}": f"moe_mk.lab.trace.{name}" for name in "chrome foreign importers waits".split()},
-    **{
-        f"moe_mk.weights.{name}": f"moe_mk.lab.checkpoints.{name}"
-        for name in "checkpoint_shape convert dialects synthesize".split()
-    },
+    **{f"{old}.{name}": f"{new}.{name}" for old, new, names in _LEFT for name in names.split()},
     **{f"moe_mk.oracle.{name}": "moe_mk.oracle.formats" for name in ORACLES.split()},
     "moe_mk.integrations.hf.tiny": "moe_mk.lab.checkpoints.tiny_models",
 }
 """Old name -> new name of modules and packages; what is below a package moves with it."""
-NAMES = {
-    f"moe_mk.weights.{name}": "moe_mk.lab.checkpoints"
-    for name in ("CheckpointShape", "is_complete", "write_checkpoint")
-}
+NAMES = dict.fromkeys(
+    (f"moe_mk.weights.{name}" for name in ("CheckpointShape", "is_complete", "write_checkpoint")),
+    "moe_mk.lab.checkpoints",
+) | dict.fromkeys(
+    (f"moe_mk.trace.{name}" for name in ("NearZero", "count_idle_units", "count_near_zero")),
+    "moe_mk.lab.trace.sparsity",
+)
 """Names that a package exported, each with the module that has it now."""
 
 

@@ -110,7 +110,7 @@ def test_a_layer_imports_no_backend_and_needs_no_package_of_the_lab_as_the_comma
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("old", ["testing.certify", "plan", "verify", "cli.exits", "trace.chrome", "weights.convert"])
+@pytest.mark.parametrize("old", ["testing.certify", "plan", "verify", "cli.exits", "trace.routing", "weights.convert"])
 def test_a_module_of_the_lab_has_its_old_name_for_one_release(old: str) -> None:
     sys.modules.pop(f"moe_mk.{old}", None)
     with pytest.warns(DeprecationWarning, match=rf"moe_mk.{old} is now moe_mk.lab\.\w+"):
@@ -122,6 +122,9 @@ def test_names_that_left_a_package_have_their_old_place_too() -> None:
     with pytest.warns(DeprecationWarning, match="moe_mk.weights.write_checkpoint is now moe_mk.lab.checkpoints"):
         from moe_mk.weights import write_checkpoint
     assert write_checkpoint.__module__ == "moe_mk.lab.checkpoints.synthesize"
+    with pytest.warns(DeprecationWarning, match=r"moe_mk.trace.NearZero is now moe_mk.lab.trace.sparsity.NearZero"):
+        from moe_mk.trace import NearZero
+    assert NearZero.__module__ == "moe_mk.lab.trace.sparsity"
     with pytest.raises(AttributeError, match="no attribute 'write_checkpoints'"):
         moe_mk.weights.write_checkpoints  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="moe_mk.planner"):

@@ -100,7 +100,7 @@ class MoELayer(WithoutParameters):
     """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
     on_routing = Part[Callable[[Routing], None] | None]("routing.listener")
     """Called with the logical routing of every forward, which it must not change, before or after the experts run; see
-    `trace.routing_recorder`."""
+    `lab.trace.routing.RoutingRecorder`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Prefill and decode are kept apart, because they load experts differently and are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -14,9 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.trace.routing_forward import PHASES, Phase, number_of
+from moe_mk.registry import did_you_mean
 
-__all__ = ["PHASES", "LoadHistory", "LoadWindow", "Phase"]
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+def number_of(phase: Phase) -> int:
+    """The place of a phase in PHASES; ConfigError for another word."""
+    if phase not in PHASES:
+        raise ConfigError(f"phase {phase!r} is unknown{did_you_mean(phase, PHASES)}; use {' or '.join(PHASES)}")
+    return PHASES.index(phase)
 
 
 class LoadWindow:

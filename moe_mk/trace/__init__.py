@@ -1,4 +1,4 @@
-"""Spans of one forward: what ran, when, and what it overlapped; counts of activations close to zero.
+"""Spans of one forward: what ran, when, and what it overlapped.
 
 Names that need torch are imported on first use: a process that only reads the clock does not import torch.
 """
@@ -10,13 +10,8 @@ from moe_mk.trace.recorder import STAGES, Recorder, Span, Spans
 
 if TYPE_CHECKING:
     from moe_mk.trace.profiler import profiled
-    from moe_mk.trace.sparsity import NearZero, count_idle_units, count_near_zero
 
-__all__ = [
-    "STAGES", "NearZero", "Recorder", "Span", "Spans", "count_idle_units", "count_near_zero", "profiled",
-]  # fmt: skip
+__all__ = ["STAGES", "Recorder", "Span", "Spans", "profiled"]
 
 if not TYPE_CHECKING:
-    __getattr__ = at_first_use(
-        __name__, {"profiler": "profiled", "sparsity": "NearZero count_idle_units count_near_zero"}
-    )
+    __getattr__ = at_first_use(__name__, {"profiler": "profiled"})

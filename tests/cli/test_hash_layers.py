@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_mk.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing import RoutingTrace
 from tests.cli.conftest import Invoke
 
 VOCABULARY, EXPERTS, TOP_K, HIDDEN = 40, 12, 6, 128

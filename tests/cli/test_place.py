@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.loads import read_loads
 from moe_mk.lab.cli.place import DEEPSEEK_V3_EXPERT, Offer, in_order, mark_best, policies_of, speeds_of
+from moe_mk.lab.trace.routing import RoutingTrace
+from moe_mk.lab.trace.traffic import NodesPerToken
 from moe_mk.placement.eplb import Topology, plan
-from moe_mk.placement.traffic import NodesPerToken
-from moe_mk.trace.routing import RoutingTrace
 from tests.cli.conftest import moe_mk
 from tests.support.routing_cases import group_limited
 

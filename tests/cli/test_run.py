@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
+from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.text import amount
-from moe_mk.trace.routing import RoutingTrace
 
 BIN = Path(sys.executable).parent
 Invoke = Callable[..., Result]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_mk.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing import RoutingTrace
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_mk.lab.trace.traffic import expected_nodes, flows, node_chances, slots_of_map
 from moe_mk.placement.eplb import Topology
 from moe_mk.placement.expert_map import ExpertMap, seen_from
-from moe_mk.placement.traffic import expected_nodes, flows, node_chances, slots_of_map
 
 
 def test_near_copies_are_filled_first_by_hand() -> None:

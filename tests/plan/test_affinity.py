@@ -9,7 +9,7 @@ import pytest
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.plan.affinity import nodes_per_token, place_by_affinity, together
-from moe_mk.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing import RoutingTrace
 
 
 @pytest.mark.row(41)

@@ -14,7 +14,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.cli.options import bytes_of, enough
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, compare, simulate, simulate_page_cache, steps_of
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from tests.cli.conftest import moe_mk
 
 MACHINE = Machine(expert_bytes=100, disk=100.0, memory=1000.0)

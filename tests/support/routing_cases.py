@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceFacts
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceFacts
 
 
 def by_hand() -> RoutingTrace:

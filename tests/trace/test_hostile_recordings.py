@@ -19,11 +19,11 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.inputs import read_token_ids
 from moe_mk.lab.cli.loads import read_loads
+from moe_mk.lab.trace import routing_file
 from moe_mk.lab.trace.foreign import read_npy
 from moe_mk.lab.trace.importers import from_arrays, import_trace
-from moe_mk.trace import routing_file
-from moe_mk.trace.routing import RoutingTrace
-from moe_mk.trace.routing_forward import MOST, TraceError, TraceFacts
+from moe_mk.lab.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing_forward import MOST, TraceError, TraceFacts
 
 IDS = torch.tensor([[[0, 1], [2, 3]], [[3, 0], [1, -1]]])
 """Two layers of two tokens with two of four experts each."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_mk.lab.trace.importers import from_arrays, from_router_tensors, import_trace
-from moe_mk.trace.routing import TraceError
+from moe_mk.lab.trace.routing import TraceError
 from tests.support.routing_cases import by_hand, equal
 
 # Three layers, the first without experts; 4 logical experts in 6 slots, other slots in each layer.

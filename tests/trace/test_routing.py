@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from moe_mk.placement.eplb import Topology, plan, slot_loads
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from tests.support.routing_cases import by_hand, drawn, equal, group_limited
 
 

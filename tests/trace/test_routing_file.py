@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts, TraceFolder
+from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts, TraceFolder
 from tests.support.routing_cases import by_hand, drawn, equal
 
 
@@ -128,7 +128,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
 
 def test_a_file_that_was_made_to_deceive_is_refused(tmp_path: Path) -> None:
     """A right digest over a content that contradicts itself."""
-    from moe_mk.trace.routing_file import save
+    from moe_mk.lab.trace.routing_file import save
 
     by_hand().write(tmp_path / "a.safetensors")
     tensors = load_file(tmp_path / "a.safetensors")

@@ -10,8 +10,8 @@ import torch
 from moe_mk import ConfigError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
+from moe_mk.lab.trace.routing import RoutingRecorder, RoutingTrace, TraceError, TraceFacts
 from moe_mk.tokens import Routing
-from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceError, TraceFacts
 from tests.support.rebalance_world import EXPERTS, HIDDEN, config, tensors
 
 FACTS = TraceFacts(EXPERTS, 2)

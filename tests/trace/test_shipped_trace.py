@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.trace.routing import RoutingTrace
 
 FILE = Path(__file__).parents[2] / "examples" / "data" / "tiny_routing.safetensors"
 

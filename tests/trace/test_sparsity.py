@@ -9,7 +9,7 @@ import torch
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.reference.activation import activation
-from moe_mk.trace.sparsity import NearZero, count_idle_units, count_near_zero
+from moe_mk.lab.trace.sparsity import NearZero, count_idle_units, count_near_zero
 
 
 @pytest.mark.row(4)

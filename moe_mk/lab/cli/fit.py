@@ -22,12 +22,12 @@ from moe_mk.lab.cli.residency import Curve, save_residency_plot
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.lab.trace.importers import import_trace
+from moe_mk.lab.trace.routing import RoutingTrace, TraceError
 from moe_mk.layer.settings import expert_map_of
 from moe_mk.oracle.cost import expert_bytes
 from moe_mk.oracle.memory import expected_reads
 from moe_mk.quant.plain import BF16
 from moe_mk.text import amount
-from moe_mk.trace.routing import RoutingTrace, TraceError
 
 PARTS = (0.125, 0.25, 0.375, 0.5, 0.75)
 """Slots of the first table, as parts of the experts of a layer."""

@@ -15,7 +15,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.files import INDEX_BYTES, expect_small_header, read_json
 from moe_mk.lab.trace.foreign import read_npy, read_pt
 from moe_mk.lab.trace.importers import import_trace
-from moe_mk.trace.routing import Phase, RoutingTrace, TraceError
+from moe_mk.lab.trace.routing import Phase, RoutingTrace, TraceError
 
 NAMES = ("logical_count", "load", "expert_load", "counts")
 """Names of the counts in recordings; SGLang uses "logical_count"."""

@@ -22,8 +22,8 @@ from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.loads import Recording, read_recording
 from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
 from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.trace.traffic import NodesPerToken, Slotted
 from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
-from moe_mk.placement.traffic import NodesPerToken, Slotted
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.metrics import Balance, measure_balance, rank_times
 from moe_mk.registry import did_you_mean

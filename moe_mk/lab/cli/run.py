@@ -38,12 +38,12 @@ from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.cli.show import show_results, show_verdict
 from moe_mk.lab.cli.world import Place, groups_of, team_of, together
 from moe_mk.lab.trace.chrome import write_chrome_trace
+from moe_mk.lab.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
 from moe_mk.lab.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.layer import DeepseekV3MoE, MoELayer
 from moe_mk.router.hashed import ImageRouter
 from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
-from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import open_source
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES, READERS, Policy, PoolMember, ResidencyPool
-from moe_mk.trace.routing import RoutingTrace, TraceError
+from moe_mk.lab.trace.routing import RoutingTrace, TraceError
 
 Step = list[tuple[int, ...]]
 """The distinct experts of each layer in one step, ascending."""

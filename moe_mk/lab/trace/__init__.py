@@ -1,1 +1,1 @@
-"""Traces for other programs and from them: Chrome traces, waits read from one, imported recordings of routings."""
+"""Traces for other programs and from them: Chrome traces, waits read from one, recorded routings, own and imported."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.files import MIB
-from moe_mk.trace.routing_forward import TracedForward, TraceError
+from moe_mk.lab.trace.routing_forward import TracedForward, TraceError
 
 UNPACKING = (zipfile.BadZipFile, zlib.error)
 ALWAYS_BYTES, MOST_TIMES, MOST_BYTES = 16 * MIB, 100, 16 * 1024 * MIB

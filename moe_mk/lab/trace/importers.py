@@ -25,9 +25,10 @@ from torch import Tensor
 
 from moe_mk.files import parse_json, read_lines
 from moe_mk.lab.trace.foreign import num_experts_of, read_arrays, read_pt, resized, signed
-from moe_mk.trace.routing import RoutingTrace
-from moe_mk.trace.routing_file import id_dtype
-from moe_mk.trace.routing_forward import Phase, TracedForward, TraceError, TraceFacts
+from moe_mk.lab.trace.routing import RoutingTrace
+from moe_mk.lab.trace.routing_file import id_dtype
+from moe_mk.lab.trace.routing_forward import TracedForward, TraceError, TraceFacts
+from moe_mk.rebalance.load import Phase
 
 LAYER = re.compile(r"(?:^|[^a-z])layers?[^0-9a-z]?(\d+)(?:\D|$)", re.IGNORECASE)
 KINDS = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_mk.errors import unless_signalled
 from moe_mk.files import expect_small_header, parse_json, replacing
-from moe_mk.trace.routing_forward import TraceError
+from moe_mk.lab.trace.routing_forward import TraceError
 
 FORMAT, VERSION = "moe_mk routing trace", 1
 

@@ -26,11 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError, unless_signalled
-from moe_mk.placement.balance.topology import Topology
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.placement.traffic import Choice, NodesPerToken, Slotted, expected_nodes, node_chances, slots_of_map
-from moe_mk.tokens import Routing
-from moe_mk.trace.routing_file import (
+from moe_mk.lab.trace.routing_file import (
     CHUNK,
     chunks_of,
     id_dtype,
@@ -44,7 +40,12 @@ from moe_mk.trace.routing_file import (
     unpack_ids,
     unpack_token_ids,
 )
-from moe_mk.trace.routing_forward import PHASES, Phase, ReplayRouter, TracedForward, TraceError, TraceFacts, number_of
+from moe_mk.lab.trace.routing_forward import ReplayRouter, TracedForward, TraceError, TraceFacts
+from moe_mk.lab.trace.traffic import Choice, NodesPerToken, Slotted, expected_nodes, node_chances, slots_of_map
+from moe_mk.placement.balance.topology import Topology
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.rebalance.load import PHASES, Phase, number_of
+from moe_mk.tokens import Routing
 
 __all__ = ["PHASES", "Phase", "ReplayRouter", "RoutingTrace", "TraceError", "TraceFacts", "TracedForward"]
 

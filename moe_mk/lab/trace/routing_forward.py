@@ -5,30 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, MoEMKError
-from moe_mk.registry import did_you_mean
+from moe_mk.errors import MoEMKError
+from moe_mk.rebalance.load import Phase
 from moe_mk.tokens import Routing
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 MOST = 2**16
 """Experts, and ranks, that a trace may speak of: tables of them are made before a single token is looked at."""
 
 
 class TraceError(MoEMKError, ValueError):
     """A routing trace that is damaged, foreign, or does not fit what it is replayed into."""
-
-
-def number_of(phase: Phase) -> int:
-    """The place of a phase in PHASES; ConfigError for another word."""
-    if phase not in PHASES:
-        raise ConfigError(f"phase {phase!r} is unknown{did_you_mean(phase, PHASES)}; use {' or '.join(PHASES)}")
-    return PHASES.index(phase)
 
 
 @dataclass(frozen=True)
