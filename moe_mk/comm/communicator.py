@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, AbortOnError, Failure, GroupResource, GroupStatus
+from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
 from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
@@ -100,6 +100,10 @@ class Communicator(ABC):
     def another_thread(self, phase: str) -> CommError:
         """The error of a step that finds `lock` held by another thread."""
         return CommError(ANOTHER_THREAD, rank=self.rank, phase=phase, layer=self.layer)
+
+    def exclusive(self, phase: str) -> Exclusive:
+        """A context that holds `lock` for one step. Raises CommError if another thread does."""
+        return Exclusive(self.lock, lambda _: self.another_thread(phase))
 
     def keep(self, resource: GroupResource) -> None:
         """Abort and reopen a resource with the group. Only a weak reference is kept."""

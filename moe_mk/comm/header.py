@@ -118,11 +118,9 @@ class Envelope(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The bytes of the rows."""
         return self.tensor[self.at : self.at + self.num_bytes]
 
     def message(self) -> Tensor:
-        """The header and the rows."""
         return self.tensor[self.at - HEADER_BYTES : self.at + self.num_bytes]
 
 
@@ -139,7 +137,6 @@ class Arrival(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The bytes of the rows."""
         return self.tensor[HEADER_BYTES : HEADER_BYTES + self.num_bytes]
 
     @property

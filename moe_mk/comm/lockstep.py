@@ -29,7 +29,6 @@ class LockstepWorld:
         """Ranks that have called `recover` in this epoch."""
 
     def communicators(self) -> list[LockstepCommunicator]:
-        """One for each rank."""
         return [LockstepCommunicator(self, rank) for rank in range(self.size)]
 
 

@@ -560,7 +560,6 @@ class GroupMessages:
             self._finish(caller, phase, peer, work)
 
     def _finish(self, caller: Caller, phase: str, peer: int, work: dist.Work | RuntimeError) -> None:
-        """Wait for one message."""
         if isinstance(work, RuntimeError):
             raise self._lost(caller, phase, peer, work) from work
         self._wait = wait = _Wait(peer, now() + caller.timeout_s)

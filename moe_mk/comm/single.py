@@ -17,16 +17,13 @@ class SingleRank(Communicator):
     size = 1
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Return the rows."""
         yield InFlight(phase)
         return rows
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Return the rows."""
         yield InFlight(phase)
         return rows
 
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
-        """Return the sum of one."""
         yield InFlight(phase)
         return x

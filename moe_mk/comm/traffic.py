@@ -42,12 +42,10 @@ class Nodes:
 
     @property
     def num_nodes(self) -> int:
-        """How many there are."""
         return len(set(self.node_of_W))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks of each node."""
         return tuple(len(self.members(node)) for node in range(self.num_nodes))
 
     def members(self, node: int) -> tuple[int, ...]:
@@ -76,7 +74,6 @@ class Traffic:
 
     @property
     def bytes_by_phase(self) -> Counter[str]:
-        """Bytes to other ranks."""
         self._read_meters()
         return self._bytes_by_phase
 

@@ -101,12 +101,10 @@ class QuantConfig(Settings):
 
     @property
     def weight_scheme(self) -> QuantScheme:
-        """The scheme of expert weights."""
         return scheme_of_kind(self.weights, self.block, ue8m0=self.scale == "ue8m0")
 
     @property
     def down_scheme(self) -> QuantScheme:
-        """The scheme of down projections."""
         return self.weight_scheme if self.down is None else scheme_of_kind(self.down)
 
     @property

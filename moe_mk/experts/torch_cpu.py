@@ -185,7 +185,6 @@ class RoutedRows:
         return replace(self, tables=tables, ran=ran) if shared is None else None
 
     def is_ready(self, num_tokens: int) -> bool:
-        """Always."""
         return True
 
     def __call__(
@@ -199,7 +198,6 @@ class RoutedRows:
         routed: Callable[[], None] | None = None,
         shared_weights_T: Tensor | None = None,
     ) -> Tensor:
-        """See `LayerCall`."""
         assert routing is not None and shared_weights_T is None, "there is no router"
         ids_TK, weights_TK = routing
         e, ids_N = self.tables.num_experts, ids_TK.numpy().ravel()

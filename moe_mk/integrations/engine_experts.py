@@ -301,7 +301,6 @@ class HeldExperts:
         """With the number of the last call, in the order of these numbers. Keys: storage and offset in it."""
 
     def of(self, tensors: Sequence[Tensor], build: Callable[[], EngineExperts]) -> EngineExperts:
-        """The experts over some tensors."""
         key, self._calls = (tensors[0].untyped_storage()._cdata, int(tensors[0].storage_offset())), self._calls + 1
         held = self._held.pop(key, None)
         if held is None or not (held[0].is_of(tensors) or (self.release and is_released(tensors[0]))):

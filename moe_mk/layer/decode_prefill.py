@@ -77,7 +77,6 @@ class DecodePrefillMoE(nn.Module):
         return y_TH
 
     def steps(self, x_TH: Tensor, most_tokens: int | None = None) -> Flight[Tensor]:
-        """The forward as a flight."""
         self._choose(x_TH, most_tokens)
         return self.layer.steps(x_TH)
 

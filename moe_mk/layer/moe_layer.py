@@ -442,7 +442,6 @@ class MoELayer(WithoutParameters):
     __reduce__ = pickled
 
     def extra_repr(self) -> str:
-        """The chosen backends and sizes."""
         state = self.state
         fused = ", shared experts fused" if state.backends.fuse_shared(state.kernel, state.laid_out) is not None else ""
         gate = self.decision.gate.tier

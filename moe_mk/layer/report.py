@@ -144,7 +144,6 @@ class RunReport:
         return {"calls": found.pop("num_calls"), **found}
 
     def __str__(self) -> str:
-        """One line a stage."""
         lines = [f"{self.num_calls} calls"]
         for run in self.stages:
             mark = " " if run.as_planned else "!"

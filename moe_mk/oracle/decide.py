@@ -119,7 +119,6 @@ class Candidate:
     workspace: Workspace
 
     def volume(self, problem: Problem) -> Volume:
-        """Rows that the transport sends."""
         return self.transport_type.volume(problem.as_sent)
 
     def buffers(self, problem: Problem) -> Buffers:

@@ -30,7 +30,6 @@ class WeightFormat:
 
     @property
     def is_stored(self) -> bool:
-        """Whether nothing is requantised."""
         return self.quant == self.stored
 
     def of(self, problem: Problem) -> Problem:

@@ -180,12 +180,10 @@ class Verdict:
 
     @property
     def pair(self) -> Pair:
-        """Transport and experts."""
         return self.prepare_finalize, self.experts
 
     @property
     def name(self) -> str:
-        """transport + experts."""
         return f"{self.prepare_finalize} + {self.experts}"
 
     def as_dict(self) -> dict[str, Any]:

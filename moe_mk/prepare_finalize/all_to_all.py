@@ -76,19 +76,15 @@ class PointToPoint(Communicator):
         return received
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """The group's own."""
         return (yield from self.inner.all_gather(rows, counts, phase))
 
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
-        """The group's own."""
         return (yield from self.inner.all_reduce(x, phase))
 
     def library_group(self) -> object:
-        """The group's own."""
         return self.inner.library_group()
 
     def number_layer(self) -> None:
-        """The group's own."""
         self.inner.number_layer()
 
     def _report(self, failure: Failure) -> None:
@@ -250,7 +246,6 @@ class AllToAll(PrepareFinalize):
         return self._opened((yield from self._with_others(call.own_rows(), arrived, received)), handle)
 
     def _dispatch_few(self, outgoing: _Outgoing, num_tokens: int) -> Flight[Tokens]:
-        """Without kernels."""
         comm = self.context.comm
         at = offsets(outgoing.sent)
         rows = [outgoing.rows(slice(first, last)) for first, last in pairwise(at)]
@@ -395,7 +390,6 @@ class _Outgoing:
     sent: list[int]
 
     def rows(self, span: slice) -> Rows:
-        """Some of them."""
         return Rows(self.values_TB[self.token_X[span]], self.tails_XB[span])
 
     def write(self, to: Rows, span: slice) -> None:

@@ -150,7 +150,6 @@ class Mori(PrepareFinalize):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What the library launches."""
         del problem
         return Budget(cls.traits.comm_unit, BLOCKS, "the library's default")
 

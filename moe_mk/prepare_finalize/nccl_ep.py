@@ -226,7 +226,6 @@ class NcclTransport(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Multiprocessors that are there."""
         reasons, units = super().reasons_against(problem), problem.config.kernel.comm_units
         there = multiprocessors(problem)
         if problem.ranks > 1 and units is not None and units > there:
@@ -324,7 +323,6 @@ class NcclLowLatency(NcclTransport):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What the library launches."""
         return Budget(cls.traits.comm_unit, multiprocessors(problem), "all, the library's default")
 
     @classmethod
@@ -403,7 +401,6 @@ class NcclHighThroughput(NcclTransport):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What the library launches."""
         del problem
         return Budget(cls.traits.comm_unit, HT_SMS, "the library's default")
 

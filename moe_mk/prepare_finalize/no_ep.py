@@ -53,5 +53,4 @@ class NoEP(PrepareFinalize):
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:
-        """The tokens of this rank."""
         return problem.num_tokens

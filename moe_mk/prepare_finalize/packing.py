@@ -33,11 +33,9 @@ class Rows:
     """(R, V + X): both, where they lie side by side."""
 
     def __len__(self) -> int:
-        """R."""
         return self.values.shape[0]
 
     def __getitem__(self, span: slice) -> Rows:
-        """Some of the rows."""
         return Rows(self.values[span], self.tails[span], None if self.packed is None else self.packed[span])
 
     @property

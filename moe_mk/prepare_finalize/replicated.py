@@ -50,5 +50,4 @@ class Replicated(PrepareFinalize):
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:
-        """The tokens that are here."""
         return problem.num_tokens

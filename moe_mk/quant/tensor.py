@@ -80,7 +80,6 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
-        """The device of the values."""
         return self.values.device
 
     @property

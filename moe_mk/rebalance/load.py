@@ -77,7 +77,6 @@ class LoadHistory:
         self._windows_of_phase = [0] * len(PHASES)
 
     def add(self, window_2XE: Tensor) -> None:
-        """Take in one window."""
         counts = window_2XE.cpu().numpy().astype(np.float64)
         self.num_windows += 1
         for phase, new in enumerate(counts):

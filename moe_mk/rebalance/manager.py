@@ -274,7 +274,6 @@ class RebalanceManager:
         wait(self.rank_lost_steps(ranks, comm))
 
     def rank_lost_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
-        """`rank_lost` as a flight."""
         self._expect_open()
         group, living, size = self._view_of(comm), self.ledger.living, self.comm.size
         lost = sorted({ranks} if isinstance(ranks, int) else set(ranks))
@@ -313,7 +312,6 @@ class RebalanceManager:
         wait(self.rank_joined_steps(ranks, comm))
 
     def rank_joined_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
-        """`rank_joined` as a flight."""
         self._expect_open()
         group, living = self._view_of(comm), self.ledger.living
         new = sorted({ranks} if isinstance(ranks, int) else set(ranks))

@@ -56,7 +56,6 @@ class ReceivedExpert:
         self.received = 0
 
     def write(self, piece: Tensor) -> None:
-        """Append the next bytes."""
         start = self.received
         stop = start + len(piece)
         for tensor in tensors_of(self.slot):

@@ -248,7 +248,6 @@ class Issued(Generic[X]):
         return self._flight
 
     def receive(self) -> Flight[X]:
-        """The rest of the flight."""
         if self._point is None:
             return self._result.pop()
         yield self._point

@@ -162,7 +162,6 @@ class Ledger:
         sums[1] += num_bytes
 
     def clear(self) -> None:
-        """Begin anew."""
         _ = self.entries  # the meters are read
         self._sums.clear()
 

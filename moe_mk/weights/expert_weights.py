@@ -45,7 +45,6 @@ class SlotBiases:
         return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
 
     def to(self, device: torch.device) -> SlotBiases:
-        """The same on another device."""
         gate_I = None if self.gate_I is None else self.gate_I.to(device)
         return SlotBiases(gate_I, self.up_I.to(device), self.down_H.to(device))
 
@@ -171,7 +170,6 @@ class ExpertWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales."""
         return self.w13.num_bytes + self.w2.num_bytes
 
     def slot(self, index: int) -> SlotWeights:

@@ -73,7 +73,6 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes
 
     def problems(self, on_progress: Progress | None = None) -> list[str]:

@@ -313,7 +313,6 @@ class RenamedSource(SafetensorsSource):
         )
 
     def open(self, name: str) -> Tensor:
-        """The part of the tensor."""
         view = self._views[name]
         return view.of(self._inner.open(view.name))
 

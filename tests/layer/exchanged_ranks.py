@@ -23,7 +23,7 @@ from moe_mk.flight import wait
 from moe_mk.kernels.native import Tuning
 from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
+from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from moe_mk.prepare_finalize.rows.messages import FusedMessages
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor

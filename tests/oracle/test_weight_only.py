@@ -10,6 +10,7 @@ import torch
 from moe_mk import Problem, UnsupportedError, oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
+from moe_mk.experts.held import held_as
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.oracle import fallback
 from moe_mk.oracle.base import ORACLES
@@ -21,7 +22,6 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, scheme_of_kind
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
-from moe_mk.weights.requantise import held_as
 
 
 class BlocksOnly(TorchCpuExperts):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
+from moe_mk.experts.held import requantised
 from moe_mk.kernels.reference.ggml_blocks import BLOCK_TYPES
 from moe_mk.lab.verify.dense import SIZES
 from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf, mxfp4_to_gguf
@@ -18,7 +19,6 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import narrow_columns, narrow_rows
-from moe_mk.weights.requantise import requantised
 
 ALL = pytest.mark.parametrize("scheme", GGUF.values(), ids=list(GGUF))
 

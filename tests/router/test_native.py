@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.layer.gate import route_natively, routes_natively
 from moe_mk.router import Router, choose_gate_tier, gate_logits
-from moe_mk.router.native import route_natively, routes_natively
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"

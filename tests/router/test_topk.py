@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native import reasons_against
+from moe_mk.layer.gate import route_natively
 from moe_mk.router import Router, gate_logits, grouped_topk, topk
-from moe_mk.router.native import route_natively
 from moe_mk.router.router import Simulation
 from moe_mk.router.topk import IDS
 

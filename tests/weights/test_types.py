@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.experts.held import held_as
 from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
 from moe_mk.placement.expert_map import ExpertMap
@@ -30,7 +31,6 @@ from moe_mk.weights import (
     to_stacked,
 )
 from moe_mk.weights.expert_weights import SlotBiases
-from moe_mk.weights.requantise import held_as
 from tests.weights.one_layer import load_written, wide
 
 CPU = torch.device("cpu")

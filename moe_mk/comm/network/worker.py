@@ -146,7 +146,6 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread works."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

@@ -75,11 +75,9 @@ class PlainWords(Words):
         self._words = memory.numpy().view("uint64")
 
     def store(self, at: int, word: int) -> None:
-        """One aligned store."""
         self._words[at // WORD_BYTES] = word
 
     def load(self, at: int) -> int:
-        """One aligned load."""
         return int(self._words[at // WORD_BYTES])
 
     def fence(self) -> None:
@@ -161,7 +159,6 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        """The calling process."""
         return cls.of(os.getpid())
 
     @classmethod

@@ -75,7 +75,6 @@ class WindowShape:
 
     @property
     def total_bytes(self) -> int:
-        """The windows of all ranks."""
         return self.ranks * self.window_bytes
 
 
@@ -235,7 +234,6 @@ class SymmetricHeap:
         return is_failure(self._words.load(self._flag_at(self.rank, self.failures_at + peer)))
 
     def failure_of(self, peer: int, phase: str) -> CommError:
-        """What a peer has reported."""
         culprit, cause = peer, NOT_KNOWN
         if self.notes_at is not None:
             culprit, cause = _unpacked(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES), peer)

@@ -55,7 +55,6 @@ class CutlassWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales."""
         return sum(t.numel() * t.element_size() for t in (self.w13, self.w2, *self.quant_scales))
 
     def slot(self, index: int) -> SlotWeights:

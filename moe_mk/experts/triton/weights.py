@@ -45,7 +45,6 @@ class Biases:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both."""
         return self.b13.nbytes + self.b2.nbytes
 
     def slot(self, index: int, *, gated: bool) -> SlotBiases:
@@ -93,7 +92,6 @@ class PackedProjection:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales."""
         parts = (self.values, self.scales, self.rows, self.blocks)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
@@ -137,7 +135,6 @@ class PackedWeights:
 
     @property
     def scheme(self) -> QuantScheme:
-        """How the weights are quantised."""
         return self.w13.like.scheme
 
     @property

@@ -92,13 +92,11 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """See `Config`."""
         del num_ranks
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """See `Config`."""
         return Buffer.get_dispatch_config(num_ranks)
 
     @staticmethod

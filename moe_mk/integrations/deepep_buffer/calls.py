@@ -128,7 +128,6 @@ class Blocks:
 
     @classmethod
     def empty(cls, local: int, slots: int, hidden: int, wire: QuantScheme) -> Blocks:
-        """No rows yet."""
         counts_L = torch.zeros(local, dtype=torch.int32, device=CPU)
         if wire is BF16:
             return cls(torch.zeros((local, slots, hidden), dtype=torch.bfloat16, device=CPU), None, counts_L)

@@ -147,12 +147,10 @@ class ModulePlan:
 
     @property
     def experts(self) -> str:
-        """The backend that multiplies."""
         return self.decision.chosen.experts if self.facts.canonical else NAME
 
     @property
     def because(self) -> str:
-        """Why this backend."""
         if self.facts.canonical:
             chosen, verdicts = self.decision.chosen, self.decision.verdicts
             pin = dict(self.settings).get("experts", "auto")

@@ -201,7 +201,6 @@ class _Holder:
 
     @classmethod
     def this(cls) -> _Holder:
-        """The calling process."""
         namespace = Path("/proc/self/ns/pid")
         inode = namespace.stat().st_ino if namespace.exists() else 0
         return cls(os.getpid(), platform.node(), _state_and_start(os.getpid())[1], inode)

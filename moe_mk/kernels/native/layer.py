@@ -120,7 +120,6 @@ class Stack:
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
-        """All of them."""
         return self.w13, self.w2, *(self.shared or ())
 
 
@@ -199,7 +198,6 @@ class NativeLayer:
         self._sign = self._native.threads(1)
 
     def is_ready(self, num_tokens: int) -> bool:
-        """Always."""
         return True
 
     def __call__(
@@ -304,7 +302,6 @@ class ExchangeLayer(NativeLayer):
 
     @property
     def stage(self) -> int:
-        """The stage that comes next."""
         return self.block.stage  # type: ignore[no-any-return]
 
     @property

@@ -87,12 +87,10 @@ class BlockType(IntEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a block."""
         return BLOCK_TYPES[self.name.lower()].num_bytes
 
     @property
     def format(self) -> Format:
-        """The packed format."""
         return _BLOCK_FORMATS[self]
 
 

@@ -41,12 +41,10 @@ class PackedMatrix:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
         return self.values_LB.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        """Memory of values and scales."""
         held = (self.values_LB, self.scales_LX, self.output_scales_LX, self.zeros_LX)
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 

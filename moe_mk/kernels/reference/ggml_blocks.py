@@ -75,7 +75,6 @@ class SixBits(Bits):
         return torch.cat((first & 63, scales, second & 63, minima), dim=-1)
 
     def put(self, blocks: Tensor, numbers: Tensor) -> None:
-        """The inverse of `get`."""
         s, more, m, most = divided(numbers, 4, 4).unbind(-2)
         packed = (s | ((more >> 4) << 6), m | ((most >> 4) << 6), (more & 0xF) | ((most & 0xF) << 4))
         blocks[..., self.start : self.start + self.num_bytes] = torch.cat(packed, dim=-1)

@@ -171,7 +171,6 @@ class Experts:
 
     @property
     def format(self) -> KernelFormat:
-        """The format of the weights."""
         return self.declared_format or KERNEL_FORMATS["plain" if self.w13[1] is None else "fp8"]
 
     @property

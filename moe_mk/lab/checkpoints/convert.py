@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.experts.held import is_kept, requantised, slot_held_as
 from moe_mk.files import read_json
 from moe_mk.lab.checkpoints.checkpoint_plan import matrices
 from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGUF, PACKED
@@ -42,7 +43,6 @@ from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, OFFICIAL, SCALED, Convention, Part, Role
 from moe_mk.weights.packed_layouts import pack
-from moe_mk.weights.requantise import is_kept, requantised, slot_held_as
 from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_inside
 

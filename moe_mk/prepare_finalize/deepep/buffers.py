@@ -28,7 +28,6 @@ class LibraryBufferSlot(BufferSlot, Generic[B]):
         self.buffer, self.call = buffer, 0
 
     def serve(self, comm: Communicator) -> None:
-        """Begin the next call."""
         del comm
         self.call += 1
 
@@ -59,7 +58,6 @@ class LibraryBufferPool(BufferPool[LibraryBufferSlot[B]], Generic[B]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether no call has failed."""
         return not self.failure
 
     def abort(self, failure: Failure) -> None:

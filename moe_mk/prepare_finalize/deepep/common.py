@@ -222,7 +222,6 @@ class RowKernels(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Limits of number formats."""
         return [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
 
 

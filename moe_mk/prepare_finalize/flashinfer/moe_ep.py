@@ -36,9 +36,17 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
 from moe_mk.prepare_finalize.deepep.common import UniformExpertIds
-from moe_mk.prepare_finalize.flashinfer.mapping import LIBRARY, leave_out_once, rank_mask
-from moe_mk.prepare_finalize.flashinfer.one_sided import LINE_BYTES, TOP_KS, NvlinkOneSided, workspace_bytes
-from moe_mk.prepare_finalize.flashinfer.two_sided import MULTIPLE, NvlinkTwoSided
+from moe_mk.prepare_finalize.flashinfer.nvlink import (
+    LIBRARY,
+    LINE_BYTES,
+    MULTIPLE,
+    TOP_KS,
+    NvlinkOneSided,
+    NvlinkTwoSided,
+    leave_out_once,
+    rank_mask,
+    workspace_bytes,
+)
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
@@ -170,7 +178,6 @@ class MoeEpOneSided(MoeEpTransport):
         return {"active_rank_mask": rank_mask(self._session.pool.left_out, self.context.comm.size)}
 
     def leave_out(self, active_W: Tensor) -> None:
-        """See `NvlinkOneSided.leave_out`."""
         leave_out_once(self._session, self.active_ranks(active_W))
 
     def _config(self, number: int) -> Any:
@@ -211,7 +218,6 @@ class MoeEpCake(MoeEpOneSided):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Two generations of devices."""
         reasons, arch = super().reasons_against(problem), problem.device.arch
         if problem.device.kind == "cuda" and arch is not None and cls.traits.min_arch <= arch not in CAKE_ARCHS:
             have = "".join(map(str, arch))

@@ -52,7 +52,6 @@ class RegionShape:
     sum_bytes: int
 
     def data_bytes(self, ranks: int) -> int:
-        """All parts of one window."""
         return self.notes_at(ranks) + ranks * NOTE_BYTES
 
     def notes_at(self, ranks: int) -> int:

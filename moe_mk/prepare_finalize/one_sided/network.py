@@ -62,7 +62,6 @@ class NetworkRegion(RegionShape):
         return ProxySettings(threads=self.threads, channels=max(self.threads, ProxySettings.channels))
 
     def data_bytes(self, ranks: int) -> int:
-        """All parts of one window."""
         return self.brought_at(ranks, ranks)
 
     def brought_at(self, ranks: int, peer: int) -> int:

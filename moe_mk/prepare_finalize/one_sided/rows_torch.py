@@ -79,7 +79,6 @@ class PutRows:
         return token_of_W, counts
 
     def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
-        """Rows received from each rank."""
         counts = buffer.await_rows() | {buffer.rank: sent_W[buffer.rank]}
         return [counts[rank] for rank in range(buffer.size)]
 

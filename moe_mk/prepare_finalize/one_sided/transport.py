@@ -9,12 +9,19 @@ Native kernels write the windows where they are compiled, else torch does: one p
 (FP8) and writes it to each of its ranks. Received rows are read in the window until their call is finalized. Experts
 may write their sums where peers read them (`RowTokens.out_RH`); other sums are copied there. Results equal those of
 `all_to_all` bit for bit.
+
+`FusedOneSided` is a layer over the same windows as one native call: routing, dispatch, experts and combine. The
+protocol is that of `OneSided`, so some ranks of a group may make this call while others run the separate steps.
+The native call waits for peers for at most `PATIENCE_US`; after that, and where pages of a window are missing, it
+returns, and is resumed when `OneSidedBufferSlot` has waited or reserved them. Errors are those of the separate steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -23,11 +30,14 @@ from torch import Tensor
 
 from moe_mk.comm.symmetric.flags import WORD_BYTES
 from moe_mk.comm.symmetric.setup import reasons_against_heap
+from moe_mk.comm.traffic import RowMeter
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import LayerCall
+from moe_mk.kernels.native import ExchangeLayer, LayerCall, Stage
 from moe_mk.kernels.native.exchange import ExchangeCalls
+from moe_mk.kernels.native.layer import NativeParts
+from moe_mk.kernels.native.library import Status
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
     LayerParts,
@@ -36,10 +46,9 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
 )
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
-from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
 from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, PutRows, Sent
 from moe_mk.prepare_finalize.packing import packed_row_bytes
-from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes, exchanged_parts
+from moe_mk.prepare_finalize.rows.formats import FUSED_TOKENS, Encode, KernelRowFormat, RowBytes, exchanged_parts
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -82,82 +91,56 @@ class OneSided(PrepareFinalize):
         context, comm = self.context, self.context.comm
         self._region, self._pool = region, pool
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
-        self._lock = comm.lock  # held in each step, see `Communicator.lock`
         self._flag_bytes = [0 if peer == comm.rank else WORD_BYTES for peer in range(comm.size)]
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
-        c, num_tokens, lock = self.context, x_TH.shape[0], self._lock
+        c, num_tokens = self.context, x_TH.shape[0]
         if num_tokens > c.max_num_tokens:
             raise ShapeError(
                 f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
                 "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
             )
         epoch = c.comm.status.epoch
-        with c.spans.span("dispatch"):
-            try:
-                if not lock.acquire(blocking=False):
-                    raise c.comm.another_thread("dispatch")
-                try:
-                    if c.comm.status.failure is not None:
-                        c.comm.check("dispatch")
-                    buffer = self._pool.take(c.comm)
-                    way = self._put if buffer.exchange is None else self._kernels
-                    sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
-                    self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
-                finally:
-                    lock.release()
-                yield DISPATCH
-                c.comm.check_epoch(epoch, "dispatch")
-                if not lock.acquire(blocking=False):
-                    raise c.comm.another_thread("dispatch")
-                try:
-                    received_W = way.arrived(buffer, sent_W)
-                    x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
-                finally:
-                    lock.release()
-                handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
-                return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
-            except BaseException as error:
-                c.comm.fail(error, epoch)
-                raise
+        with c.spans.span("dispatch"), c.comm.abort_on_error():
+            with c.comm.exclusive("dispatch"):
+                c.comm.check("dispatch")
+                buffer = self._pool.take(c.comm)
+                way = self._put if buffer.exchange is None else self._kernels
+                sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
+                self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
+            yield DISPATCH
+            c.comm.check_epoch(epoch, "dispatch")
+            with c.comm.exclusive("dispatch"):
+                received_W = way.arrived(buffer, sent_W)
+                x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
+            handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
+            return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Signal the sums to the peers, and add up theirs for each token."""
-        handle, c, y_RH, lock = tokens.handle, self.context, output.y, self._lock
+        handle, c, y_RH = tokens.handle, self.context, output.y
         assert isinstance(handle, DispatchHandle)
         buffer, received_W = handle.buffer, handle.received_W
         if buffer.epoch != handle.epoch or not buffer.busy:
             raise CommError(f"epoch {handle.epoch} was finalized before", rank=c.comm.rank, phase="combine")
         epoch = c.comm.status.epoch
-        with c.spans.span("combine"):
-            try:
-                if not lock.acquire(blocking=False):
-                    raise c.comm.another_thread("combine")
-                try:
-                    way = self._put if buffer.exchange is None else self._kernels
-                    first = sum(received_W[: buffer.rank])
-                    own = slice(first, first + received_W[buffer.rank])
-                    if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
-                        for rows in (slice(0, own.start), slice(own.stop, None)):
-                            handle.sums_RH[rows] = y_RH[rows]
-                    way.show(handle)
-                    self._note("combine", "combine flags", received_W, self._region.sum_bytes)
-                finally:
-                    lock.release()
-                yield COMBINE
-                c.comm.check_epoch(epoch, "combine")
-                if not lock.acquire(blocking=False):
-                    raise c.comm.another_thread("combine")
-                try:
-                    y_TH = way.add_up(handle, y_RH, own)
-                    buffer.busy = False
-                finally:
-                    lock.release()
-                return y_TH
-            except BaseException as error:
-                c.comm.fail(error, epoch)
-                raise
+        with c.spans.span("combine"), c.comm.abort_on_error():
+            with c.comm.exclusive("combine"):
+                way = self._put if buffer.exchange is None else self._kernels
+                first = sum(received_W[: buffer.rank])
+                own = slice(first, first + received_W[buffer.rank])
+                if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
+                    for rows in (slice(0, own.start), slice(own.stop, None)):
+                        handle.sums_RH[rows] = y_RH[rows]
+                way.show(handle)
+                self._note("combine", "combine flags", received_W, self._region.sum_bytes)
+            yield COMBINE
+            c.comm.check_epoch(epoch, "combine")
+            with c.comm.exclusive("combine"):
+                y_TH = way.add_up(handle, y_RH, own)
+                buffer.busy = False
+            return y_TH
 
     def fuse_layer(self, parts: LayerParts) -> LayerCall | None:
         """For rows that experts read as they arrive, over shared memory."""
@@ -227,7 +210,6 @@ class KernelRows:
         return None, counts
 
     def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
-        """Rows received from each rank."""
         del sent_W  # the exchange has it
         exchange = buffer.exchange
         assert exchange is not None
@@ -271,3 +253,109 @@ class KernelRows:
         made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
         self._calls_of_slot[buffer] = made
         return made
+
+
+_IS_FUSABLE = attrgetter("is_fusable")
+
+
+class FusedOneSided:
+    """A `LayerCall`. What does not change between calls is prepared once for each buffer."""
+
+    def __init__(
+        self, context: TransportContext, pool: OneSidedBufferPool, form: KernelRowFormat, parts: NativeParts
+    ) -> None:
+        comm, size = context.comm, form.size
+        self._comm, self._lock, self._pool, self._status = comm, comm.lock, pool, comm.status
+        self._context, self._form, self._parts, self.routes = context, form, parts, parts[2] is not None
+        sums = context.hidden_size * context.dtype.dtype.itemsize
+        self._meter: RowMeter = comm.traffic.meter(comm.size, comm.rank, size.values + size.tail, sums)
+        self._layers: WeakKeyDictionary[OneSidedBufferSlot, ExchangeLayer] = WeakKeyDictionary()
+        self._most = min(FUSED_TOKENS, context.max_num_tokens)
+
+    def is_ready(self, num_tokens: int) -> bool:
+        """Whether the call is small, and buffers of the group are open and can be used by kernels that wait."""
+        slots = self._pool.slots
+        return num_tokens <= self._most and bool(slots) and all(map(_IS_FUSABLE, slots))
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        load_E: Tensor | None,
+        routing: tuple[Tensor, Tensor] | None = None,
+        first: Stage = Stage.ROUTE,
+        *,
+        skip: bool = False,
+        routed: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None,
+    ) -> Tensor:
+        """See `LayerCall`. The lock of the group is held from the first stage to the last."""
+        assert not skip, "peers would not skip them"
+        comm, lock = self._comm, self._lock
+        try:
+            if not lock.acquire(blocking=False):
+                raise comm.another_thread("dispatch")
+            try:
+                if self._status.failure is not None:
+                    comm.check("dispatch")
+                y_TH = torch.empty_like(x_TH)
+                buffer = self._pool.take(comm)
+                layer = self._layers.get(buffer) or self._first_call(buffer)
+                stop = Stage.DONE if routed is None else Stage.DISPATCH
+                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, first, stop, shared_weights_T)
+                if status != Status.OK or layer.stage != Stage.DONE:
+                    self._continue(buffer, layer, status, routed)
+                buffer.busy = False
+            finally:
+                lock.release()
+        except BaseException as error:
+            comm.fail(error)
+            raise
+        return y_TH
+
+    def _continue(
+        self, buffer: OneSidedBufferSlot, layer: ExchangeLayer, status: int, routed: Callable[[], None] | None
+    ) -> None:
+        """Do what the call has returned for, and resume it, until it is done."""
+        while True:
+            stage = layer.stage
+            if status == Status.LATE and stage == Stage.AWAIT_ROWS:
+                layer.exchange.received_from(buffer.await_rows())
+                stage = Stage.RECEIVE
+            elif status == Status.LATE:
+                layer.calls.sums_begin_at(buffer.await_sums())
+                stage = Stage.ADD_SUMS
+            elif status != Status.OK:
+                layer.check(status, stage)
+            elif stage == Stage.DONE:
+                return
+            elif stage == Stage.DISPATCH and routed is not None:
+                routed()
+                routed = None
+            elif stage == Stage.DISPATCH:
+                buffer.make_room(layer.counts)
+            elif stage == Stage.RECEIVE:
+                _make_room(buffer, layer)
+            status = layer.resume(stage)
+
+    def _first_call(self, buffer: OneSidedBufferSlot) -> ExchangeLayer:
+        context, form, exchange = self._context, self._form, buffer.exchange
+        assert exchange is not None
+        dtype, hidden = context.dtype.dtype, context.hidden_size
+        calls = ExchangeCalls(exchange, form.form, form.tables, context.num_slots, hidden, dtype)
+        calls.expect(dtype, hidden, rounding=form.form.scale_bytes > 0)
+        heap, me = buffer.heap, buffer.rank
+        made = self._layers[buffer] = ExchangeLayer(
+            calls, self._parts, self._meter.words, window=(heap.address(me), heap.address(me, buffer.sums_at)),
+            seam_row=buffer.seam_row, left=buffer.left, microseconds=buffer.patience_us,
+        )  # fmt: skip
+        return made
+
+
+def _make_room(buffer: OneSidedBufferSlot, layer: ExchangeLayer) -> None:
+    """Reserve pages for received rows and their sums, and memory for what comes with them."""
+    first, end = layer.window_rows()
+    if buffer.size > 2:  # ranks other than the two adjacent to the seam
+        buffer.take_pages_around_seam(first, end)
+    if end - first > buffer.sums_with_pages:
+        buffer.take_pages_of_sums(end - first)
+    layer.make_room(end - first, buffer.sums_with_pages, (first, end))

@@ -210,7 +210,6 @@ class OneSidedGpu(PrepareFinalize):
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
-        """One window of this rank."""
         hidden, limit = problem.config.model.hidden_size, problem.config.kernel.max_num_tokens
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k) + LINE_BYTES
         return problem.ranks * (limit * (row + row_bytes(problem.sums, hidden)) + 256)

@@ -206,7 +206,6 @@ class RowExchange:
         return torch.cat((coming_XB[:before], own_XB, coming_XB[before:]))
 
     def _fill(self, going_XB: Tensor, value_bytes: int, write: Write, at: Sequence[int]) -> None:
-        """Pack what goes to others."""
         to, me = side_by_side(going_XB, value_bytes), self.comm.rank
         write(to[: at[me]], slice(0, at[me]))
         write(to[at[me] :], slice(at[me + 1], at[-1]))

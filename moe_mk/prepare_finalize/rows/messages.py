@@ -217,7 +217,6 @@ class FusedMessages:
         routed: Callable[[], None] | None = None,
         shared_weights_T: Tensor | None = None,
     ) -> Tensor:
-        """See `LayerCall`."""
         assert not skip, "peers would not skip them"
         try:
             call = self._idle.pop() if self._idle else _LayerCall(*self._parts)

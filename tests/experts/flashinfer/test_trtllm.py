@@ -10,8 +10,7 @@ import torch
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts import ExpertsContext
-from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
-from moe_mk.experts.flashinfer.trtllm_weights import ORDERS, in_order, out_of_order
+from moe_mk.experts.flashinfer.trtllm import ORDERS, FlashInferTrtllmExperts, in_order, out_of_order
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.testing.conformance import check_experts
 from moe_mk.lab.testing.experts import random_experts

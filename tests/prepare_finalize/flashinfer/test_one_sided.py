@@ -11,7 +11,7 @@ from moe_mk.flight import wait
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
-from moe_mk.prepare_finalize.flashinfer.one_sided import NvlinkOneSided, workspace_bytes
+from moe_mk.prepare_finalize.flashinfer.nvlink import NvlinkOneSided, workspace_bytes
 from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import FP32

@@ -7,7 +7,7 @@ import torch
 
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
+from moe_mk.prepare_finalize.flashinfer.nvlink import NvlinkTwoSided, fifo_bytes
 from moe_mk.quant import MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
@@ -68,14 +68,14 @@ def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call(
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     # H200, EP8: 132 multiprocessors, half for channels of 1 block each way: 33 channels. 8 * 33 FIFOs of 2 MiB + 256 B
     # for rows, 8 of 1 MiB + 256 B for ids.
-    assert workspace_bytes(8, 132) == 264 * (2_097_152 + 256) + 8 * (1_048_576 + 256) == 562_106_368
+    assert fifo_bytes(8, 132) == 264 * (2_097_152 + 256) + 8 * (1_048_576 + 256) == 562_106_368
     assert NvlinkTwoSided.plan(problem("h200")).buffer_bytes == 562_106_368
     assert NvlinkTwoSided.plan(problem("h200", num_tokens=4096)).buffer_bytes == 562_106_368, "tokens do not count"
     # B200, 64 ranks: 148 // 2 // 16 = 4 channels.
-    assert workspace_bytes(64, 148) == 64 * 4 * 2_097_408 + 64 * 1_048_832
+    assert fifo_bytes(64, 148) == 64 * 4 * 2_097_408 + 64 * 1_048_832
     transport = Ranks(NAME).transports[0]
     held = [t.shape[1] * 8 for t in reversed(transport._session.buffer)]
-    assert sum(held) == workspace_bytes(2, 132)
+    assert sum(held) == fifo_bytes(2, 132)
 
 
 @pytest.mark.row(76)
