@@ -39,6 +39,17 @@ def breaks(law: str, *, larger: bool = False) -> Callable[[Backend], Backend]:
     return add
 
 
+def changed(name: str, law: str, base: Any, *, larger: bool = False, **steps: Callable[..., object]) -> Any:
+    """Add a class that changes steps of a correct one. steps: functions of the step as it was and its inputs."""
+
+    def method(step: str, change: Callable[..., object]) -> Callable[..., object]:
+        return lambda self, *given: change(getattr(super(made, self), step), *given)
+
+    methods = {step: method(step, change) for step, change in steps.items()}
+    made = type(name, (base,), methods | {"__module__": base.__module__})
+    return breaks(law, larger=larger)(made)
+
+
 @contextmanager
 def registered(cls: type[FusedExperts] | type[PrepareFinalize]) -> Iterator[str]:
     """Register a class under a name of its own for a while."""

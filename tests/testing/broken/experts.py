@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
-from tests.testing.broken.corpus import breaks
+from tests.testing.broken.corpus import breaks, changed
 
 TILE = 32
 
@@ -106,217 +108,140 @@ class RightFp8(Right):
 
 RIGHT = (Right, RightRows, RightBatches, RightFp8)
 
-
 # Weights.
 
 
-@breaks("values")
-class SwappedHalves(Right):
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        w13, w2 = super().matrices(slot, weights)
-        return w13.roll(len(w13) // 2, dims=0), w2
+def rolled(matrices: tuple[Tensor, Tensor], halves: int) -> tuple[Tensor, Tensor]:
+    """Gate and up exchanged, if `halves` is odd."""
+    w13, w2 = matrices
+    return w13.roll(len(w13) // 2 * halves, dims=0), w2
 
 
-@breaks("values")
-class SwappedHalvesOfOddExperts(Right):
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        w13, w2 = super().matrices(slot, weights)
-        return w13.roll(len(w13) // 2 * (slot % 2), dims=0), w2
+def of_scales(weight: QuantTensor, scales: Tensor) -> QuantTensor:
+    assert weight.scales is not None
+    return replace(weight, scales=scales.expand_as(weight.scales))
 
 
-@breaks("values")
-class InterleavedHalves(Right):
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        w13, w2 = super().matrices(slot, weights)
-        return torch.cat((w13[::2], w13[1::2])), w2
-
-
-@breaks("values")
-class SwappedHalvesOfMappedWeights(Right):
+class RightMapped(Right):
     traits = replace(Right.traits, layouts=frozenset({CANONICAL, MAPPED}))
 
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        w13, w2 = super().matrices(slot, weights)
-        return w13.roll(len(w13) // 2 * (weights.layout == MAPPED), dims=0), w2
 
-
-@breaks("values")
-class ScaleOfTheFirstExpert(RightFp8):
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        assert isinstance(weights, ExpertWeights) and weights.w2.scales is not None
-        same = replace(weights.w2, scales=weights.w2.scales[:1].expand_as(weights.w2.scales))
-        return super().matrices(slot, replace(weights, w2=same))
-
-
-@breaks("values")
-class ScaleOfTheFirstColumnOfBlocks(RightFp8):
-    def decoded(self, weight: QuantTensor) -> Tensor:
-        assert weight.scales is not None
-        return super().decoded(replace(weight, scales=weight.scales[..., :1].expand_as(weight.scales)))
-
-
-@breaks("values", larger=True)
-class ScaleOfTheFirstTwoRowsOfBlocks(RightFp8):
-    """Right up to 256 rows of a matrix."""
-
-    def decoded(self, weight: QuantTensor) -> Tensor:
-        assert weight.scales is not None
-        row_X = torch.arange(weight.scales.shape[-2]).clamp_max(1)
-        return super().decoded(replace(weight, scales=weight.scales[..., row_X, :]))
-
-
-@breaks("values")
-class ScaleTwiceTooLarge(RightFp8):
-    """As with an exponent bias of 126."""
-
-    def decoded(self, weight: QuantTensor) -> Tensor:
-        return super().decoded(weight) * 2
-
-
-@breaks("values", larger=True)
-class EighthBitOfSlots(Right):
-    """The slot in one byte: expert 256 gets the weights of expert 0."""
-
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        return super().matrices(slot % 256, weights)
-
-
-@breaks("values", larger=True)
-class WrongFromSlot32(Right):
-    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        return super().matrices(slot % 32, weights)
+SwappedHalves = changed("SwappedHalves", "values", Right, matrices=lambda was, slot, w: rolled(was(slot, w), 1))
+SwappedHalvesOfOddExperts = changed(
+    "SwappedHalvesOfOddExperts", "values", Right, matrices=lambda was, slot, w: rolled(was(slot, w), slot % 2)
+)
+SwappedHalvesOfMappedWeights = changed(
+    "SwappedHalvesOfMappedWeights", "values", RightMapped,
+    matrices=lambda was, slot, w: rolled(was(slot, w), w.layout == MAPPED),
+)  # fmt: skip
+InterleavedHalves = changed(
+    "InterleavedHalves", "values", Right,
+    matrices=lambda was, *given: (torch.cat(((w13 := was(*given)[0])[::2], w13[1::2])), was(*given)[1]),
+)  # fmt: skip
+ScaleOfTheFirstExpert = changed(
+    "ScaleOfTheFirstExpert", "values", RightFp8,
+    matrices=lambda was, slot, w: was(slot, replace(w, w2=of_scales(w.w2, w.w2.scales[:1]))),
+)  # fmt: skip
+ScaleOfTheFirstColumnOfBlocks = changed(
+    "ScaleOfTheFirstColumnOfBlocks", "values", RightFp8, decoded=lambda was, w: was(of_scales(w, w.scales[..., :1]))
+)
+# Right up to 256 rows of a matrix.
+ScaleOfTheFirstTwoRowsOfBlocks = changed(
+    "ScaleOfTheFirstTwoRowsOfBlocks", "values", RightFp8, larger=True,
+    decoded=lambda was, w: was(of_scales(w, w.scales[..., torch.arange(w.scales.shape[-2]).clamp_max(1), :])),
+)  # fmt: skip
+# As with an exponent bias of 126.
+ScaleTwiceTooLarge = changed("ScaleTwiceTooLarge", "values", RightFp8, decoded=lambda was, weight: was(weight) * 2)
+# The slot in one byte: expert 256 gets the weights of expert 0.
+EighthBitOfSlots = changed(
+    "EighthBitOfSlots", "values", Right, larger=True, matrices=lambda was, slot, w: was(slot % 256, w)
+)
+WrongFromSlot32 = changed(
+    "WrongFromSlot32", "values", Right, larger=True, matrices=lambda was, slot, w: was(slot % 32, w)
+)
 
 
 # Rows of an expert, and tiles.
 
 
-@breaks("values", larger=True)
-class WrongFromRow32(Right):
-    limit, factor = 32, 1.01
+def scaled_from(row: int, factor: float) -> Callable[..., Tensor]:
+    """A step whose rows are wrong from one on."""
 
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        y_NH = super().expert(x_NH, slot, weights)
-        y_NH[self.limit :] *= self.factor
+    def step(was: Callable[..., Tensor], *given: object) -> Tensor:
+        y_NH = was(*given)
+        y_NH[row:] *= factor
         return y_NH
 
-
-@breaks("values", larger=True)
-class WrongFromRow128(WrongFromRow32):
-    limit = 128
+    return step
 
 
-@breaks("values", larger=True)
-class WrongFromRow512(WrongFromRow32):
-    limit = 512
+def tail_of_tiles(was: Callable[..., Tensor], x_NH: Tensor, *given: object) -> Tensor:
+    return scaled_from(max(len(x_NH) // TILE * TILE, TILE), 0.0)(was, x_NH, *given)
 
 
-@breaks("values", larger=True)
-class TailOfTiles(Right):
-    """The rows after the last full tile are not computed, where there is a full one."""
-
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        y_NH = super().expert(x_NH, slot, weights)
-        y_NH[max(len(x_NH) // TILE * TILE, TILE) :] = 0
-        return y_NH
+def second_tile_reads_the_first(was: Callable[..., Tensor], x_NH: Tensor, *given: object) -> Tensor:
+    row_N = torch.arange(len(x_NH))
+    return was(x_NH[torch.where(row_N >= 64, row_N - 64, row_N)], *given)
 
 
-@breaks("values", larger=True)
-class LastTileTwice(Right):
-    """The second tile of an expert reads the rows of the first."""
-
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        row_N = torch.arange(len(x_NH))
-        return super().expert(x_NH[torch.where(row_N >= 64, row_N - 64, row_N)], slot, weights)
-
-
-@breaks("values", larger=True)
-class CountInOneByte(WrongFromRow32):
-    limit, factor = 256, 0.0
-
-
-@breaks("values", larger=True)
-class LostRowsFrom64(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        y[64:] = 0
-        return super().finish(y, tokens)
-
-
-@breaks("values", larger=True)
-class OffsetsOf16Bits(Right):
+def in_16_bits(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     """Row times hidden size in 16 bits, as 32 bits overflow at 65,536 times as many elements."""
-
-    def rows(self, x: QuantTensor) -> Tensor:
-        values = super().rows(x)
-        flat = torch.arange(len(values))[:, None] * values.shape[1] + torch.arange(values.shape[1])
-        return values.flatten()[flat % 2**16]
+    values = was(x)
+    flat = torch.arange(len(values))[:, None] * values.shape[1] + torch.arange(values.shape[1])
+    return values.flatten()[flat % 2**16]
 
 
-@breaks("values", larger=True)
-class RemainderOfThreads(Right):
-    """Rows are divided among four threads, from 128 rows on; the remainder belongs to none."""
-
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        if len(y) >= 128:
-            y[len(y) // 4 * 4 :] = 0
-        return super().finish(y, tokens)
+def without_rows(first: int) -> Callable[..., ExpertOutput]:
+    return lambda was, y, tokens: was(y.index_fill(0, torch.arange(min(first, len(y)), len(y)), 0.0), tokens)
 
 
-@breaks("values")
-class EndsAtTheFirstEmptyExpert(Right):
-    def counts(self, counts_L: Tensor) -> list[int]:
-        counts = super().counts(counts_L)
-        return counts[: counts.index(0)] if 0 in counts else counts
-
-
-@breaks("values")
-class LastRowOfEachExpert(Right):
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        y_NH = super().expert(x_NH, slot, weights)
-        y_NH[-1] = 0
-        return y_NH
+WrongFromRow32 = changed("WrongFromRow32", "values", Right, larger=True, expert=scaled_from(32, 1.01))
+WrongFromRow128 = changed("WrongFromRow128", "values", Right, larger=True, expert=scaled_from(128, 1.01))
+WrongFromRow512 = changed("WrongFromRow512", "values", Right, larger=True, expert=scaled_from(512, 1.01))
+CountInOneByte = changed("CountInOneByte", "values", Right, larger=True, expert=scaled_from(256, 0.0))
+LastRowOfEachExpert = changed("LastRowOfEachExpert", "values", Right, expert=scaled_from(-1, 0.0))
+# The rows after the last full tile are not computed, where there is a full one.
+TailOfTiles = changed("TailOfTiles", "values", Right, larger=True, expert=tail_of_tiles)
+LastTileTwice = changed("LastTileTwice", "values", Right, larger=True, expert=second_tile_reads_the_first)
+LostRowsFrom64 = changed("LostRowsFrom64", "values", Right, larger=True, finish=without_rows(64))
+OffsetsOf16Bits = changed("OffsetsOf16Bits", "values", Right, larger=True, rows=in_16_bits)
+# Rows are divided among four threads, from 128 rows on; the remainder belongs to none.
+RemainderOfThreads = changed(
+    "RemainderOfThreads", "values", Right, larger=True,
+    finish=lambda was, y, tokens: without_rows(len(y) // 4 * 4 if len(y) >= 128 else len(y))(was, y, tokens),
+)  # fmt: skip
+EndsAtTheFirstEmptyExpert = changed(
+    "EndsAtTheFirstEmptyExpert", "values", Right,
+    counts=lambda was, counts_L: list(takewhile(bool, was(counts_L))),
+)  # fmt: skip
 
 
 # Products.
 
 
-@breaks("values")
-class TailOfK(Right):
-    """Columns after the last full block of 128."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        full = x.shape[1] // 128 * 128
-        return super().product(x[:, :full], weight[:, :full])
+def columns_up_to(full: Callable[[int], int]) -> Callable[..., Tensor]:
+    """A product over the first columns only. full: how many, of K."""
+    return lambda was, x, weight: was(x[:, : full(x.shape[1])], weight[:, : full(x.shape[1])])
 
 
-@breaks("values", larger=True)
-class ThirdBlockOfK(Right):
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return super().product(x[:, :256], weight[:, :256])
+def without_tail_of_n(was: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    y = was(x, weight)
+    y[:, y.shape[1] // 16 * 16 :] = 0
+    return y
 
 
-@breaks("values", larger=True)
-class OddBlockOfK(Right):
-    """Blocks of 64 are read in pairs; the last of an odd number of them is left out, from the third pair on."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        full = max(x.shape[1] // 128 * 128, 256)
-        return super().product(x[:, :full], weight[:, :full])
-
-
-@breaks("values", larger=True)
-class TailOfN(Right):
-    """Columns of a product after the last full vector of 16."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = super().product(x, weight)
-        y[:, y.shape[1] // 16 * 16 :] = 0
-        return y
-
-
-@breaks("values")
-class SumsInBf16(Right):
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return super().product(x.bfloat16(), weight.bfloat16()).float()
+# Columns after the last full block of 128.
+TailOfK = changed("TailOfK", "values", Right, product=columns_up_to(lambda k: k // 128 * 128))
+ThirdBlockOfK = changed("ThirdBlockOfK", "values", Right, larger=True, product=columns_up_to(lambda k: 256))
+# Blocks of 64 are read in pairs; the last of an odd number of them is left out, from the third pair on.
+OddBlockOfK = changed(
+    "OddBlockOfK", "values", Right, larger=True, product=columns_up_to(lambda k: max(k // 128 * 128, 256))
+)
+# Columns of a product after the last full vector of 16.
+TailOfN = changed("TailOfN", "values", Right, larger=True, product=without_tail_of_n)
+SumsInBf16 = changed(
+    "SumsInBf16", "values", Right, product=lambda was, x, weight: was(x.bfloat16(), weight.bfloat16()).float()
+)
 
 
 @breaks("values")
@@ -332,19 +257,13 @@ class OneActivation(Right):
     traits = replace(Right.traits, activations=frozenset({"silu", "gelu"}))
 
 
-@breaks("values")
-class WeighsRawOutput(Right):
-    """The kit weighs it again."""
-
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        assert isinstance(tokens, GroupedTokens)
-        return super().finish(y * tokens.weights_N[:, None], tokens)
-
-
-@breaks("values")
-class TenthOfAPercentTooLarge(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        return super().finish(y * 1.001, tokens)
+# The kit weighs it again.
+WeighsRawOutput = changed(
+    "WeighsRawOutput", "values", Right, finish=lambda was, y, tokens: was(y * tokens.weights_N[:, None], tokens)
+)
+TenthOfAPercentTooLarge = changed(
+    "TenthOfAPercentTooLarge", "values", Right, finish=lambda was, y, tokens: was(y * 1.001, tokens)
+)
 
 
 @breaks("invariant")
@@ -368,27 +287,23 @@ class OrderOfSumsByBatch(Right):
 # Padding and ids of -1.
 
 
-@breaks("padding")
-class SumsPadding(RightBatches):
-    def rows(self, x: QuantTensor) -> Tensor:
-        values = super().rows(x)
-        return values + 0 * values.sum()
+def with_sum_of_padding(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
+    values = was(x)
+    return values + 0 * values.sum()
 
 
-@breaks("padding")
-class RangeOfPaddedBlock(RightBatches):
+def by_largest_value(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     """Scales a block by its largest value and back."""
-
-    def rows(self, x: QuantTensor) -> Tensor:
-        values = super().rows(x)
-        largest = values.abs().amax(dim=(1, 2), keepdim=True)
-        return values * largest / largest
+    values = was(x)
+    largest = values.abs().amax(dim=(1, 2), keepdim=True)
+    return values * largest / largest
 
 
-@breaks("values")
-class CountsOfTheNextBlock(RightBatches):
-    def counts(self, counts_L: Tensor) -> list[int]:
-        return super().counts(counts_L.roll(1))
+SumsPadding = changed("SumsPadding", "padding", RightBatches, rows=with_sum_of_padding)
+RangeOfPaddedBlock = changed("RangeOfPaddedBlock", "padding", RightBatches, rows=by_largest_value)
+CountsOfTheNextBlock = changed(
+    "CountsOfTheNextBlock", "values", RightBatches, counts=lambda was, counts_L: was(counts_L.roll(1))
+)
 
 
 @breaks("nowhere", larger=True)
@@ -523,13 +438,6 @@ class RoundsItsRows(Right):
 
 
 @breaks("inputs")
-class OutputInPlaceOfRows(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        assert isinstance(tokens, GroupedTokens)
-        return super().finish(tokens.x_NH.values.copy_(y), tokens)
-
-
-@breaks("inputs")
 class WeightsInPlace(Right):
     """Swaps the halves of the weights that it was given, and reads them accordingly."""
 
@@ -555,31 +463,30 @@ class NormalisesWeights(RightRows):
         return tokens.ids_RK, before
 
 
+OutputInPlaceOfRows = changed(
+    "OutputInPlaceOfRows", "inputs", Right, finish=lambda was, y, tokens: was(tokens.x_NH.values.copy_(y), tokens)
+)
+
+
 # Outputs.
 
-
-@breaks("shape")
-class OutputInF64(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        return super().finish(y.double(), tokens)
-
-
-@breaks("shape")
-class OutputInBf16(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        return super().finish(y.bfloat16(), tokens)
+OutputInF64 = changed("OutputInF64", "shape", Right, finish=lambda was, y, tokens: was(y.double(), tokens))
+OutputInBf16 = changed("OutputInBf16", "shape", Right, finish=lambda was, y, tokens: was(y.bfloat16(), tokens))
+PaddedOutput = changed(
+    "PaddedOutput", "shape", Right,
+    finish=lambda was, y, tokens: was(torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1])))), tokens),
+)  # fmt: skip
+ClaimsToWeigh = changed(
+    "ClaimsToWeigh", "stage", Right, finish=lambda was, y, tokens: ExpertOutput(y, OutputStage.WEIGHTED)
+)
 
 
-@breaks("shape")
-class PaddedOutput(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        return super().finish(torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1])))), tokens)
+def order_by_chance(was: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    order_K = torch.randperm(x.shape[1])
+    return was(x[:, order_K], weight[:, order_K])
 
 
-@breaks("stage")
-class ClaimsToWeigh(Right):
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        return ExpertOutput(y, OutputStage.WEIGHTED)
+OrderOfSumsByChance = changed("OrderOfSumsByChance", "deterministic", Right, product=order_by_chance)
 
 
 @breaks("deterministic")
@@ -589,13 +496,6 @@ class LastBitByCall(Right):
     def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
         self.calls += 1
         return super().finish(y * (1 + 1e-7 * (self.calls % 2)), tokens)
-
-
-@breaks("deterministic")
-class OrderOfSumsByChance(Right):
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        order_K = torch.randperm(x.shape[1])
-        return super().product(x[:, order_K], weight[:, order_K])
 
 
 @breaks("runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
-from tests.testing.broken.corpus import breaks
+from tests.testing.broken.corpus import breaks, changed
 
 PLAIN = frozenset({"plain"})
 
@@ -51,50 +52,47 @@ RIGHT = (Right, RightAlone)
 # Tokens that are lost, moved or weighed wrongly.
 
 
-@breaks("lost")
-class LosesTheLast(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return torch.cat((y_TH[:-1], torch.zeros_like(y_TH[-1:])))
+def only_before(limit: int) -> Callable[..., Routing]:
+    """Tokens from a limit on go nowhere."""
 
-
-@breaks("lost", larger=True)
-class LosesTokensFrom64(Right):
-    limit = 64
-
-    def sent(self, routing: Routing) -> Routing:
+    def sent(_: object, routing: Routing) -> Routing:
         token_T1 = torch.arange(routing.num_tokens)[:, None]
-        return replace(routing, ids_TK=routing.ids_TK.where(token_T1 < self.limit, -1))
+        return replace(routing, ids_TK=routing.ids_TK.where(token_T1 < limit, -1))
+
+    return sent
 
 
-@breaks("lost", larger=True)
-class LosesTokensFrom256(LosesTokensFrom64):
-    limit = 256
+def zeros_from(y_TH: Tensor, row: int) -> Tensor:
+    return torch.cat((y_TH[:row], torch.zeros_like(y_TH[row:])))
 
 
-@breaks("lost", larger=True)
-class LosesTokensFrom1024(LosesTokensFrom64):
-    limit = 1024
-
-
-@breaks("lost", larger=True)
-class LosesTheTailOfPackets(Right):
-    """Rows travel in packets of 32; those after the last full one are lost, where there is a full one."""
-
-    def combined(self, y_TH: Tensor) -> Tensor:
-        full = max(len(y_TH) // 32 * 32, 32)
-        return torch.cat((y_TH[:full], torch.zeros_like(y_TH[full:])))
-
-
-@breaks("order")
-class ReversesTokens(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return y_TH.flip(0)
-
-
-@breaks("order", larger=True)
-class SwapsChunksOf16(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return torch.cat((y_TH[16:32], y_TH[:16], y_TH[32:])) if len(y_TH) >= 32 else y_TH
+LosesTheLast = changed("LosesTheLast", "lost", Right, combined=lambda _, y: zeros_from(y, max(len(y) - 1, 0)))
+LosesTokensFrom64 = changed("LosesTokensFrom64", "lost", Right, larger=True, sent=only_before(64))
+LosesTokensFrom256 = changed("LosesTokensFrom256", "lost", Right, larger=True, sent=only_before(256))
+LosesTokensFrom1024 = changed("LosesTokensFrom1024", "lost", Right, larger=True, sent=only_before(1024))
+# Rows travel in packets of 32; those after the last full one are lost, where there is a full one.
+LosesTheTailOfPackets = changed(
+    "LosesTheTailOfPackets", "lost", Right, larger=True,
+    combined=lambda _, y: zeros_from(y, max(len(y) // 32 * 32, 32)),
+)  # fmt: skip
+ReversesTokens = changed("ReversesTokens", "order", Right, combined=lambda _, y: y.flip(0))
+SwapsChunksOf16 = changed(
+    "SwapsChunksOf16", "order", Right, larger=True,
+    combined=lambda _, y: torch.cat((y[16:32], y[:16], y[32:])) if len(y) >= 32 else y,
+)  # fmt: skip
+EqualWeights = changed(
+    "EqualWeights", "weighting", Right,
+    arrived=lambda _, tokens: replace(tokens, weights_RK=(tokens.ids_RK >= 0).float() * 0.5),
+)  # fmt: skip
+WeightsInBf16 = changed(
+    "WeightsInBf16", "values", Right,
+    sent=lambda _, routing: replace(routing, weights_TK=routing.weights_TK.bfloat16().float()),
+)  # fmt: skip
+RoundsToBf16 = changed("RoundsToBf16", "values", Right, combined=lambda _, y: y.bfloat16().to(y.dtype))
+DropsTokensWithoutAFirstChoice = changed(
+    "DropsTokensWithoutAFirstChoice", "nowhere", Right,
+    sent=lambda _, routing: replace(routing, ids_TK=torch.where(routing.ids_TK[:, :1] >= 0, routing.ids_TK, -1)),
+)  # fmt: skip
 
 
 @breaks("weighting")
@@ -103,12 +101,6 @@ class CountsOneChoiceTwice(Right):
         weights_RK = tokens.weights_RK.clone()
         weights_RK[:, 0] *= 2
         return replace(tokens, weights_RK=weights_RK)
-
-
-@breaks("weighting")
-class EqualWeights(Right):
-    def arrived(self, tokens: RowTokens) -> RowTokens:
-        return replace(tokens, weights_RK=(tokens.ids_RK >= 0).float() * 0.5)
 
 
 @breaks("weighting")
@@ -131,18 +123,6 @@ class CapacityOf256(Right):
         return replace(routing, ids_TK=ids_TK)
 
 
-@breaks("values")
-class WeightsInBf16(Right):
-    def sent(self, routing: Routing) -> Routing:
-        return replace(routing, weights_TK=routing.weights_TK.bfloat16().float())
-
-
-@breaks("values")
-class RoundsToBf16(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return y_TH.bfloat16().to(y_TH.dtype)
-
-
 @breaks("values", larger=True)
 class ColumnsFrom256(Right):
     def combined(self, y_TH: Tensor) -> Tensor:
@@ -161,13 +141,15 @@ class NowhereIsTheFirstExpert(Right):
         )
 
 
-@breaks("nowhere")
-class DropsTokensWithoutAFirstChoice(Right):
-    def sent(self, routing: Routing) -> Routing:
-        return replace(routing, ids_TK=torch.where(routing.ids_TK[:, :1] >= 0, routing.ids_TK, -1))
-
-
 # Slots.
+
+
+def slots_modulo(slots: int) -> Callable[..., RowTokens]:
+    return lambda _, tokens: replace(tokens, ids_RK=torch.where(tokens.ids_RK >= 0, tokens.ids_RK % slots, -1))
+
+
+SlotsFrom32 = changed("SlotsFrom32", "slots", Right, larger=True, arrived=slots_modulo(32))
+SlotInOneByte = changed("SlotInOneByte", "slots", Right, larger=True, arrived=slots_modulo(256))
 
 
 @breaks("slots")
@@ -197,18 +179,6 @@ class EvenlyDividedExperts(Right):
         return replace(
             tokens, ids_RK=torch.where(tokens.ids_RK >= 0, guess_L[tokens.ids_RK.long()], -1).to(torch.int32)
         )
-
-
-@breaks("slots", larger=True)
-class SlotsFrom32(Right):
-    def arrived(self, tokens: RowTokens) -> RowTokens:
-        return replace(tokens, ids_RK=torch.where(tokens.ids_RK >= 0, tokens.ids_RK % 32, -1))
-
-
-@breaks("slots", larger=True)
-class SlotInOneByte(Right):
-    def arrived(self, tokens: RowTokens) -> RowTokens:
-        return replace(tokens, ids_RK=torch.where(tokens.ids_RK >= 0, tokens.ids_RK % 256, -1))
 
 
 # State between calls.
@@ -285,46 +255,25 @@ class KeepsEveryInput(Right):
 # Inputs, outputs, yield points.
 
 
-@breaks("inputs")
-class AddsToItsInput(Right):
-    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        tokens = yield from super().prepare(x_TH, routing)
-        x_TH.add_(1e-3)
+def then(spoil: Callable[[Tensor, Routing], object]) -> Callable[..., Flight[Tokens]]:
+    """A dispatch that changes its inputs in the end."""
+
+    def prepare(was: Callable[..., Flight[Tokens]], x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        tokens = yield from was(x_TH, routing)
+        spoil(x_TH, routing)
         return tokens
 
-
-@breaks("inputs")
-class ClampsIds(Right):
-    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        tokens = yield from super().prepare(x_TH, routing)
-        routing.ids_TK.clamp_(min=0)
-        return tokens
+    return prepare
 
 
-@breaks("inputs")
-class ClearsWeights(Right):
-    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        tokens = yield from super().prepare(x_TH, routing)
-        routing.weights_TK.zero_()
-        return tokens
-
-
-@breaks("shape")
-class OutputInF64(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return y_TH.double()
-
-
-@breaks("shape")
-class PaddedOutput(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return torch.cat((y_TH, y_TH.new_zeros((-len(y_TH) % 8, y_TH.shape[1]))))
-
-
-@breaks("shape")
-class OtherDevice(Right):
-    def combined(self, y_TH: Tensor) -> Tensor:
-        return y_TH.to("meta")
+AddsToItsInput = changed("AddsToItsInput", "inputs", Right, prepare=then(lambda x_TH, _: x_TH.add_(1e-3)))
+ClampsIds = changed("ClampsIds", "inputs", Right, prepare=then(lambda _, routing: routing.ids_TK.clamp_(min=0)))
+ClearsWeights = changed("ClearsWeights", "inputs", Right, prepare=then(lambda _, routing: routing.weights_TK.zero_()))
+OutputInF64 = changed("OutputInF64", "shape", Right, combined=lambda _, y: y.double())
+PaddedOutput = changed(
+    "PaddedOutput", "shape", Right, combined=lambda _, y: torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1]))))
+)
+OtherDevice = changed("OtherDevice", "shape", Right, combined=lambda _, y: y.to("meta"))
 
 
 @breaks("deterministic")
