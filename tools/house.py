@@ -41,9 +41,9 @@ LIMITS = {
     "short ones, no plugins": 34,
     "circles": 0,
     "orphans": 0,
-    "core lines": 27_000,
-    "library lines": 53_592,
-    "test lines": 70_191,
+    "core lines": 26_945,
+    "library lines": 52_409,
+    "test lines": 70_100,
     "tool and benchmark lines": 11_183,
     "long files": 0,
     "frames at EP=1": 9,
@@ -58,7 +58,7 @@ LONGER = {
     "moe_mk/comm/messages.py": 760,
     "moe_mk/kernels/native/build.py": 510,
     "tests/kernels/native/test_build.py": 600,
-    "tests/testing/broken/experts.py": 630,
+    "tests/testing/broken/experts.py": 530,
     "tools/behaviour.py": 780,
 }
 LONG = 250
