@@ -29,20 +29,8 @@ from moe_mk.errors import ConfigError
 from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.runner import tiles as tiling
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.tiles import (
-    Executor,
-    MicroBatch,
-    Onward,
-    Step,
-    TilePlan,
-    TileRecord,
-    TileWork,
-    Worker,
-    cut,
-    in_turns,
-    plan_for,
-)
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
 
@@ -52,11 +40,11 @@ class TiledKernel(FusedMoEKernel):
     """A transport and experts, over tiles of a call's tokens: all ranks with the same number of tiles."""
 
     tiles: int = 2
-    executor: Executor = "turns"
+    executor: tiling.Executor = "turns"
     """thread: for a layer that is not interleaved with other flights."""
-    onward: Onward | None = None
+    onward: tiling.Onward | None = None
     """Where combined tiles are sent, for a kernel that ends a pipeline stage."""
-    record: TileRecord | None = None
+    record: tiling.TileRecord | None = None
     """Where events are recorded; None: nowhere."""
     queues: Queues | None = None
     """Streams of the device for the workers; None makes them for each call."""
@@ -64,12 +52,16 @@ class TiledKernel(FusedMoEKernel):
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H)."""
         who, ran = type(self.prepare_finalize), self.spans.ledger.ran
-        tiles = cut(MicroBatch(x_TH, routing), self.tiles)
-        work = TileWork(self.prepare_finalize, lambda tokens: self.multiply(tokens, weights), tiles, self.onward)
-        plan = plan_for(self.prepare_finalize, self.tiles, onward=self.onward is not None)
-        record = self.record or TileRecord()
+        tiles = tiling.cut(tiling.MicroBatch(x_TH, routing), self.tiles)
+        work = tiling.TileWork(self.prepare_finalize, lambda tokens: self.multiply(tokens, weights), tiles, self.onward)
+        plan = tiling.plan_for(self.prepare_finalize, self.tiles, onward=self.onward is not None)
+        record = self.record or tiling.TileRecord()
         on_threads = self.executor == "thread"
-        outputs = yield from on_workers(work, plan, record, self.queues) if on_threads else in_turns(work, plan, record)
+        outputs = (
+            yield from on_workers(work, plan, record, self.queues)
+            if on_threads
+            else tiling.in_turns(work, plan, record)
+        )
         for tile, y_XH in zip(tiles, outputs, strict=True):
             ran("dispatch", who, tile.x_TH.nbytes)
             ran("combine", who, y_XH.nbytes)
@@ -125,16 +117,16 @@ def with_modes_of_caller(job: Callable[P, X]) -> Callable[P, X]:
 class WorkerGroup:
     """The shared state of workers: which steps have ended, their marks on the device, and the first failure."""
 
-    def __init__(self, work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues) -> None:
+    def __init__(self, work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues) -> None:
         self._work, self._plan, self._record, self._queues = work, plan, record, queues
         self._begin = queues.mark()
-        self._marks: dict[Step, Any] = {}
+        self._marks: dict[tiling.Step, Any] = {}
         """Of the steps that have ended."""
         self._changed = Condition()
         self.stopped = False
         self.failure: BaseException | None = None
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: tiling.Worker) -> None:
         """Run a worker in this thread, on a stream of its own."""
         try:
             with self._queues.on_stream(worker):
@@ -143,7 +135,7 @@ class WorkerGroup:
         except BaseException as failure:  # a device without another stream: no worker may wait for this one
             self.stop(failure)
 
-    def run(self, steps: Sequence[Step]) -> None:
+    def run(self, steps: Sequence[tiling.Step]) -> None:
         """Take a worker's steps, each as soon as it is ready, to the end or until a worker fails."""
         try:
             for step in steps:
@@ -170,7 +162,7 @@ class WorkerGroup:
         for mark in self._marks.values():
             self._queues.after(mark)
 
-    def _ready(self, step: Step) -> bool:
+    def _ready(self, step: tiling.Step) -> bool:
         """Wait for the steps that a step needs; False once a worker has failed."""
         needs = self._plan.needs(step)
         with self._changed:
@@ -184,7 +176,7 @@ class WorkerGroup:
 
 
 def on_workers(
-    work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues | None = None
+    work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues | None = None
 ) -> Flight[list[Tensor]]:
     """Run the workers concurrently; a flight with one yield point, at which the first tile is being dispatched.
 

@@ -12,21 +12,9 @@ from typing import Any
 
 import torch
 
+from moe_mk import quant
 from moe_mk.errors import ConfigError, WeightError, unless_signalled
 from moe_mk.files import read_json
-from moe_mk.quant import (
-    FP8_CHANNEL,
-    FP8_TENSOR,
-    INT8_CHANNEL,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    WHOLE,
-    BlockedScheme,
-    QuantScheme,
-    plain,
-    weight_scheme,
-)
 from moe_mk.quant.grouped import GROUPS, Grouped, grouped
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
@@ -263,12 +251,12 @@ def _guess(
     scheme = _scheme(dtype, shape[-2:], parts, block)
     if scheme is None:
         return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
-    plain_dtype = shared.dtype if shared is not None and isinstance(scheme, BlockedScheme) else None
-    shared_scheme: QuantScheme | None = None
+    plain_dtype = shared.dtype if shared is not None and isinstance(scheme, quant.BlockedScheme) else None
+    shared_scheme: quant.QuantScheme | None = None
     if plain_dtype in FLOATS and plain_dtype is not None:
-        shared_scheme = plain(plain_dtype)
+        shared_scheme = quant.plain(plain_dtype)
     elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2:
-        shared_scheme = weight_scheme(block or (128, 128))
+        shared_scheme = quant.weight_scheme(block or (128, 128))
     per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
@@ -302,7 +290,10 @@ def _guess_packed(
         inner, stored = up.shape[-2] // (2 if convention.fused else 1), [t for t in (gate, up, down) if t is not None]
         if odd := " and ".join(f"{t.name} is {t.dtype_name}" for t in stored if _stored_in_gguf(t) is None):
             return None, f"{odd}, which is not supported; types that are: {', '.join(IN_GGUF)}"
-        schemes = (_together([t for t in (gate, up) if t is not None]), _stored_in_gguf(down) or plain(torch.bfloat16))
+        schemes = (
+            _together([t for t in (gate, up) if t is not None]),
+            _stored_in_gguf(down) or quant.plain(torch.bfloat16),
+        )
     else:
         inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
         integers = _integers(parts, convention, (first, hidden, inner), quantization)
@@ -310,7 +301,7 @@ def _guess_packed(
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
         schemes = (integers, integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
-    shared_scheme = None if shared is None or shared.dtype not in FLOATS else plain(shared.dtype)
+    shared_scheme = None if shared is None or shared.dtype not in FLOATS else quant.plain(shared.dtype)
     width = _shared_width(parts, convention, shared)
     try:
         spec = LayerSpec(
@@ -325,7 +316,7 @@ def _guess_packed(
     return spec, ""
 
 
-def _is_gptq_v2(convention: Convention, scheme: QuantScheme, quantization: dict[str, object]) -> bool:
+def _is_gptq_v2(convention: Convention, scheme: quant.QuantScheme, quantization: dict[str, object]) -> bool:
     stated = convention.packing == "gptq" and quantization.get("checkpoint_format") == "gptq_v2"
     return stated and isinstance(scheme, Grouped) and scheme.has_zeros
 
@@ -335,7 +326,7 @@ def _integers(
     convention: Convention,
     known: tuple[int | None, int, int],
     quantization: dict[str, object],
-) -> QuantScheme | None:
+) -> quant.QuantScheme | None:
     """The scheme of packed projections and their scales; None if unsupported. known: (expert, hidden, intermediate)."""
     expert, by_row = known[0], convention.packing == "compressed_tensors"
     sizes, up = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, "up", expert)]
@@ -347,7 +338,7 @@ def _integers(
         groups.append((scales.shape[1 if by_row else 0], columns))
     # One scale of a row is that of a group as long as the row, if the other projection has several.
     wide, columns = max(groups)
-    group = columns // wide if wide > 1 or quantization.get("group_size") == columns else WHOLE
+    group = columns // wide if wide > 1 or quantization.get("group_size") == columns else quant.WHOLE
     bits = 4 if convention.packing == "awq" else 32 * up.shape[1 if by_row else 0] // sizes["up"]
     zeros = Part(Role.EXPERT, "up", expert, extra="zeros") in parts
     if convention.packing == "gptq":
@@ -355,17 +346,17 @@ def _integers(
     return grouped(bits, group, zeros=zeros) if group in GROUPS and bits in (4, 8) else None
 
 
-def _stored_in_gguf(entry: TensorEntry) -> QuantScheme | None:
+def _stored_in_gguf(entry: TensorEntry) -> quant.QuantScheme | None:
     """The scheme of a tensor of a GGUF file; None for types that are not supported."""
     if entry.dtype in FLOATS:
-        return plain(entry.dtype)
+        return quant.plain(entry.dtype)
     return IN_GGUF.get(entry.dtype_name.lower())
 
 
-def _together(gate_and_up: Sequence[TensorEntry]) -> QuantScheme:
+def _together(gate_and_up: Sequence[TensorEntry]) -> quant.QuantScheme:
     """The scheme of gate and up of a GGUF file: their own if it is the same, else bf16, to which both are decoded."""
     found = {_stored_in_gguf(each) for each in gate_and_up}
-    return found.pop() or plain(torch.bfloat16) if len(found) == 1 else plain(torch.bfloat16)
+    return found.pop() or quant.plain(torch.bfloat16) if len(found) == 1 else quant.plain(torch.bfloat16)
 
 
 def _shared_width(parts: dict[Part, TensorEntry], convention: Convention, plain_up: TensorEntry | None) -> int:
@@ -388,10 +379,10 @@ def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
 
 def _scheme(
     dtype: torch.dtype | None, shape: tuple[int, ...], parts: dict[Part, TensorEntry], block: tuple[int, int] | None
-) -> QuantScheme | None:
+) -> quant.QuantScheme | None:
     """The scheme that follows from dtypes and shapes of a down projection and its scales."""
     if dtype in FLOATS:
-        return plain(dtype)
+        return quant.plain(dtype)
     downs = {part: e for part, e in parts.items() if part.role is Role.EXPERT and part.projection == "down"}
     scales = [e for part, e in downs.items() if part.is_scale]
     if dtype is None or not scales:
@@ -400,15 +391,17 @@ def _scheme(
     grid = scale.shape[1:] if len(scale.shape) == 3 else scale.shape
     per_row = len(grid) > 0 and grid[0] == shape[0]
     if dtype is torch.float8_e4m3fn and per_row and grid[1:] == (shape[1] // GROUP,) and scale.dtype in E8M0:
-        return MXFP8
+        return quant.MXFP8
     if dtype is torch.float8_e4m3fn and block is None and math.prod(grid) in (1, shape[0]):
-        return FP8_CHANNEL if per_row and math.prod(grid) > 1 else FP8_TENSOR
+        return quant.FP8_CHANNEL if per_row and math.prod(grid) > 1 else quant.FP8_TENSOR
     if dtype in (torch.uint8, torch.int8) and per_row and len(grid) == 2 and grid[1] > 1:
-        return {torch.float8_e4m3fn: NVFP4}.get(scale.dtype or torch.uint8, MXFP4 if scale.dtype in E8M0 else None)
+        return {torch.float8_e4m3fn: quant.NVFP4}.get(
+            scale.dtype or torch.uint8, quant.MXFP4 if scale.dtype in E8M0 else None
+        )
     if dtype is torch.int8:
         sides = block or (128, 128)
-        return INT8_CHANNEL if math.prod(grid) == shape[0] else scheme_of_kind("int8_block", sides)
-    return weight_scheme(block or (128, 128)) if dtype is torch.float8_e4m3fn else None
+        return quant.INT8_CHANNEL if math.prod(grid) == shape[0] else scheme_of_kind("int8_block", sides)
+    return quant.weight_scheme(block or (128, 128)) if dtype is torch.float8_e4m3fn else None
 
 
 def _block_of(spec: LayerSpec | None) -> tuple[int, int] | None:
@@ -419,7 +412,7 @@ def _kind_of(spec: LayerSpec | None) -> str:
     return "" if spec is None else kind_of_scheme(spec.scheme)
 
 
-def kind_of_scheme(scheme: QuantScheme) -> str:
+def kind_of_scheme(scheme: quant.QuantScheme) -> str:
     """The value of `model.quant.weights` for a scheme; empty if there is none."""
     if scheme.family in ("wna16", "gguf"):
         return scheme.name

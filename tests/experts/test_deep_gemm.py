@@ -1,7 +1,5 @@
 """The DeepGEMM adapter on the emulated library: both layouts, every type of scales, padding, and what it refuses."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The definition of the experts, followed by hand, and where it rounds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

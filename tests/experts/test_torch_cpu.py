@@ -1,7 +1,5 @@
 """Rows against rows sorted by expert; FP8 decoded by integer operations: every code, every scale, ragged edges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

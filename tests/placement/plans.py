@@ -1,7 +1,5 @@
 """Loads like those of a served model, what every plan promises, and where groups lie."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

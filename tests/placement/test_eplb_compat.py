@@ -1,7 +1,5 @@
 """The compatible balancer against goldens and against the algorithm written down step by step."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Groups at home, and the excess of a node lent to others."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.placement.balance.policies import NodeShelf, export_excess

@@ -1,7 +1,5 @@
 """Maps from experts to slots, and the slot that is nearest to each rank."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

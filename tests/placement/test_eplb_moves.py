@@ -1,7 +1,5 @@
 """From an old placement to a new one: few moves, near sources, few rounds, and nothing that does not pay."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Plans: policies, presets, faults, costs, ties and windows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

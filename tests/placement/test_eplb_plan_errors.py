@@ -1,7 +1,5 @@
 """Plans that cannot be: every reason, and the next that could."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Shares of copies, window fill and clusters: what an uneven split of tokens can reach."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plans for GPUs that differ: in speed, in slots, or in being there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Loads that no placement can be made of are refused, never placed wrongly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

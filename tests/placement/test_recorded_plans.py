@@ -6,8 +6,6 @@ of them moves these numbers.
 python tests/placement/test_recorded_plans.py       writes the record anew, after a change that is meant
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

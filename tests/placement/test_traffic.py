@@ -1,7 +1,5 @@
 """Expected nodes: who sends how much to which copy, and what a token reaches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Formats compute where their tensors are: on a device without memory, tensors of another device are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

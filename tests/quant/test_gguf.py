@@ -1,7 +1,5 @@
 """Blocks of GGUF: by hand, by fixed digests, and bit for bit what the `gguf` package decodes."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight-only integers in groups: values by hand, bounds of the format, bytes, slices, another library's decoding."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

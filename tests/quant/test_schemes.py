@@ -1,7 +1,5 @@
 """What every scheme with scales promises: bytes, shapes, bounds that follow from its format, damage that shows."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

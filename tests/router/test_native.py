@@ -1,7 +1,5 @@
 """The gate and the router in one native call: the router's own rules, on logits that differ in rounding alone."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +9,9 @@ from torch import Tensor
 from moe_mk.errors import UnsupportedError
 from moe_mk.layer.gate import route_natively, routes_natively
 from moe_mk.router import Router, choose_gate_tier, gate_logits
+from tests.layer.native import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+pytestmark = NEEDS_COMPILER
 BF16 = torch.bfloat16
 
 

@@ -1,7 +1,5 @@
 """A tiny checkpoint of four experts, on disk and as a state dict, for all tests of this room."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The layer that the tiny checkpoint holds, and how tests load and compare it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

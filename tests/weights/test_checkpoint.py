@@ -1,7 +1,5 @@
 """Loading one layer: only what is owned, in any naming convention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

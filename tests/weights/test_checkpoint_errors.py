@@ -1,7 +1,5 @@
 """What is wrong with the tensors of a layer, all of it at once, before anything is served."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Formats of numbers in a checkpoint: scales of one byte, ragged blocks, bf16, biases of another dtype."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversion: any type to any other, with an honest report, and nothing else changed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

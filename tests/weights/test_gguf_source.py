@@ -1,7 +1,5 @@
 """GGUF models: read in place by layer and expert, split files, mixed types, damage; needs the `gguf` package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """gpt-oss: packed blocks, interleaved gate and up, biases, clamps and a router bias, against transformers itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

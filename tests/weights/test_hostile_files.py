@@ -1,7 +1,5 @@
 """Checkpoints that nobody means well with: refused in words, fast, and nothing outside the folder is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Calibrated scales of activations: found, refused when broken, used by experts and on the wire, reported when lost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint at a glance, sound or not, from headers alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

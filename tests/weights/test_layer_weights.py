@@ -1,7 +1,5 @@
 """From mapped experts to a stack and back, and out to official names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What tensors are called, and where MoE blocks lie among all names."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.weights.names import CONVENTIONS, Part, Role, block_prefixes, layer_of, recognise

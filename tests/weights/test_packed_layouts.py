@@ -1,7 +1,5 @@
 """Packed integers of compressed-tensors, GPTQ and AWQ: their words by hand, there and back, and damage by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Experts of different widths in one layer: computed expert by expert, or refused by name."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables of experts by token id, and checkpoints with one: different experts, all used, the same bytes again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files written piece by piece are whole, aligned, and what the safetensors library reads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

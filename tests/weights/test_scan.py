@@ -1,7 +1,5 @@
 """NaN codes and broken scales are found and counted, wherever they hide."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Opening tensors by name: views of the files, never outside the directory, and damage reported in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

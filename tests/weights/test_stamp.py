@@ -1,7 +1,5 @@
 """A stamp holds for the tensors that it was made of, and for nothing that took their place."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

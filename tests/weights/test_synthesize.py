@@ -1,7 +1,5 @@
 """Synthetic checkpoints: official layout, deterministic, whole or not there, with numbers that catch mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

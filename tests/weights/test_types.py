@@ -1,7 +1,5 @@
 """Every type of experts from a file and back: written, described, read, sliced, stacked, moved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

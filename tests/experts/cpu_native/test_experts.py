@@ -1,6 +1,5 @@
 """Native CPU experts as a backend: packed weights, clamped activations and biases, bits in any company."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,10 +15,9 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_weights import as_mapped
+from tests.layer.native import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+pytestmark = NEEDS_COMPILER
 SLOTS, HIDDEN, INNER = 3, 96, 64
 
 

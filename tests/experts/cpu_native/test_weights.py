@@ -1,7 +1,5 @@
 """Packed experts of every scheme: back bit for bit, moved as bytes, cut for tensor parallelism, at their old size."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -34,10 +32,9 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, digest, narrow_columns, narrow_rows
+from tests.layer.native import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+pytestmark = NEEDS_COMPILER
 SCHEMES = [
     BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4, GROUPED["int4_g32"],
     GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], GGUF["q4_0"], GGUF["q8_0"],

@@ -1,7 +1,5 @@
 """The FlashInfer CUTLASS adapter on the emulated library: every type, both orders, and every limit as it is stated."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

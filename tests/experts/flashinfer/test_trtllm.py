@@ -1,7 +1,5 @@
 """The FlashInfer TRT-LLM adapter on the emulated library: every type, both ways of its order, and every limit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

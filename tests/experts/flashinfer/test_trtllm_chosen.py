@@ -1,7 +1,5 @@
 """How the oracle takes FlashInfer's TRT-LLM experts: every limit as it is stated, and two ranks that exchange codes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the oracle hears about the Triton experts; what they compute is in tests/kernels/triton."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

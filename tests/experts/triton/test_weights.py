@@ -1,7 +1,5 @@
 """Weights in the order the Triton kernels read: by hand, and back bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

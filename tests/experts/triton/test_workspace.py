@@ -1,7 +1,5 @@
 """Scratch memory grows to the largest run, is not asked for again, and arenas never share it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows to windows and sums of rows in native code: by hand, bit for bit against torch, on every instruction set."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

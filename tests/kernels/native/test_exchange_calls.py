@@ -1,7 +1,5 @@
 """The calls of a layer over an exchange: what is remembered between them, what is refused, sums that are late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Sums of rows in rank order in native code: bit for bit against torch, on every instruction set."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sums of rows from several places in native code: on every instruction set the bits of adding one after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Own threads may be moved to another processor when they wake up, and keep the processors they may use.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """Scales of blocks against loops at every ragged edge, and four-bit floats: all codes, ties, packing, ml_dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Compiled kernels of the tests go to a folder of the run, never into the tree or the home of whoever runs them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace

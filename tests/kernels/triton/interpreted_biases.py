@@ -1,7 +1,5 @@
 """Biases, clamped SwiGLU, experts of several sizes, on tiny shapes; run by test_interpreted.py (TRITON_INTERPRET=1)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

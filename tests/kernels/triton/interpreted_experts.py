@@ -1,7 +1,5 @@
 """The experts backend on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from threading import get_ident
 

@@ -1,7 +1,5 @@
 """The Gluon GEMMs on tensors between interpreted Triton kernels; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 times MXFP4 on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

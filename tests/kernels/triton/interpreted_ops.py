@@ -1,7 +1,5 @@
 """Small kernels on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

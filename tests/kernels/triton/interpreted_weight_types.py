@@ -1,7 +1,5 @@
 """Types of weights, shared experts and tuning on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

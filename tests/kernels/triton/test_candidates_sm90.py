@@ -3,8 +3,6 @@
 python tests/kernels/triton/test_candidates_sm90.py     compiles all, and writes compiled.json and the table of the docs
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 when it is imported whether kernels are compiled or interpreted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What the tests compile is what is launched: every integer of the GEMMs is as aligned as in a launch, and no more."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ring and mbarrier protocol of the Gluon GEMMs in every order: no wrong data, no overwrite, no deadlock."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The router of few tokens compiled for sm_90: gates, top-k, and the sort of assignments by slot."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

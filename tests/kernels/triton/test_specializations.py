@@ -1,7 +1,5 @@
 """How many kernels a serving engine compiles: each distinct key of Triton's cache delays a request by seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of architectures is what the compiler makes of the kernels: nothing is listed that was not compiled."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
