@@ -319,7 +319,7 @@ class Bench:
     @property
     def mode(self) -> ExpertsMode:
         """Of the layer's calls."""
-        return next(iter(self.paged.calls))
+        return next(iter(self.paged.calls))[0]
 
     def check(self) -> int:
         """Compare what was kept with experts packed in memory, ascending as in the layer; returns the differences."""

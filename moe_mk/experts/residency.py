@@ -186,6 +186,7 @@ class ResidencyPool:
     def __init__(self, num_bytes: int) -> None:
         """num_bytes: for all layers of this process."""
         self.num_bytes, self._calls, self._lock, self._process = num_bytes, 0, Lock(), os.getpid()
+        self._num_divided = 0
         self._members: WeakValueDictionary[int, PoolMember] = WeakValueDictionary()
         self.memory: dict[int, set[int]] = {}
         """By size of the records: the slots that take memory."""
@@ -213,10 +214,10 @@ class ResidencyPool:
             self.grow(member, wait=True)
 
     def called(self, member: PoolMember) -> None:
-        """Count a call, after its policy has; recompute the shares after `DIVIDED_EVERY` calls per layer on average."""
+        """Count a call, after its policy has; every `DIVIDED_EVERY` calls, and when a layer is gone, divide anew."""
         with self._guard():
             member.calls, self._calls = member.calls + 1, self._calls + 1
-            if self._calls % (DIVIDED_EVERY * len(self._members)) == 0:
+            if self._calls % (DIVIDED_EVERY * len(self._members)) == 0 or len(self._members) != self._num_divided:
                 self._divide()
 
     def grow(self, member: PoolMember, *, wait: bool = False) -> bool:
@@ -266,6 +267,7 @@ class ResidencyPool:
     def _divide(self) -> None:
         """Set the shares: one expert of each layer, then those with the most expected uses; of equal ones by turns."""
         members, ranked = list(self._members.values()), list[tuple[float, int, int]]()
+        self._num_divided = len(members)
         for index, one in enumerate(members):
             uses = sorted(-one.policy.worth(expert) * one.calls for expert in range(one.policy.num_experts))
             ranked += [(each, rank, index) for rank, each in enumerate(uses)]

@@ -80,7 +80,7 @@ BACKENDS = [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu", "refe
 def test_nothing_outlives_a_layer_that_was_used_in_every_way(
     experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_native, "MEASURED_BYTES", 0)  # layers of any size are measured when they are loaded
+    monkeypatch.setattr(cpu_native.tunings, "MEASURED_BYTES", 0)  # layers of any size are measured when they are loaded
     shape = CheckpointShape(EXPERTS, SIDE, SIDE, top_k=2, num_groups=1, top_k_groups=1)
     write_checkpoint(tmp_path, shape, threads=1)
     x_TH = torch.randn(8, SIDE).bfloat16()
@@ -114,7 +114,7 @@ def test_nothing_outlives_a_layer_that_was_used_in_every_way(
 @NEEDS_COMPILER
 @torch.no_grad()
 def test_resident_memory_stays_flat_where_layers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_native, "MEASURED_BYTES", 0)
+    monkeypatch.setattr(cpu_native.tunings, "MEASURED_BYTES", 0)
     shape = CheckpointShape(8, 512, 512, top_k=2, num_groups=1, top_k_groups=1, quant="int8")
     write_checkpoint(tmp_path, shape, threads=1)
     x_TH = torch.randn(8, 512).bfloat16()

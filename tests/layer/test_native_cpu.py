@@ -52,7 +52,7 @@ def test_the_decision_records_how_kernel_parameters_were_chosen(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "kernel parameters: built in" in str(built(checkpoint).explain())
-    monkeypatch.setattr(cpu_native_experts, "MEASURED_BYTES", 0)
+    monkeypatch.setattr(cpu_native_experts.tunings, "MEASURED_BYTES", 0)
     decision = built(checkpoint).explain()
     assert decision.as_dict()["parameters"] == decision.parameters and decision.parameters in decision.text(None)
     if native_kernels().best in (Isa.AVX512_BF16, Isa.AMX_BF16):

@@ -1,12 +1,11 @@
 """A store of packed experts appears whole, and no damaged record leaves it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,6 +133,15 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_store(tmp_path: Path
     assert [each.name for each in tmp_path.iterdir()] == [f".a.experts.{child}.partial"]
     ExpertStore(written(tmp_path / "a.experts")).read(0, record())
     assert [each.name for each in tmp_path.iterdir()] == ["a.experts"]
+
+
+def test_threads_that_write_the_same_store_do_not_disturb_each_other(path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        stores = [ExpertStore(each) for each in threads.map(written, [path] * 12)]
+    for expert, store in enumerate(stores[-EXPERTS:]):
+        store.read(expert, into := record())
+        assert bytes(into) == contents()[expert]
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.row(172)

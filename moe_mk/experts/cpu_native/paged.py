@@ -11,6 +11,7 @@ of a layer with all experts in memory, whatever arrives first.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from secrets import token_hex
 from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +29,9 @@ from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
 from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
-from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix
+from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix, RowsOfExperts
+from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts
+from moe_mk.kernels.native.library import Status
 from moe_mk.kernels.native.packed import HUGE_PAGE
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.text import amount
@@ -39,7 +43,6 @@ from moe_mk.weights.source import discard_pages
 LINE = 64
 """Alignment of the parts of a record."""
 PAIR = 32
-PARTS = ("values_LB", "scales_LX", "output_scales_LX", "zeros_LX", "bias_LX")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class RecordLayout:
     biased: bool
 
     def sizes(self, layout: MatrixLayout) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtypes of the parts of a matrix, in the order of PARTS; 0: there is none."""
+        """Elements and dtypes of values, scales, output scales, zeros and bias of a matrix; 0: none."""
         of_blocks = torch.uint8 if layout.format.group or layout.format.has_parts else torch.float32
         bias = layout.num_outputs * (2 if layout.gated else 1) * self.biased
         sizes = [layout.slot_bytes, layout.slot_scales, layout.slot_output_scales, layout.slot_zeros, bias]
@@ -63,8 +66,8 @@ class RecordLayout:
         parts = [*self.sizes(self.layout13), *self.sizes(self.layout2)]
         return aligned(sum(-(-count * dtype.itemsize // LINE) * LINE for count, dtype in parts))
 
-    def matrices(self, records_SB: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
-        """Both projections as views of records, one expert a row."""
+    def matrices(self, records_SB: Tensor, row_of_E: Tensor | None = None) -> tuple[PackedMatrix, PackedMatrix]:
+        """Both projections as views of records. row_of_E: the record of each expert; None: they are in order."""
         start, found = 0, []
         for layout in (self.layout13, self.layout2):
             views: list[Tensor | None] = []
@@ -74,7 +77,7 @@ class RecordLayout:
                 start += -(-num_bytes // LINE) * LINE
             values, scales, outputs, zeros, bias = views
             assert values is not None
-            found.append(PackedMatrix(layout, values, scales, bias, outputs, zeros))
+            found.append(PackedMatrix(layout, values, scales, bias, outputs, zeros, row_of_E))
         return found[0], found[1]
 
     def facts(self) -> dict[str, str]:
@@ -180,20 +183,20 @@ class Cache(PoolMember):
         memory = pool.memory[layout.num_bytes]
         assert isinstance(memory, RecordMemory)
         self.records_SB = memory.records_SB
-        self.matrices = layout.matrices(self.records_SB)
-        self.is_shared = config.slots is config.bytes is None
-        self.is_fixed = not self.is_shared and self.share == store.num_experts
-        """Whether the pool has other layers, and whether each expert has the slot of its number."""
-        while self.is_fixed and pool.grow(self):
-            pass
+        self.row_of_E = torch.full((store.num_experts,), -1, dtype=torch.int32, device="cpu")
+        """The slots of experts as kernels read them; of those that are not resident any number."""
+        self.matrices = layout.matrices(self.records_SB, self.row_of_E)
         self.uses = self.hits = self.reads = 0
         """Distinct experts of all calls, those that were resident, and records that were read."""
+        self._needed, self._missing = list[int](), list[int]()
+        """Of the call that was begun last."""
         self._readers: ThreadPoolExecutor | None = None
-        self._ended: SimpleQueue[Future[None]] = SimpleQueue()
+        self.ended: SimpleQueue[Future[None]] = SimpleQueue()
         """Pieces of this call that were read, or failed."""
 
     def __str__(self) -> str:
-        of_all = f" of {amount(self.pool.num_bytes)} for all layers" if self.is_shared else ""
+        is_shared = self.config.slots is self.config.bytes is None
+        of_all = f" of {amount(self.pool.num_bytes)} for all layers" if is_shared else ""
         held = f"{self.share} of {self.store.num_experts} experts in memory{of_all}"
         return f"{held}, {self.config.policy}; the others in {self.store.path}"
 
@@ -203,8 +206,8 @@ class Cache(PoolMember):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every expert is in memory, each in the slot of its number."""
-        return self.is_fixed and len(self.slot_of) == self.store.num_experts
+        """Whether every expert is in memory."""
+        return len(self.slot_of) == len(self.row_of_E)
 
     def clear(self) -> None:
         """Empty the slots, and forget what was used."""
@@ -213,22 +216,25 @@ class Cache(PoolMember):
             self.settle()
             self.policy = POLICIES[self.config.policy](self.store.num_experts)
 
-    def waves(self, experts: list[int]) -> Iterator[list[int]]:
-        """The experts of one call, ascending, in groups that are resident while the caller uses them.
+    def begin(self, experts: list[int]) -> list[int]:
+        """Count a call with these experts, ascending; returns those that are missing. Called with the lock held."""
+        if self.is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
+            self.settle()
+        self.policy.used(experts)
+        self.pool.called(self)
+        self._needed, self._missing = experts, [expert for expert in experts if expert not in self.slot_of]
+        self.uses, self.hits = self.uses + len(experts), self.hits + len(experts) - len(self._missing)
+        return self._missing
+
+    def waves(self) -> Iterator[list[int]]:
+        """The experts of the call that `begin` began, in groups that are resident while the caller uses them.
 
         First those that are here, the others as they arrive. Raises StoreError for a record that cannot be read or is
         not what was written; the caller has not seen it then, and its slot is free. Called with the lock held.
         """
-        if self.is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
-            self.settle()
-        self.is_used = True
-        self.policy.used(experts)
-        self.pool.called(self)
-        here = [expert for expert in experts if expert in self.slot_of]
-        missing = [expert for expert in experts if expert not in self.slot_of]
-        self.uses, self.hits = self.uses + len(experts), self.hits + len(here)
-        reading: dict[int, _Reading] = {}
-        needed, self._ended = frozenset(experts), SimpleQueue()
+        self.is_used, self.ended = True, SimpleQueue()
+        missing, needed, reading = self._missing, frozenset(self._needed), dict[int, _Reading]()
+        here = sorted(needed.difference(missing))
         try:
             self._read(missing, needed, reading)
             if here:
@@ -243,10 +249,13 @@ class Cache(PoolMember):
         self.is_used = False
 
     def settle(self) -> None:
-        """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert."""
-        if self._readers is not None:
+        """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert.
+
+        A forked child has none of the threads that read, and does not wait for them.
+        """
+        if self._readers is not None and self._readers_of == os.getpid():
             self._readers.shutdown(cancel_futures=True)
-        self._readers = None
+        self._readers, self.ended = None, SimpleQueue()  # what failed refers to this object
         super().settle()
 
     def _read(
@@ -259,6 +268,7 @@ class Cache(PoolMember):
         best of the others, and nothing comes from the pool.
         """
         if self._readers is None:
+            self._readers_of = os.getpid()
             self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
         while missing:
             if not self.free and (is_used or not self.pool.grow(self)):
@@ -268,50 +278,48 @@ class Cache(PoolMember):
                     return
                 self.free.append(self.slot_of.pop(self.policy.victim(others)))
             expert = missing.pop(0)
-            slot = expert if self.is_fixed else self.free[-1]
-            self.free.remove(slot)
-            reading[expert] = _Reading(self.store, expert, slot, memory_of(self.records_SB[slot]), self._readers)
-            for part in reading[expert].parts:
-                part.add_done_callback(self._ended.put)
+            reading[expert] = self.start(expert, self.free.pop(), self._readers)
             self.reads += 1
+
+    def start(self, expert: int, slot: int, readers: ThreadPoolExecutor) -> _Reading:
+        """Begin to read a record into a slot, in pieces; the thread that reads the last one checks the whole."""
+        record, left, lock = memory_of(self.records_SB[slot]), len(self.store.pieces()), Lock()
+
+        def read(start: int) -> None:  # it keeps this object, and with it the slot, until it has ended
+            nonlocal left
+            self.store.read_piece(expert, start, record)
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                self.store.check(expert, record)
+
+        reading = _Reading(slot, [])
+        for start in self.store.pieces():
+            reading.parts.append(readers.submit(read, start))
+            reading.parts[-1].add_done_callback(self.ended.put)
+        return reading
 
     def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
         """Wait for the next experts, and enter them into their slots."""
-        while not (found := sorted(expert for expert, each in reading.items() if each.is_done)):
-            self._ended.get()
+        while not (found := sorted(e for e, each in reading.items() if all(part.done() for part in each.parts))):
+            self.ended.get()
         for expert in found:
-            reading[expert].check()
-            self.slot_of[expert] = reading.pop(expert).slot
+            self.enter(expert, reading)
         return found
 
-
-class _Reading:
-    """One record on its way into a slot, in pieces; the thread that reads the last one checks the whole."""
-
-    def __init__(
-        self, store: ExpertStore, expert: int, slot: int, record: memoryview, readers: ThreadPoolExecutor
-    ) -> None:
-        self.slot, self._left, self._lock = slot, len(store.pieces()), Lock()
-
-        def read(start: int) -> None:
-            store.read_piece(expert, start, record)
-            with self._lock:
-                self._left -= 1
-                is_last = self._left == 0
-            if is_last:
-                store.check(expert, record)
-
-        self.parts: list[Future[None]] = [readers.submit(read, start) for start in store.pieces()]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all pieces were read, or failed."""
-        return all(part.done() for part in self.parts)
-
-    def check(self) -> None:
-        """Raise what a piece raised."""
-        for part in self.parts:
+    def enter(self, expert: int, reading: dict[int, _Reading]) -> None:
+        """Take an expert that was read. Raises what a piece of it raised."""
+        for part in reading[expert].parts:
             part.result()
+        self.row_of_E[expert] = self.slot_of[expert] = reading.pop(expert).slot
+
+
+class _Reading(NamedTuple):
+    """A record on its way."""
+
+    slot: int
+    parts: list[Future[None]]
 
 
 @dataclass(frozen=True)
@@ -319,33 +327,39 @@ class PagedExperts:
     """Experts of which some are in slots; `slot` reads one from the store and unpacks it, bit for bit."""
 
     cache: Cache
+    w13: PackedMatrix
+    """Of all experts. Those that are not resident must not be multiplied."""
+    w2: PackedMatrix
     scheme: QuantScheme
     down_scheme: QuantScheme
     layout: str = LAYOUT
     shared: PackedExpertWeights | None = None
     """As in `PackedExpertWeights`."""
-    calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
-    whole: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Calls of all experts, once they are in memory, with the shared ones."""
+    calls: dict[tuple[ExpertsMode, bool], ExpertsCall] = field(default_factory=dict, init=False, compare=False)
+
+    def call(self, mode: ExpertsMode, *, alone: bool = False) -> ExpertsCall:
+        """The call of resident experts. alone: without the shared ones."""
+        found = self.calls.get((mode, alone))
+        if found is None:
+            shared = None if alone or self.shared is None else (self.shared.w13, self.shared.w2)
+            found = ExpertsCall(self.cache.native, self.w13, self.w2, shared, mode)
+            self.calls[mode, alone] = found
+        return found
 
     @property
     def num_slots(self) -> int:
-        """L, the physical experts of this rank."""
         return self.cache.store.num_experts
 
     @property
     def gated(self) -> bool:
-        """Whether the experts have a gate projection."""
-        return self.cache.layout.layout13.gated
+        return self.w13.layout.gated
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
         return self.cache.share * self.cache.record_bytes
 
     @property
     def counts(self) -> ResidencyCounts:
-        """The slots, and what was read so far."""
         cache = self.cache
         sizes = cache.share, self.num_slots, cache.record_bytes
         return ResidencyCounts(*sizes, cache.uses, cache.hits, cache.reads)
@@ -356,6 +370,35 @@ class PagedExperts:
         self.cache.store.read(index, memory_of(record[0]))
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
+
+    def begin(self, ids: Tensor) -> list[int]:
+        """Begin a call with these assignments, -1: none; returns the missing experts. Called with the lock held.
+
+        Raises ShapeError for ids of no expert.
+        """
+        experts: list[int] = torch.unique(ids).tolist()
+        if experts and not -1 <= experts[0] <= experts[-1] < self.num_slots:
+            self.cache.native.check("experts", Status.BAD_ID)
+        return self.cache.begin(experts[1:] if experts[:1] == [-1] else experts)
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """The experts of a layer on one rank: `PreparedExperts`."""
+
+    rows: RowsOfExperts
+    weights: PagedExperts
+
+    def alone(self, shared: PreparedExperts | None, gating: Gating | None, tables: Any, ran: Any) -> LayerCall | None:
+        """None where an expert has several replicas, and for shared experts of other settings."""
+        if shared is not None or not tables.one_to_one:
+            return None
+        return PagedLayer(self.rows, self.weights.cache, self.weights.begin, self.sums, gating, tables, ran)
+
+    def sums(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Read what is missing, and multiply."""
+        mode, given = self.rows.mode_of_rows(len(x_TH)), Assignments(x_TH, None, slots_TK)
+        return weighted_sums(self.weights, given, weights_TK, None, mode)
 
 
 @dataclass(frozen=True)
@@ -368,12 +411,10 @@ class Assignments:
 
 
 def run_paged(
-    native: Native,
     tokens: Tokens,
     weights: PagedExperts,
     mode: ExpertsMode,
     codes: Callable[[QuantTensor], tuple[Tensor, Tensor | None]],
-    threads: int,
 ) -> ExpertOutput:
     """`FusedExperts.run` with experts that are read when they are needed, bit for bit. Raises StoreError.
 
@@ -381,7 +422,7 @@ def run_paged(
     """
     if isinstance(tokens, RowTokens):
         given = Assignments(*codes(tokens.x_RH), tokens.ids_RK)
-        y = weighted_sums(native, weights, given, tokens.weights_RK, tokens.out_RH, mode, threads)
+        y = weighted_sums(weights, given, tokens.weights_RK, tokens.out_RH, mode)
         return ExpertOutput(y, OutputStage.REDUCED)
     assert weights.shared is None, "shared experts are fused for RowTokens only"
     counts = tokens.counts_L.to(torch.int64)
@@ -395,46 +436,36 @@ def run_paged(
         inside = torch.arange(x.shape[1], dtype=torch.int64, device="cpu") < counts.unsqueeze(1)
         ids = torch.where(inside, slots, -1).reshape(-1)
         scales = None if scales is None else scales.flatten(0, 1)
-    hidden = weights.cache.matrices[1].layout.num_outputs
+    hidden = weights.w2.layout.num_outputs
     y = torch.zeros((ids.shape[0], 1, hidden), dtype=torch.bfloat16, device="cpu")
     flat = x.reshape(ids.shape[0], x.shape[-1])
-    terms(native, weights, Assignments(flat, scales, ids.unsqueeze(1)), y, mode, threads)
+    given = Assignments(flat, scales, ids.unsqueeze(1))
+    with weights.cache.exclusive():
+        weights.begin(ids)
+        terms(weights, given, y, mode)
     return ExpertOutput(y.view(*x.shape[:-1], hidden), OutputStage.RAW)
 
 
 def weighted_sums(
-    native: Native,
-    weights: PagedExperts,
-    given: Assignments,
-    weights_RK: Tensor,
-    out_RH: Tensor | None,
-    mode: ExpertsMode,
-    threads: int,
+    weights: PagedExperts, given: Assignments, weights_RK: Tensor, out_RH: Tensor | None, mode: ExpertsMode
 ) -> Tensor:
     """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
-    cache, shared = weights.cache, weights.shared
-    rows, hidden = given.x_RH.shape[0], cache.matrices[1].layout.num_outputs
+    shared, native, threads = weights.shared, weights.cache.native, torch.get_num_threads()
+    rows, hidden = given.x_RH.shape[0], weights.w2.layout.num_outputs
     ids_RK, weights_RK = given.ids_RK, weights_RK.to(torch.float32)
-    if cache.is_whole:  # from now on: nothing is evicted
-        both = None if shared is None else (shared.w13, shared.w2)
-        call = weights.whole.get(mode)
-        if call is None:
-            call = weights.whole[mode] = ExpertsCall(native, *cache.matrices, both, mode)
-        num_used = int((torch.unique(ids_RK) >= 0).sum())
-        with cache.exclusive():
-            cache.uses, cache.hits = cache.uses + num_used, cache.hits + num_used
-        return call(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
-    columns = ids_RK.shape[1] + (weights.shared is not None)
-    terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
-    if weights.shared is not None:
-        w13, w2 = weights.shared.w13, weights.shared.w2
+    columns = ids_RK.shape[1] + (shared is not None)
+    with weights.cache.exclusive():
+        if not weights.begin(ids_RK):
+            return weights.call(mode)(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
+        terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
+        terms(weights, given, terms_RKH, mode)
+    if shared is not None:
         first = torch.zeros((rows, 1), dtype=torch.int32, device="cpu")
         ones = torch.ones((rows, 1), dtype=torch.float32, device="cpu")
         into = terms_RKH[:, -1, :hidden]
-        ExpertsCall(native, w13, w2, None, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
+        ExpertsCall(native, shared.w13, shared.w2, None, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
         ids_RK = torch.cat((ids_RK, torch.full_like(first, weights.num_slots)), 1)
         weights_RK = torch.cat((weights_RK, ones), 1)
-    terms(native, weights, given, terms_RKH, mode, threads)
     out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
     ids_RK, weights_RK = ids_RK.contiguous(), weights_RK.contiguous()
     sums_RH = out_RH if out_RH.is_contiguous() else torch.empty_like(out_RH, memory_format=torch.contiguous_format)
@@ -446,32 +477,20 @@ def weighted_sums(
     return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
 
 
-def terms(
-    native: Native, weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: ExpertsMode, threads: int
-) -> None:
-    """Write the output of the expert of each assignment; of those without one nothing. terms_RKH: f32 or bf16."""
-    cache, hidden, top_k = weights.cache, weights.cache.matrices[1].layout.num_outputs, given.ids_RK.shape[1]
+def terms(weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: ExpertsMode) -> None:
+    """Write the output of the expert of each assignment; of those without one nothing. terms_RKH: f32 or bf16.
+
+    Called after `begin`, with the lock held.
+    """
+    hidden, top_k, call = weights.w2.layout.num_outputs, given.ids_RK.shape[1], weights.call(mode, alone=True)
     flat_X = given.ids_RK.reshape(-1)
     into_XH = terms_RKH.view(-1, terms_RKH.shape[-1])[:, :hidden]
-    call = weights.calls.get(mode)
-    if call is None:
-        call = weights.calls[mode] = ExpertsCall(native, *cache.matrices, None, mode)
-    experts: list[int] = torch.unique(flat_X).tolist()
-    if experts and not -1 <= experts[0] <= experts[-1] < weights.num_slots:
-        native.check("experts", 1)
-    with cache.exclusive():
-        for wave in cache.waves([expert for expert in experts if expert >= 0]):
-            slot_E = torch.full((weights.num_slots + 1,), -1, dtype=torch.int32, device="cpu")
-            slot_E[wave] = torch.tensor([cache.slot_of[e] for e in wave], dtype=torch.int32, device="cpu")
-            slots_X = slot_E[flat_X.long()]  # -1 reads the last, which is -1
-            at_N = (slots_X >= 0).nonzero().squeeze(1)
-            row_N = at_N // top_k
-            scales = None if given.scales_RX is None else given.scales_RX[row_N]
-            y_NH = torch.empty((len(at_N), hidden), dtype=terms_RKH.dtype, device="cpu")
-            call(given.x_RH[row_N], scales, slots_X[at_N].unsqueeze(1), None, y_NH, threads)
-            into_XH.index_copy_(0, _places(at_N, top_k, terms_RKH.shape[1]), y_NH)
-
-
-def _places(at_N: Tensor, top_k: int, columns: int) -> Tensor:
-    """Where assignments of K columns are among terms of more columns."""
-    return at_N if columns == top_k else at_N // top_k * columns + at_N % top_k
+    for wave in weights.cache.waves():
+        in_wave_E = torch.zeros(weights.num_slots + 1, dtype=torch.bool, device="cpu")
+        in_wave_E[wave] = True
+        at_N = in_wave_E[flat_X.long()].nonzero().squeeze(1)  # -1 reads the last, which is in none
+        row_N = at_N // top_k
+        scales = None if given.scales_RX is None else given.scales_RX[row_N]
+        y_NH = torch.empty((len(at_N), hidden), dtype=terms_RKH.dtype, device="cpu")
+        call(given.x_RH[row_N], scales, flat_X[at_N].unsqueeze(1), None, y_NH, torch.get_num_threads())
+        into_XH.index_copy_(0, row_N * terms_RKH.shape[1] + at_N % top_k, y_NH)

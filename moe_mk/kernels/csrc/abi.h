@@ -25,6 +25,7 @@ enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 // One projection of all local experts in packed form (layout: pack.cpp).
 struct MoeMkMatrix {
+  const int32_t* row_of;  // [L] the row of data and of what follows that holds each slot; null: rows are slots
   const uint8_t* data;    // [L][slot_bytes]
   const void* scales;     // [L][slot_scales]; null: none. kFp8, kInt8: f32, each [pair][2 tiles][blocks].
                           // kMxFp8, kMxFp4 (E8M0 for 32 k), kNvFp4 (e4m3 for 16 k): bytes, each [pair][k group][32 outputs]

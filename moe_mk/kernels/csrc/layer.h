@@ -41,21 +41,23 @@ struct Matrix {
       pair_scales = pair_zeros * bytes_of_scale(m.scale_type);
     }
   }
+  int64_t row(int slot) const { return packed->row_of == nullptr ? slot : packed->row_of[slot]; }
   Columns columns(int slot, int first, int count, int prefetch, size_t gather_bytes) const {
-    Columns w = {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, nullptr, nullptr, pair_bytes,
+    const int64_t at = row(slot);
+    Columns w = {packed->data + at * packed->slot_bytes + size_t(first) * pair_bytes, nullptr, nullptr, pair_bytes,
                  pair_groups, count, steps, steps_per_block, blocks, packed->format, bytes_of_step(packed->format),
                  prefetch, gather_bytes, nullptr, nullptr, pair_scales, pair_zeros, packed->scale_type, group_steps,
                  part_pairs(), has_minima()};
     if (packed->scales == nullptr) return w;
     if (has_parts(packed->format)) {
-      w.part_scales = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_scales;
-      if (packed->zeros != nullptr) w.zeros = packed->zeros + slot * packed->slot_zeros + size_t(first) * pair_zeros;
+      w.part_scales = static_cast<const uint8_t*>(packed->scales) + at * packed->slot_scales + size_t(first) * pair_scales;
+      if (packed->zeros != nullptr) w.zeros = packed->zeros + at * packed->slot_zeros + size_t(first) * pair_zeros;
       return w;
     }
     if (groups_of_step(packed->format) != 0)
-      w.groups = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_groups;
+      w.groups = static_cast<const uint8_t*>(packed->scales) + at * packed->slot_scales + size_t(first) * pair_groups;
     else
-      w.scales = static_cast<const float*>(packed->scales) + slot * packed->slot_scales + size_t(first) * 2 * blocks;
+      w.scales = static_cast<const float*>(packed->scales) + at * packed->slot_scales + size_t(first) * 2 * blocks;
     return w;
   }
   // A part is a group of k, of larger groups a scale block of x. Its number of k pairs.
@@ -68,12 +70,12 @@ struct Matrix {
   // The 32 factors of one pair's finished totals. null: 1.
   const float* output_scales(int slot, int pair) const {
     if (packed->output_scales == nullptr) return nullptr;
-    return packed->output_scales + slot * packed->slot_output_scales + size_t(pair) * kPairColumns;
+    return packed->output_scales + row(slot) * packed->slot_output_scales + size_t(pair) * kPairColumns;
   }
   // The 32 biases of one pair, zero beyond the matrix. null: no bias.
   const float* bias(int slot, int pair, float* into) const {
     if (packed->bias == nullptr) return nullptr;
-    const float* all = packed->bias + slot * packed->slot_bias;
+    const float* all = packed->bias + row(slot) * packed->slot_bias;
     const int n = packed->num_outputs;
     for (int c = 0; c < kPairColumns; ++c) {
       const int column = gated ? pair * kTileColumns + c % kTileColumns : pair * kPairColumns + c;

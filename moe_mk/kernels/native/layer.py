@@ -2,6 +2,7 @@
 
     RowsOfExperts   the experts of a rank as the call needs them
     NativeLayer     the arguments of a layer on one rank, written once; calls may run concurrently
+    PagedLayer      the same with experts that may be larger than memory
     ExchangeLayer   the same over one `Exchange`, one call at a time
 
 The results are those of `RouteCall`, `ExchangeCalls` and `ExpertsCall`, bit for bit. A call over an exchange returns
@@ -210,14 +211,15 @@ class NativeLayer:
         skip: bool = False,
         routed: Callable[[], None] | None = None,
         shared_weights_T: torch.Tensor | None = None,
+        stop: Stage = Stage.DONE,
     ) -> torch.Tensor:
-        """See `LayerCall`. `routed` is called at the end."""
+        """See `LayerCall`. `routed` is called at the end. stop: the first stage that is left out."""
         out_TH, (ids, weights, top_k), form = torch.empty_like(x_TH), (None, None, 0), SKIP_OTHERS * skip
         if routing is not None:
             ids, weights, top_k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
             form |= WIDE_IDS * (routing[0].dtype is torch.int64)
         status = self._function(
-            byref(self._block_at(x_TH.shape[0])) if self._by_rows else self._at, first, Stage.DONE, x_TH.data_ptr(),
+            byref(self._block_at(x_TH.shape[0])) if self._by_rows else self._at, first, stop, x_TH.data_ptr(),
             x_TH.shape[0], ids, weights, top_k, form, None if shared_weights_T is None else shared_weights_T.data_ptr(),
             None if load_E is None else load_E.data_ptr(), out_TH.data_ptr(), self._sign * torch.get_num_threads(), 0,
         )  # fmt: skip
@@ -254,6 +256,54 @@ class NativeLayer:
             self._of_rows.clear()
         self._of_rows[rows] = made
         return made
+
+
+class PagedLayer(NativeLayer):
+    """A `NativeLayer` while all experts are in memory; else one call for what is before them, and `sums`."""
+
+    def __init__(
+        self, rows: RowsOfExperts, cache: Any, begin: Callable[[torch.Tensor], Any], sums: Callable[..., torch.Tensor],
+        gating: Gating | None, tables: Any, ran: Any,
+    ) -> None:  # fmt: skip
+        """cache: with the lock of a call, `exclusive()`, and whether all experts are in memory, `is_whole`.
+
+        begin: counts a call with these slots, with the lock held. sums: of tokens, their slots and weights.
+        """
+        super().__init__(rows, None, gating, Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, 0), ran)
+        self._cache, self._begin, self._sums, self._tables, self._ran = cache, begin, sums, tables, ran
+        self._top_k = 0 if gating is None else gating.mode.top_k
+
+    def __call__(
+        self, x_TH: torch.Tensor, load_E: torch.Tensor | None, routing: Routed | None = None,
+        first: Stage = Stage.ROUTE, *, skip: bool = False, routed: Callable[[], None] | None = None,
+        shared_weights_T: torch.Tensor | None = None, stop: Stage = Stage.DONE,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `LayerCall`. Raises StoreError for experts that cannot be read."""
+        rows = len(x_TH)
+        if routing is None:
+            ids_TK = torch.empty((rows, self._top_k), dtype=torch.int32, device="cpu")
+            routing = ids_TK, torch.empty((rows, self._top_k), dtype=torch.float32, device="cpu")
+        with self._cache.exclusive():
+            if is_whole := self._cache.is_whole:
+                y_TH = super().__call__(x_TH, load_E, routing, first, skip=skip)
+                self._begin(self._slots(routing[0], skip=skip))
+        if is_whole:
+            if routed is not None:
+                routed()
+            return y_TH
+        super().__call__(x_TH, load_E, routing, first, skip=skip, routed=routed, stop=Stage.EXPERTS)
+        with torch.no_grad():
+            y_TH = self._sums(x_TH, self._slots(routing[0], skip=skip), routing[1])
+        for word, count in ((4, 1), (5, rows), (6, 1), (7, rows)):  # experts and combine of `LayerWork`
+            self._ran[word] += count
+        return y_TH
+
+    def _slots(self, ids_TK: torch.Tensor, *, skip: bool) -> torch.Tensor:
+        if skip:
+            ids_TK = ids_TK.masked_fill((ids_TK < 0) | (ids_TK >= self.num_experts), -1)
+        if not self._tables.is_identity:
+            ids_TK = self._tables.local_slots(self._tables.to_physical(ids_TK, 0), 0)
+        return ids_TK.to(torch.int32)
 
 
 NativeParts = tuple[RowsOfExperts, RowsOfExperts | None, Gating | None, Places, Array[c_int64] | None]

@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 
 class Isa(IntEnum):
@@ -48,7 +48,7 @@ class CMatrix(ctypes.Structure):
     """`MoeMkMatrix` of csrc/abi.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("data", "scales", "output_scales", "bias")),
+        *((name, c_void_p) for name in ("row_of", "data", "scales", "output_scales", "bias")),
         *((name, c_int64) for name in ("slot_bytes", "slot_scales", "slot_output_scales", "slot_bias")),
         *((name, c_int32) for name in ("format", "num_outputs", "num_inputs", "block")),
         ("zeros", c_void_p),

@@ -29,7 +29,7 @@ class PackedMatrix:
 
     values_LB: uint8, one slot a row. scales_LX: f32 of blocks, or bytes of groups and parts, None without. bias_LX: f32
     per output, gate's then up's, or None. output_scales_LX: f32 factors of whole outputs, None without. zeros_LX: uint8
-    zero points of groups, None without.
+    zero points of groups, None without. row_of_L: int32, read at every call: the row of each slot; None: in order.
     """
 
     layout: MatrixLayout
@@ -38,10 +38,11 @@ class PackedMatrix:
     bias_LX: torch.Tensor | None = None
     output_scales_LX: torch.Tensor | None = None
     zeros_LX: torch.Tensor | None = None
+    row_of_L: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
-        return self.values_LB.shape[0]
+        return (self.values_LB if self.row_of_L is None else self.row_of_L).shape[0]
 
     @property
     def num_bytes(self) -> int:

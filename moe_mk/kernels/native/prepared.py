@@ -201,12 +201,12 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
     layout, bias = packed.layout, packed.bias_LX
     if bias is not None:
         wide = layout.num_outputs * (2 if layout.gated else 1)
-        if bias.dtype != torch.float32 or tuple(bias.shape) != (packed.num_slots, wide) or bias.stride(1) != 1:
+        if bias.dtype != torch.float32 or tuple(bias.shape) != (len(packed.values_LB), wide) or bias.stride(1) != 1:
             raise ShapeError(
-                f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(packed.num_slots, wide)} dense float32"
+                f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(len(packed.values_LB), wide)} dense float32"
             )
     return CMatrix(
-        data=packed.values_LB.data_ptr(), scales=_pointer(packed.scales_LX),
+        row_of=_pointer(packed.row_of_L), data=packed.values_LB.data_ptr(), scales=_pointer(packed.scales_LX),
         output_scales=_pointer(packed.output_scales_LX), bias=_pointer(bias), slot_bytes=packed.values_LB.stride(0),
         slot_scales=_slot_size(packed.scales_LX), slot_output_scales=_slot_size(packed.output_scales_LX),
         slot_bias=_slot_size(bias), format=int(layout.format), num_outputs=layout.num_outputs,

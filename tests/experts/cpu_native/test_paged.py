@@ -1,27 +1,33 @@
 """Experts larger than memory have the bits of resident ones, whatever is resident and whatever arrives first."""
 
-from __future__ import annotations
-
 import os
-import shutil
 import signal
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, records
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, memory_of, records
 from moe_mk.experts.residency import POLICIES, ResidencyPool
-from moe_mk.lab.plan.residency import Machine, Recorded, simulate
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.permute import permute
@@ -30,23 +36,48 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
-from moe_mk.weights.expert_store import ExpertStore
+from moe_mk.weights.expert_store import ExpertStore, digest_of
 from tests.experts.cpu_native.test_experts import weights as with_biases
 from tests.layer.interrupted_ranks import Interrupts
-from tests.layer.native import built, written
+from tests.layer.native import NEEDS_COMPILER, built, written
 
-pytestmark = [
-    pytest.mark.skipif(
-        not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-    )
-]
+pytestmark = NEEDS_COMPILER
 SLOTS, SIZE = 6, 256
 CPU = torch.device("cpu")
 
 
+@contextmanager
+def failing(bad: int) -> Iterator[None]:
+    """Reads of one expert fail."""
+    read = ExpertStore.read_piece
+
+    def fail(self: ExpertStore, expert: int, start: int, record: memoryview) -> None:
+        if expert == bad:
+            raise StoreError(f"expert {bad} cannot be read")
+        read(self, expert, start, record)
+
+    with patch.object(ExpertStore, "read_piece", fail):
+        yield
+
+
+def forked(run: Callable[[], object]) -> int:
+    """A child process, whose status is 0 if it ends within a minute and nothing is raised."""
+    if child := os.fork():
+        return child
+    signal.alarm(60)
+    with suppress(BaseException):
+        run()
+        os._exit(0)
+    os._exit(1)
+
+
+def has_ended(child: int) -> bool:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def pair(
     weights: object, folder: Path, slots: int | ResidencyPool, policy: str = "decayed", **more: int
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Resident and paged experts with their weights."""
     sizes = {"num_slots": SLOTS, "hidden_size": SIZE, "intermediate_size": SIZE} | more
     own, pool = (slots, None) if isinstance(slots, int) else (None, slots)
@@ -76,8 +107,7 @@ def in_any_order(draw: Random) -> object:
         wait([part for each in reading.values() for part in each.parts])  # type: ignore[attr-defined]
         found = sorted(draw.sample(sorted(reading), draw.randint(1, len(reading))))
         for expert in found:
-            reading[expert].check()  # type: ignore[attr-defined]
-            self.slot_of[expert] = reading.pop(expert).slot  # type: ignore[attr-defined]
+            self.enter(expert, reading)  # type: ignore[arg-type]
         return found
 
     return arrived
@@ -148,12 +178,20 @@ def test_a_layer_with_shared_experts_has_the_same_bits_and_states_its_memory(che
 def test_ranks_have_stores_of_their_own_experts_and_the_same_bits(checkpoint: Path, tmp_path: Path) -> None:
     batches = [torch.randn(count, 256, generator=torch.Generator().manual_seed(count)).bfloat16() for count in (7, 3)]
     outputs = []
-    for more in ({}, {"residency": {"slots": 2, "store": str(tmp_path)}}):
-        config = built(checkpoint, **more).config
-        ranks = [DeepseekV3MoE(config, groups=g).load_from_safetensors(checkpoint, 3) for g in virtual_groups(2, 1)]
-        outputs.append(run_together(ranks, batches))
-    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
-    assert len(list(tmp_path.iterdir())) == 3  # of all experts, and of each rank's
+    for slots, pool in (
+        (0, None),
+        (2, None),
+        (None, ResidencyPool(600_000)),
+    ):  # of both ranks, one of which has no tokens
+        residency = None if slots == 0 else {"slots": slots, "store": str(tmp_path)}
+        config = built(checkpoint).config.with_(residency=residency)
+        layers = [DeepseekV3MoE(config, groups=g, pool=pool) for g in virtual_groups(2, 1)]
+        ranks = [layer.load_from_safetensors(checkpoint, 3) for layer in layers]
+        outputs.append([each for size in (3, 0, 1) for each in run_together(ranks, [batches[0], batches[1][:size]])])
+    assert all(
+        torch.equal(first, each) for others in outputs[1:] for first, each in zip(outputs[0], others, strict=True)
+    )
+    assert len(list(tmp_path.iterdir())) == 2  # of each rank's
 
 
 @pytest.mark.row(172)
@@ -184,34 +222,23 @@ def test_once_all_experts_are_in_memory_a_call_reads_nothing_and_is_that_of_a_re
             for each, weights in ((resident, held), (paged, some))
         ]
         assert torch.equal(*outputs)
-    assert some.cache.is_whole and some.cache.slot_of == {expert: expert for expert in range(SLOTS)}
-    assert some.cache.reads == SLOTS == some.cache.uses - some.cache.hits and len(some.whole) == 1
+    assert some.cache.is_whole and some.cache.reads == SLOTS == some.cache.uses - some.cache.hits
 
 
 @pytest.mark.row(172)
-def test_a_record_that_cannot_be_read_is_never_multiplied(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_read_is_never_multiplied(checkpoint: Path, tmp_path: Path) -> None:
     x_TH = torch.randn(24, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     layer = built(checkpoint, residency={"bytes": 800_000, "store": str(tmp_path)})
-    expected, read = built(checkpoint)(x_TH), ExpertStore.read_piece
+    expected = built(checkpoint)(x_TH)
     assert torch.equal(layer(x_TH), expected)
     used, failed = layer.expert_load > 0, 0
     for bad in range(16):
-        with monkeypatch.context() as patched:
-
-            def failing(self: ExpertStore, expert: int, start: int, record: memoryview, bad: int = bad) -> None:
-                if expert == bad:
-                    raise StoreError(f"expert {bad} cannot be read")
-                read(self, expert, start, record)
-
-            patched.setattr(ExpertStore, "read_piece", failing)
-            cache = layer.state.laid_out.cache
-            if used[bad] and bad not in cache.slot_of:
-                with pytest.raises(StoreError, match=f"expert {bad} cannot be read"):
-                    layer(x_TH)
-                assert bad not in cache.slot_of
-                failed += 1
+        cache = layer.state.laid_out.cache
+        if used[bad] and bad not in cache.slot_of:
+            with failing(bad), pytest.raises(StoreError, match=f"expert {bad} cannot be read"):
+                layer(x_TH)
+            assert bad not in cache.slot_of
+            failed += 1
         assert torch.equal(layer(x_TH), expected)  # the slot is free, the next call reads again
     assert failed >= 4
     # A flipped bit in the file of a layer that is loaded later.
@@ -225,7 +252,7 @@ def test_a_record_that_cannot_be_read_is_never_multiplied(
 
 def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_path: Path) -> None:
     store = str(tmp_path)
-    for given, problem in (
+    for settings_of, problem in (
         ({"store": store}, "its slots, its bytes or a ResidencyPool.* 0 are given"),
         ({"store": store, "slots": 1, "bytes": 1}, "slots or bytes, both"),
         ({"store": "relative", "slots": 1}, "no absolute path"),
@@ -233,7 +260,7 @@ def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_pat
         ({"store": store, "bytes": 4000}, "less than one expert"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            built(checkpoint, residency=given)
+            built(checkpoint, residency=settings_of)
     assert not list(tmp_path.iterdir())
 
 
@@ -252,7 +279,7 @@ def test_slots_take_large_pages_before_they_are_written_and_give_them_back() -> 
     assert memory == {4} and resident() - before < 40 << 20 and memory.records_SB[4].all()
 
 
-def in_a_pool(folder: Path, records: int, kinds: str) -> tuple[ResidencyPool, list[tuple[object, ...]]]:
+def in_a_pool(folder: Path, records: int, kinds: str) -> tuple[ResidencyPool, list[tuple[Any, ...]]]:
     """Layers of some formats in a pool with memory for so many experts in bf16, and for some scales."""
     pool = ResidencyPool(records * 3 * SIZE * SIZE * 2 + (1 << 16))
     given = [random_experts(scheme_of_kind(kind, (128, 128)), SLOTS, SIZE, SIZE, CPU) for kind in kinds.split()]
@@ -275,42 +302,143 @@ def test_layers_of_a_pool_have_the_same_bits_and_divide_its_memory_by_what_they_
     for step in range(40):
         called(step)
     assert [cache.share for cache in caches] == [len(cache.slots) for cache in caches] == [5, 2, 2]
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(called, range(40, 60)))
-    late = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, pool)
-    layers.append(late)
-    called(60)
     with pytest.raises(ConfigError, match=r"less than one expert of each layer \(3 x .*give at least"):
         in_a_pool(tmp_path, 2, "bf16 bf16 bf16")
 
 
-def test_layers_of_a_pool_read_what_the_simulator_predicts(tmp_path: Path) -> None:
-    pool, layers = in_a_pool(tmp_path, 5, "bf16 bf16")
-    steps, reads = list[list[tuple[int, ...]]](), [0]
-    for step in range(160):
-        steps.append([(step * step % 37 % (6, 2)[number],) for number in range(2)])
-        for (_, _, paged, some), (expert,) in zip(layers, steps[-1], strict=True):
-            ids = torch.full((1, 1), expert, dtype=torch.int32)
-            paged.run(replace(drawn(step, 1, 1), ids_RK=ids), some)  # type: ignore[attr-defined]
-        reads.append(sum(some.cache.reads for *_, some in layers))  # type: ignore[attr-defined]
-    size = layers[0][3].cache.record_bytes  # type: ignore[attr-defined]
-    predicted = simulate(Recorded(steps, SLOTS, 1), Machine(size, 1e9, 1e9), 1, "decayed", pool=pool.num_bytes // size)
-    assert [each for *_, each in predicted.by_step] == [after - before for before, after in pairwise(reads)][80:]
-    assert 0 < predicted.reads < simulate(Recorded(steps, SLOTS, 1), Machine(size, 1e9, 1e9), 2, "decayed").reads
+def expect_bits(layer: tuple[Any, ...], seed: int, bad: int = -1) -> None:
+    """A call has the bits of resident experts, or fails where expert `bad` cannot be read."""
+    resident, held, paged, some = layer
+    tokens = drawn(seed, seed % 4, 1 + seed % 5, dropped=0.1)
+    try:
+        assert torch.equal(paged.run(tokens, some).y, resident.run(tokens, held).y)
+    except StoreError as problem:
+        if f"expert {bad} cannot be read" not in str(problem) or bad in some.cache.slot_of:
+            raise
 
 
-def test_a_forked_child_reads_with_threads_of_its_own(tmp_path: Path) -> None:
-    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
-    tokens = drawn(5, 9, 1)
-    expected = resident.run(tokens, held).y
-    assert torch.equal(paged.run(tokens, some).y, expected)
-    some.cache.exclusive().acquire()  # as by a call of another thread, which the child does not have
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os._exit(0 if torch.equal(paged.run(tokens, some).y, expected) else 1)
-    some.cache.exclusive().release()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+STEPS = st.sampled_from("call call threads fail join leave reload fork".split())
+
+
+@pytest.mark.row(172)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(STEPS, st.integers(0, 999)), max_size=30))
+def test_any_steps_of_the_layers_of_a_pool_keep_bits_and_budget(steps: list[tuple[str, int]]) -> None:
+    kinds = [
+        random_experts(scheme_of_kind(kind, (128, 128)), SLOTS, SIZE, SIZE, CPU) for kind in ("bf16", "int8_block")
+    ]
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
+        pool = ResidencyPool(4 * 3 * SIZE * SIZE * 2 + (1 << 15))
+        layers = [(pair(each, Path(folder), pool), each) for each in kinds]
+        for step, seed in steps:
+            layer, given = layers[at := seed % len(layers)]
+            if step == "call":
+                expect_bits(layer, seed)
+            elif step == "threads":
+                list(threads.map(expect_bits, [each for each, _ in layers * 2], range(seed, seed + 2 * len(layers))))
+            elif step == "fail":
+                with failing(seed % SLOTS):
+                    expect_bits(layer, seed, seed % SLOTS)
+            elif step == "leave" and len(layers) > 1:
+                del layers[at]
+            elif step == "fork":
+                assert has_ended(forked(partial(expect_bits, layer, seed)))
+            elif step in ("join", "reload"):
+                with suppress(ConfigError):  # there may be no memory for one expert of one layer more
+                    new = pair(given, Path(folder), pool), given
+                    layers = [*layers, new] if step == "join" else [*layers[:at], new, *layers[at + 1 :]]
+            del layer
+            taken = list[tuple[int, int]]()
+            for (*_, some), _ in layers:
+                cache = some.cache  # type: ignore[attr-defined]
+                assert sorted([*cache.free, *cache.slot_of.values()]) == sorted(cache.slots) != []
+                taken += [(cache.record_bytes, slot) for slot in cache.slots]
+                for expert, slot in cache.slot_of.items():  # nothing half-read, nothing of another layer
+                    assert digest_of(memory_of(cache.records_SB[slot])) == cache.store._digests[expert]
+            assert len(taken) == len(set(taken)) and all(slot in pool.memory[size] for size, slot in taken)
+            assert sum(len(held) * size for size, held in pool.memory.items()) <= pool.num_bytes
+
+
+@pytest.mark.row(172)
+def test_processes_share_a_store_and_those_that_are_killed_harm_none(tmp_path: Path) -> None:
+    _, layers = in_a_pool(tmp_path, 5, "bf16 bf16")
+
+    def calls(seeds: Iterable[int]) -> None:
+        for seed in seeds:
+            for layer in layers:
+                expect_bits(layer, seed)
+
+    calls(range(2))
+    layers[0][3].cache.exclusive().acquire()  # as by a call of another thread, which the children do not have
+    endless, other = forked(lambda: calls(count())), forked(lambda: calls(range(30)))
+    layers[0][3].cache.exclusive().release()
+    calls(range(30))
+    os.kill(endless, signal.SIGKILL)
+    assert not has_ended(endless) and has_ended(other)
+    calls(range(3))
+
+
+@pytest.mark.row(172)
+def test_a_store_that_is_removed_or_truncated_between_calls(tmp_path: Path) -> None:
+    given = random_experts(BF16, SLOTS, SIZE, SIZE, CPU)
+    resident, held, paged, some = layer = pair(given, tmp_path, 2)
+    expect_bits(layer, 3)
+    (file,) = tmp_path.iterdir()
+    os.truncate(file, file.stat().st_size - 1)
+    ids = torch.tensor([[*some.cache.slot_of]], dtype=torch.int32)  # they are in memory
+    here = RowTokens(drawn(1, 1, 1).x_RH, ids, torch.ones(1, 2), SLOTS)
+    assert torch.equal(paged.run(here, some).y, resident.run(here, held).y)
+    with pytest.raises(StoreError, match="was changed while it was in use|truncated"):
+        paged.run(drawn(2, 9, 4), some)
+    with pytest.raises(StoreError, match=r"is truncated.*load the layer"):
+        paged.relayout(given)
+    file.unlink()
+    layer = resident, held, paged, paged.relayout(given)
+    file.unlink()
+    expect_bits(layer, 3)
+
+
+@pytest.mark.row(172)
+def test_a_call_that_fails_ends_while_another_layer_of_the_pool_reads(tmp_path: Path) -> None:
+    _, (one, other) = in_a_pool(tmp_path, 4, "bf16 bf16")
+    begun, may_end, read = Event(), Event(), ExpertStore.read_piece
+
+    def slow(self: ExpertStore, *piece: Any) -> None:
+        if self is one[3].cache.store:
+            raise StoreError("a damaged record")
+        begun.set()
+        assert may_end.wait(60)
+        read(self, *piece)
+
+    with patch.object(ExpertStore, "read_piece", slow), ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(expect_bits, other, 6)
+        assert begun.wait(60)
+        with pytest.raises(StoreError, match="a damaged record"):
+            one[2].run(drawn(3, 4, 4), one[3])
+        may_end.set()
+        reading.result(60)
+    expect_bits(one, 7)
+
+
+@pytest.mark.row(172)
+def test_a_layer_that_is_gone_returns_its_slots_once_its_reads_have_ended(tmp_path: Path) -> None:
+    _, layers = in_a_pool(tmp_path, 4, "bf16 bf16")
+    cache, may_end, read = layers.pop()[3].cache, Event(), ExpertStore.read_piece
+
+    def slow(*piece: Any) -> None:
+        assert may_end.wait(60)
+        read(*piece)
+
+    with patch.object(ExpertStore, "read_piece", slow), ThreadPoolExecutor(4) as readers:
+        cache.start(0, cache.free.pop(), readers)  # as after an interrupt that nothing has waited for
+        gone, _ = ref(cache), layers[0][3].cache.clear()
+        del cache
+        assert gone() is not None
+        may_end.set()
+    assert gone() is None
+    for seed in range(8):
+        expect_bits(layers[0], seed)
+    assert len(layers[0][3].cache.slots) == 4 == layers[0][3].cache.share
 
 
 def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:

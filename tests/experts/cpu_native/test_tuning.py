@@ -1,11 +1,8 @@
 """Tuning of the native CPU experts: what is tried, files read back and used, and the same bits whatever is chosen."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
-import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -44,15 +41,14 @@ from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import GroupedTokens, RowTokens
+from tests.layer.native import NEEDS_COMPILER
 
 SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
 CONTEXT = ExpertsContext(BF16, BF16, "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
 CASE = TuneCase("cpu_native", HIDDEN, INNER, SLOTS, TOP_K, BF16, BF16, FP8_128x128)
 UNTUNED = Tuned((), BUILT_IN)
 NARROW, WIDE = Tuning(panel_rows=1, task_pairs=2), Tuning(prefetch_bytes=640, gather_kib=128)
-compiled = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+compiled = NEEDS_COMPILER
 
 
 @pytest.fixture
@@ -242,7 +238,7 @@ def test_experts_that_leave_the_caches_are_measured_at_load(
     stack, built_in = random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")), CpuNativeExperts(CONTEXT)
     wanted = {count: built_in.run(rows(count), built_in.relayout(stack)).y for count in (1, 7, 32)}
     assert built_in.parameters().startswith("built in; ")
-    monkeypatch.setattr(cpu_native_experts, "MEASURED_BYTES", bound)
+    monkeypatch.setattr(cpu_native_experts.tunings, "MEASURED_BYTES", bound)
     experts = CpuNativeExperts(CONTEXT)
     weights = experts.relayout(stack)
     can_move = cut_over_of(experts.native.best, Format.FP8, experts.mode) is not None

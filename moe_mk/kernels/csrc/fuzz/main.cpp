@@ -83,7 +83,7 @@ struct Packed {
     for (float& value : bias) value = normal();
     for (int slot = 0; slot < slots; ++slot) fill(slot, outputs, inputs, s, two, seed);
     const void* beside = scales.empty() ? static_cast<const void*>(groups.empty() ? nullptr : groups.data()) : scales.data();
-    matrix = {values.data, beside, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
+    matrix = {nullptr, values.data, beside, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
               int64_t(values.size / size_t(slots)), int64_t((scales.size() + groups.size()) / size_t(slots)),
               int64_t(output_scales.size() / size_t(slots)), int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs,
               s.block, zeros.empty() ? nullptr : zeros.data(), int64_t(zeros.size() / size_t(slots)), s.scale_type, s.group};
