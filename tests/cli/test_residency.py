@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from moe_mk import DeepseekV3MoE
-from moe_mk.errors import StoreError
 from moe_mk.lab.checkpoints import stores
 from moe_mk.lab.cli.options import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, simulate
 from tests.cli.conftest import Invoke, moe_mk
+from tests.layer.native import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +135,23 @@ def test_measured_reads_are_those_that_the_simulator_predicts(
         assert 0 < measured["hit_rate"] < 1 and measured["step_ms"] > 0
 
 
+def test_several_layers_share_one_pool(tiny: Path, invoke: Invoke) -> None:
+    sizes = "--num-experts 16 --hidden 256 --intermediate 128 --tokens 1 --steps 40 --layer 3 --layer 4".split()
+    found = figures(invoke, "bench", *sizes, "--memory", "2.4MB", "--json")["results"][0]["residency"]
+    measured, predicted, optimum, _ = found["rows"]
+    assert predicted["name"] == "predicted, decayed, pool" and len(found["shares"]) == 2
+    assert min(found["shares"]) > 0 and sum(found["shares"]) == 2_400_000 // found["record_bytes"]
+    assert predicted["hit_rate_by_step"] == measured["hit_rate_by_step"] and measured["step_ms"] > 0
+    assert optimum["read_bytes_per_step"] < measured["read_bytes_per_step"]
+    for words, problem in (
+        (("bench", *sizes), "several layers need --memory"),
+        (("bench", *sizes, "--memory", "120kB"), "in each of 2 layers"),
+        (("run", tiny, "--layer", 3, "--layer", 4), "run verifies one layer"),
+    ):
+        refused = invoke(*words)
+        assert refused.exit_code == 2 and problem in " ".join(refused.stderr.split())
+
+
 def test_steps_are_counted_one_by_one() -> None:
     uses: list[list[tuple[int, ...]]] = [[(0,)], [(1,)], [(0, 1)], [(2,)]]
     one = simulate(Recorded(uses, 3, 1), Machine(100, 100.0, 1000.0), 2, "lru")
@@ -184,13 +199,3 @@ def test_every_format_has_a_store_of_the_planned_size(quant: str, invoke: Invoke
     found = json.loads((tmp_path / "o").read_text())
     assert found["memory"][0]["experts"] == found["residency"]["slots"] * found["residency"]["record_bytes"]
     assert len(list((tmp_path / "s").iterdir())) == 1
-
-
-def test_a_store_that_changes_ends_a_run(tiny: Path, store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store, tmp_path / "s")
-    layer = DeepseekV3MoE.from_checkpoint(tiny, 3, residency={"slots": 2, "store": str(tmp_path / "s")})
-    x_TH = torch.ones(2, 256, dtype=torch.bfloat16)
-    layer(x_TH)
-    os.utime(next((tmp_path / "s").iterdir()), ns=(1, 1))
-    with pytest.raises(StoreError, match="changed while it was in use"):
-        layer(x_TH)

@@ -65,7 +65,7 @@ def run(
     checkpoint: Annotated[
         Path, typer.Argument(help="a checkpoint folder in the official layout, with its config.json")
     ],
-    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="which layer; default: the first with experts")] = None,
     prefix: Annotated[
         str | None, typer.Option(help="names before experts.0, where several blocks have the layer's number")
     ] = None,
@@ -112,6 +112,7 @@ def run(
     as_json: AsJson = False,
 ) -> int:
     """Run one MoE layer of a checkpoint on N ranks, explain the backends, measure times and verify the output."""
+    from moe_mk.errors import ConfigError
     from moe_mk.external.device import collective_backend
     from moe_mk.lab.cli.inputs import RunSettings, dtype_of, expect_checkpoint, first_moe_layer, tokens_of
     from moe_mk.lab.cli.plan import plan_run
@@ -126,7 +127,10 @@ def run(
 
     dtype_of(dtype)
     expect_checkpoint(checkpoint)
-    layer = first_moe_layer(checkpoint) if layer is None else layer
+    if layer is not None and len(layer) > 1:
+        several = "moe-mk bench --memory measures several in one pool of memory"
+        raise ConfigError(f"--layer is given {len(layer)} times, and run verifies one layer; {several}")
+    number = layer[0] if layer else first_moe_layer(checkpoint)
     world = world_of(ranks, tp)
     overrides = {
         "prepare_finalize": prepare_finalize,
@@ -141,10 +145,10 @@ def run(
         "network": network,
     }
     overrides = with_budget(overrides | settings_of(settings), memory, store, checkpoint, world.size)
-    config = config_of(checkpoint, layer, **overrides)
+    config = config_of(checkpoint, number, **overrides)
     order = RunSettings(
         checkpoint=checkpoint,
-        layer=layer,
+        layer=number,
         config=config,
         tokens=None if tokens is None else tokens_of(tokens),
         dtype=dtype,
@@ -155,7 +159,7 @@ def run(
         token_ids=token_ids,
         inject=inject,
         verify=verify,
-        against=None if against is None else own_block(against, config, checkpoint, layer),
+        against=None if against is None else own_block(against, config, checkpoint, number),
         out=out,
         as_json=as_json,
         plot=plot,

@@ -29,6 +29,7 @@ from moe_mk.lab.cli.residency import (
     curves_of,
     expect_budget,
     measure_residency,
+    pooled,
     residency_lines,
     residency_table,
     save_residency_plot,
@@ -48,7 +49,8 @@ class BenchOrder:
     checkpoint: Path | None
     """None: a random layer of `shape` in a temporary folder."""
     shape: CheckpointShape
-    layer: int
+    layers: tuple[int, ...]
+    """Several with `memory` only: they share it, and each step calls all of them."""
     tokens: tuple[int, ...]
     """Per rank, one measurement each."""
     repeats: int
@@ -74,6 +76,8 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
     dtype_of(order.dtype)
     expect_outputs({"--out": order.out, "--plot": order.plot})
     with_budget(order.settings, order.memory, order.store, Path(), 1)  # raises ConfigError
+    if len(order.layers) > 1 and order.memory is None:
+        raise ConfigError(f"--layer is given {len(order.layers)} times; several layers need --memory, which they share")
     if order.checkpoint is not None:
         expect_checkpoint(order.checkpoint)
     if order.plot is not None:
@@ -111,15 +115,21 @@ def bench_rank(job: BenchJob, place: Place) -> int:
     team, groups = team_of(place, order.timeout_s, "bench"), groups_of(place)
     device, dtype = device_of_rank(order.device, place.local_rank), DTYPES[order.dtype]
 
-    def build() -> DeepseekV3MoE:
-        settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
-        config = stated(config_of(job.folder, order.layer, **settings), job.folder, order.layer)
-        layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
-        expect_budget(layer.decision, order.memory)
-        with Screen(quiet=order.quiet or place.rank > 0).progress("load") as advance:
-            return layer.load_from_safetensors(job.folder, order.layer, on_progress=advance)
+    def build() -> list[DeepseekV3MoE]:
+        settings, pool = pooled(order.settings, len(order.layers))
+        settings |= {"max_num_tokens": max(1, *order.tokens)}
+        layers = list[DeepseekV3MoE]()
+        for number in order.layers:
+            config = stated(config_of(job.folder, number, **settings), job.folder, number)
+            layers.append(DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench", pool=pool))
+            expect_budget(layers[-1].decision, order.memory, len(order.layers))
+        for number, layer in zip(order.layers, layers, strict=True):
+            with Screen(quiet=order.quiet or place.rank > 0).progress(f"layer {number}") as advance:
+                layer.load_from_safetensors(job.folder, number, on_progress=advance)
+        return layers
 
-    layer, measured = together(team, build), []
+    layers, measured = together(team, build), []
+    layer = layers[0]
     for count in order.tokens:
         batches = [
             _random_batch(layer.config, count, place.ep_rank + step * place.size, dtype).to(device)
@@ -128,11 +138,12 @@ def bench_rank(job: BenchJob, place: Place) -> int:
         if order.memory is None:
             times, paged = time_stages(layer, batches[0], team, order.repeats), None
         else:
-            paged, samples = measure_residency(layer, batches, team)
+            paged, samples = measure_residency(layers, batches, team)
             times = stage_times(samples, team)
         result = {"tokens": count, "total_ms": times.total, "stages_ms": times.stages}
         measured.append(result if paged is None else result | {"residency": paged})
-    layer.report().require_as_planned()
+    for each in layers:
+        each.report().require_as_planned()
     if place.rank == 0:
         job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
     return OK
@@ -163,6 +174,7 @@ def _facts(
         },
         "layer": {
             "checkpoint": str(order.checkpoint) if order.checkpoint else asdict(order.shape),
+            "layers": list(order.layers),
             "num_experts": model.num_experts,
             "hidden_size": model.hidden_size,
             "moe_intermediate_size": model.moe_intermediate_size,

@@ -103,7 +103,7 @@ def enough(num_bytes: int) -> str:
 
 Memory = Annotated[
     str | None,
-    typer.Option(help="memory for the experts of the layer on all ranks, such as 3GB; the others stay in a store"),
+    typer.Option(help="memory for the experts on all ranks, such as 3GB; the others stay in a store"),
 ]
 Store = Annotated[
     Path | None, typer.Option(help="folder of the store, see convert --store; default: experts.store in the checkpoint")

@@ -1,8 +1,8 @@
 """Experts larger than memory in `run`, `bench` and `fit`: budget, measured and predicted reads, and their picture.
 
-Every step has tokens of its own. Its experts are noted, and the simulator of `moe-mk fit` runs over them with the rates
-at which this machine read the store and multiplied resident experts. The first half of the steps fills the slots, the
-second half is counted.
+Every step has tokens of its own, the same for each layer. Its experts are noted, and the simulator of `moe-mk fit` runs
+over them with the rates at which this machine read the store and multiplied resident experts. The first half of the
+steps fills the slots, the second half is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
 from moe_mk.experts.cpu_native.paged import PagedExperts, memory_of, records
-from moe_mk.experts.residency import READERS, Policy
+from moe_mk.experts.residency import READERS, Policy, ResidencyPool
 from moe_mk.external.library import find
 from moe_mk.flight import wait
 from moe_mk.lab.cli.inputs import Batch
@@ -61,13 +61,22 @@ def with_budget(
     return others | {"residency": {"bytes": share, "store": str(folder.absolute()), **policy}}
 
 
-def expect_budget(decision: Decision, memory: str | None) -> None:
-    """Raise ConfigError with the least budget if not one expert a rank fits into it."""
-    ranks, each = decision.problem.ranks * decision.problem.config.parallel.tp, slot_bytes(decision.problem)
+def pooled(settings: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], ResidencyPool | None]:
+    """The settings of each layer, and the pool of several; their budget is that of `with_budget`."""
+    if layers == 1:
+        return dict(settings), None
+    others = {key: value for key, value in settings["residency"].items() if key != "bytes"}
+    return dict(settings) | {"residency": others}, ResidencyPool(settings["residency"]["bytes"])
+
+
+def expect_budget(decision: Decision, memory: str | None, layers: int = 1) -> None:
+    """Raise ConfigError with the least budget if not one expert of each layer a rank fits into it."""
+    ranks, each = decision.problem.ranks * decision.problem.config.parallel.tp, layers * slot_bytes(decision.problem)
     if memory is not None and bytes_of("--memory", memory) // ranks < each:
-        on = "" if ranks == 1 else f" on each of {ranks} ranks"
+        on = f" in each of {layers} layers" * (layers > 1) + f" on each of {ranks} ranks" * (ranks > 1)
         raise ConfigError(
-            f"--memory {memory} is less than one expert of {amount(each)}{on}; give at least {enough(ranks * each)}"
+            f"--memory {memory} is less than one expert of {amount(each // layers)}{on}; give at least "
+            f"{enough(ranks * each)}"
         )
 
 
@@ -126,37 +135,66 @@ class PagedSteps:
 
 
 def measure_residency(
-    layer: MoELayer, batches: Sequence[Batch], team: Communicator
+    layers: Sequence[MoELayer], batches: Sequence[Batch], team: Communicator
 ) -> tuple[dict[str, Any], list[StageSample]]:
-    """Run a layer on batches, from empty slots; all ranks of the team call this with as many batches.
+    """Run layers on batches, from empty slots; all ranks of the team call this with as many batches.
 
-    Returns the figures as JSON, equal on every rank, and the stages of the counted steps on this rank.
+    Several layers share a pool. Returns the figures as JSON, equal on every rank, and the stages of the counted steps
+    on this rank, of all layers together. Raises ConfigError for layers with experts of several sizes.
     """
-    weights: PagedExperts = layer.state.laid_out
-    cache, half, samples, steps, counts = weights.cache, len(batches) // 2, [], list[list[tuple[int, ...]]](), []
-    cache.clear()
-    noting = cache.policy = _Noting(weights.num_slots, cache.policy)
+    held: list[PagedExperts] = [layer.state.laid_out for layer in layers]
+    if len(sizes := {(each.counts.record_bytes, each.num_slots) for each in held}) > 1:
+        raise ConfigError(f"layers of one pool are measured with experts of one size and number, not {sorted(sizes)}")
+    half, samples, steps, counts = len(batches) // 2, [], list[list[tuple[int, ...]]](), list[list[int]]()
+    for each in held:
+        each.cache.clear()
+        each.cache.policy = _Noting(each.num_slots, each.cache.policy)
     for batch in batches:
-        before, start = weights.counts, len(noting.calls)
-        samples.append(sample_of(layer, lambda batch=batch: layer(batch.x_TH, batch.token_ids_T)))  # type: ignore[misc]
-        after = weights.counts
-        counts.append((after.uses - before.uses, after.hits - before.hits, after.read_bytes - before.read_bytes))
-        steps.append([tuple(sorted({expert for call in noting.calls[start:] for expert in call}))])
-    cache.policy = noting.inner
-    machine = _machine(layer, weights, batches, steps, samples, team)
-    recorded, slots, policy = Recorded(steps, weights.num_slots, 1), cache.share, cache.config.policy
-    simulated = [simulate(recorded, machine, slots, name) for name in (policy, "belady")]
+        before = _counted(held)
+        calls = [len(each.cache.policy.calls) for each in held]  # type: ignore[attr-defined]
+        parts = [
+            sample_of(layer, lambda layer=layer, batch=batch: layer(batch.x_TH, batch.token_ids_T))  # type: ignore[misc]
+            for layer in layers
+        ]
+        samples.append({stage: sum(part[stage] for part in parts) for stage in parts[0]})
+        counts.append([new - old for new, old in zip(_counted(held), before, strict=True)])
+        steps.append([_experts_since(each, start) for each, start in zip(held, calls, strict=True)])
+    shares = [each.cache.share for each in held]
+    for each in held:
+        each.cache.policy = each.cache.policy.inner  # type: ignore[attr-defined]
+    weights = held[0]
+    machine = _machine(layers[0], weights, batches, steps, samples, team)
+    recorded, policy = Recorded(steps, weights.num_slots, 1), weights.cache.config.policy
+    pool = weights.cache.pool.num_bytes // machine.expert_bytes if len(held) > 1 else None
+    slots = shares[0] if pool is None else min(pool // len(held), weights.num_slots)
+    simulated = [simulate(recorded, machine, slots, name, pool=pool) for name in (policy, "belady")]
     simulated.append(simulate_page_cache(recorded, machine, slots))
     measured = [[*each, sample["total"]] for each, sample in zip(counts[half:], samples[half:], strict=True)]
     rows = [_over_ranks("measured", measured, team)]
     for one in simulated:
         rows.append(_over_ranks(f"predicted, {one.name}", _rows_of(one, machine.expert_bytes), team))
     figures = {
-        "slots": slots, "experts": weights.num_slots, "record_bytes": machine.expert_bytes, "policy": policy,
-        "steps": len(measured), "disk_bytes_per_s": machine.disk, "ram_bytes_per_s": machine.memory,
+        "slots": slots, "shares": shares, "experts": weights.num_slots, "record_bytes": machine.expert_bytes,
+        "policy": policy, "steps": len(measured), "disk_bytes_per_s": machine.disk, "ram_bytes_per_s": machine.memory,
         "other_ms": 1e3 * machine.other_s, "rows": [row.as_dict() for row in rows],
     }  # fmt: skip
     return figures, samples[half:]
+
+
+def _counted(held: Sequence[PagedExperts]) -> list[int]:
+    """Uses, hits and bytes read so far, of all layers."""
+    counts = [each.counts for each in held]
+    return [
+        sum(each.uses for each in counts),
+        sum(each.hits for each in counts),
+        sum(each.read_bytes for each in counts),
+    ]
+
+
+def _experts_since(weights: PagedExperts, start: int) -> tuple[int, ...]:
+    """The distinct experts of the calls of a layer from one on."""
+    calls: list[tuple[int, ...]] = weights.cache.policy.calls[start:]  # type: ignore[attr-defined]
+    return tuple(sorted({expert for call in calls for expert in call}))
 
 
 def _rows_of(one: Outcome, expert_bytes: int) -> list[list[float]]:
@@ -181,11 +219,11 @@ def _machine(
     team: Communicator,
 ) -> Machine:
     """The rates of this machine: of direct reads, of products with resident experts, and what is left of a step."""
-    used = max(1, round(sum(len(step[0]) for step in steps) / len(steps)))
+    used = max(1, round(sum(len(layer) for step in steps for layer in step) / sum(map(len, steps))))
     tokens = max(len(batch.x_TH) for batch in batches)
     product_s = _product_s(layer, weights, tokens, used)
     rate = _read_rate(weights)
-    other = median(sample["total"] - sample["experts"] for sample in samples[len(samples) // 2 :])
+    other = median(sample["total"] - sample["experts"] for sample in samples[len(samples) // 2 :]) / len(steps[0])
     row = torch.tensor([[product_s, -rate, other]], dtype=torch.float64, device="cpu")
     product_s, rate, other = wait(team.all_gather(row, [1] * team.size, "report")).amax(0).tolist()
     size = weights.counts.record_bytes
@@ -224,7 +262,8 @@ def _read_rate(weights: PagedExperts) -> float:
 
 def residency_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Slots, and the rates that were measured."""
-    held = f"{figures['slots']} of {figures['experts']} experts of {amount(figures['record_bytes'])} in memory a rank"
+    shares = ", ".join(map(str, figures["shares"]))
+    held = f"{shares} of {figures['experts']} experts of {amount(figures['record_bytes'])} in memory a rank"
     disk, ram = (f"{amount(figures[f'{name}_bytes_per_s'])}/s" for name in ("disk", "ram"))
     return [("residency", f"{held}, {figures['policy']}; measured here: disk {disk}, ram {ram}")]
 

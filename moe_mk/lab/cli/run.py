@@ -244,7 +244,7 @@ def _run(rank: Rank) -> list[Answer]:
     ones = [min(count, 1) for count in counts]
     report.decode = time_stages(layer, batch.first, rank.team, 3 * settings.repeats).for_tokens(ones)
     if settings.memory is not None and (steps := min(max(counts), MOST_STEPS)) > 1:
-        report.residency, _ = measure_residency(layer, [batch.token(step) for step in range(steps)], rank.team)
+        report.residency, _ = measure_residency([layer], [batch.token(step) for step in range(steps)], rank.team)
     return [prefill, decode]
 
 

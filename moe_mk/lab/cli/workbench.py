@@ -87,7 +87,10 @@ def chaos_command(
 @with_exit_code
 def bench_command(
     checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; default: a random layer")] = None,
-    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="which layer; default: the first with experts. With --memory: of several, in one pool"),
+    ] = None,
     num_experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
     hidden: Annotated[int, typer.Option(help="hidden size of the random layer")] = 1024,
     intermediate: Annotated[int, typer.Option(help="intermediate size of the random layer")] = 512,
@@ -122,20 +125,19 @@ def bench_command(
     from moe_mk.lab.cli.world import world_of
 
     world = world_of(ranks, tp)
-    if layer is None:
-        layer = 3 if checkpoint is None else first_moe_layer(checkpoint)
+    layers = tuple(dict.fromkeys(layer or ())) or (3 if checkpoint is None else first_moe_layer(checkpoint),)
     shape = CheckpointShape(
         num_experts=num_experts,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        layers=(layer,),
+        layers=layers,
         quant=quant,
         **groups_of(num_experts),
     )
     pins = {"prepare_finalize": prepare_finalize, "experts": experts, "allow_emulated": allow_emulated}
     pins |= settings_of(settings)
     order = BenchOrder(
-        checkpoint, shape, layer, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot,
+        checkpoint, shape, layers, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot,
         memory, store, steps, as_json,
     )  # fmt: skip
     return bench(Screen(quiet=not world.prints), order, world, as_json=as_json)
