@@ -1,7 +1,5 @@
 """Parameters of the native experts that only the time depends on: every legal one gives the same bits."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
