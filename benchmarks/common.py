@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
 
 from moe_mk.lab.cli.outputs import output_file
+from tools.pages import between
 
 SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
 
@@ -69,5 +70,4 @@ def write(path: Path | None, facts: Mapping[str, object]) -> None:
 
 def write_between(page: Path, begin: str, end: str, text: str) -> None:
     """Replace what is between two marks of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    page.write_text(between(page.read_text(encoding="utf-8"), begin, end, text), encoding="utf-8")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from eplb_loads import counts, drifting, look_alike, mixed, route
-from eplb_table import Report, even_balance, shared_balance
+from eplb_loads import Report, counts, drifting, even_balance, look_alike, mixed, route, shared_balance
 
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceFacts
 from moe_mk.placement.balance.moves import num_arrivals

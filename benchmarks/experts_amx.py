@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 from common import parser_of, processor, versions, write, write_between
-from experts_cpu_candidates import ours, packed
+from experts_cpu_candidates import format_candidates, ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked, settle
-from experts_cpu_formats import format_candidates
 from experts_cpu_peers import (
     Experts,
     KtKernel,

@@ -9,16 +9,181 @@ mostly GPUs: nothing is asserted, and a ratio far from what is reported states o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
-import popular_claims_cases as cases
+import numpy as np
+import torch
+import torch.distributed as dist
 from common import about, parser_of, with_output, write
-from small_layers import Size, native_experts, slowest
+from small_layers import CPU, Size, batch, in_turn, layer_of, native_experts, slowest
+from torch import Tensor
+from torch.nn.functional import linear, silu
 
+from moe_mk import MoEConfig, MoELayer
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.placement.eplb import Topology, plan
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
+from moe_mk.quant import BF16
+from moe_mk.tokens import ExpertOutput, Routing
+
+Seconds = dict[str, list[float]]
+
+
+def experts(size: Size, backend: str) -> Seconds:
+    """A loop over experts that picks rows by mask, as reference models do, and one call of an experts backend."""
+    layer, x_TH, routing, (w13, w2) = _routed(size, backend)
+    with torch.no_grad():
+        return in_turn(
+            {
+                "before": partial(by_mask, x_TH, routing, w13, w2),
+                "after": partial(layer.forward_routed, x_TH, routing.weights_TK, routing.ids_TK),
+            },
+            size.rounds,
+        )
+
+
+def reorder(size: Size, backend: str) -> Seconds:
+    """The same products with rows picked expert by expert, and with rows sorted by expert once."""
+    _, x_TH, routing, (w13, w2) = _routed(size, backend)
+    with torch.no_grad():
+        return in_turn(
+            {"before": partial(by_mask, x_TH, routing, w13, w2), "after": partial(by_order, x_TH, routing, w13, w2)},
+            size.rounds,
+        )
+
+
+def router(size: Size, backend: str) -> Seconds:
+    """Gate and choice of experts op by op in torch, and in one native call."""
+    by_torch, fused = (layer_of(size, experts=backend, fused_router=fused) for fused in (False, True))
+    x_TH = batch(size)
+    with torch.no_grad():
+        return in_turn({"before": partial(by_torch.route, x_TH), "after": partial(fused.route, x_TH)}, size.rounds)
+
+
+def memory(size: Size, backend: str) -> Seconds:
+    """Bytes that a layer's experts take: as bf16, and as FP8 with scales of 128 x 128 blocks. No time is taken."""
+    return {"before": [float(held(size, backend, "bf16"))], "after": [float(held(size, backend, "fp8_block"))]}
+
+
+def held(size: Size, backend: str, weights: str) -> int:
+    """Bytes of the experts as the decision of a layer has them."""
+    model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
+    data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
+    return MoELayer(MoEConfig.parse(data, "benchmark").with_(experts=backend)).explain().weights_bytes
+
+
+def exchange(rank: int, size: Size) -> Seconds:
+    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
+    assert dist.group.WORLD is not None
+    comm = DistributedCommunicator(dist.group.WORLD)
+    place = ExpertMap.linear(size.experts, comm.size)
+    context = TransportContext(
+        comm, place, place.tables(CPU), BF16, BF16, size.hidden, size.top_k, CPU, max_num_tokens=size.tokens
+    )
+    x_TH, routing = batch(size, rank), uniform(size, rank)
+
+    def there_and_back(name: str) -> Callable[[], Tensor]:
+        transport = PREPARE_FINALIZE[name](context)
+
+        def run() -> Tensor:
+            tokens = wait(transport.prepare(x_TH, routing))
+            y_RH = tokens.x_RH.dequantize(torch.bfloat16)  # type: ignore[union-attr]
+            into_RH = tokens.out_RH  # type: ignore[union-attr]
+            return wait(transport.finalize(ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH), tokens))
+
+        return run
+
+    ways = {"before": there_and_back("all_to_all"), "after": there_and_back("one_sided")}
+    return in_turn(ways, size.rounds, together=True)
+
+
+def balance(rank: int, size: Size, backend: str) -> Seconds:
+    """A layer under a skewed load: experts where their numbers put them, and as EPLB places them, with copies."""
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    ids_TK = skewed(size, rank)
+    weights_TK = torch.full(ids_TK.shape, 1.0 / size.top_k, dtype=torch.float32, device="cpu")
+    x_TH = batch(size, rank)
+    ways = {}
+    for name, placement in (("before", tuple(range(size.experts))), ("after", balanced(size, ranks))):
+        settings = {"experts": backend, "prepare_finalize": "one_sided", "placement": placement}
+        layer = layer_of(size, dist.group.WORLD, **settings)
+        ways[name] = partial(layer.forward_routed, x_TH, weights_TK, ids_TK)
+    with torch.no_grad():
+        return in_turn(ways, size.rounds, together=True)
+
+
+def balanced(size: Size, ranks: int) -> tuple[int, ...]:
+    """EPLB's physical experts for the load of all ranks, with one more slot a rank than without copies."""
+    load_E = Counter(expert for rank in range(ranks) for expert in skewed(size, rank).flatten().tolist())
+    load_XE = np.array([[load_E[expert] for expert in range(size.experts)]], dtype=np.float32)
+    placed = plan(load_XE, Topology(ranks, 1, size.experts // ranks + 1), groups=1)
+    return tuple(int(expert) for expert in placed.phy2log[0])
+
+
+def skewed(size: Size, rank: int) -> Tensor:
+    """Ids (T, K) drawn with chances that fall as 1 / (number + 1), so that popular experts lie side by side."""
+    draw = torch.Generator("cpu").manual_seed(10 + rank)
+    chances_E = 1.0 / torch.arange(1, size.experts + 1, dtype=torch.float32, device="cpu")
+    return torch.multinomial(chances_E.expand(size.tokens, -1), size.top_k, generator=draw).to(torch.int32)
+
+
+def uniform(size: Size, rank: int) -> Routing:
+    """Different experts for each token, all equally likely."""
+    draw = torch.Generator("cpu").manual_seed(20 + rank)
+    scores_TE = torch.rand((size.tokens, size.experts), generator=draw, dtype=torch.float32, device="cpu")
+    weights_TK = torch.full((size.tokens, size.top_k), 1.0 / size.top_k, dtype=torch.float32, device="cpu")
+    return Routing(scores_TE.topk(size.top_k).indices.to(torch.int32), weights_TK)
+
+
+def _routed(size: Size, backend: str) -> tuple[MoELayer, Tensor, Routing, tuple[list[Tensor], list[Tensor]]]:
+    """A layer, tokens, where they go, and its matrices."""
+    layer, x_TH = layer_of(size, experts=backend), batch(size)
+    return layer, x_TH, layer.route(x_TH), stacks(layer)
+
+
+def stacks(layer: MoELayer) -> tuple[list[Tensor], list[Tensor]]:
+    """Gate with up, and down matrices of every expert, in bf16."""
+    slots = layer.weights.experts.slots
+    gated = [torch.cat((slot.gate_IH.values, slot.up_IH.values)) for slot in slots if slot.gate_IH is not None]
+    return gated, [slot.down_HI.values for slot in slots]
+
+
+def by_mask(x_TH: Tensor, routing: Routing, w13: list[Tensor], w2: list[Tensor]) -> Tensor:
+    """Expert by expert: find its tokens, multiply, add."""
+    total_TH = torch.zeros_like(x_TH)
+    for expert in range(len(w13)):
+        token_N, k_N = torch.nonzero(routing.ids_TK == expert, as_tuple=True)
+        if len(token_N):
+            y_NH = mlp(x_TH[token_N], w13[expert], w2[expert])
+            total_TH.index_add_(0, token_N, y_NH * routing.weights_TK[token_N, k_N, None].to(y_NH.dtype))
+    return total_TH
+
+
+def by_order(x_TH: Tensor, routing: Routing, w13: list[Tensor], w2: list[Tensor]) -> Tensor:
+    """Sort assignments by expert once, multiply slices that lie side by side, add once."""
+    order_N = routing.ids_TK.flatten().argsort(stable=True)
+    token_N = order_N // routing.ids_TK.shape[1]
+    counts = torch.bincount(routing.ids_TK.flatten(), minlength=len(w13)).tolist()
+    rows = x_TH[token_N].split(counts)
+    y_NH = torch.cat([mlp(part, w13[e], w2[e]) for e, part in enumerate(rows) if len(part)])
+    weights_N1 = routing.weights_TK.flatten()[order_N, None].to(y_NH.dtype)
+    return torch.zeros_like(x_TH).index_add_(0, token_N, y_NH * weights_N1)
+
+
+def mlp(x_NH: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """One expert in torch."""
+    gate_NI, up_NI = linear(x_NH, w13).chunk(2, dim=1)
+    return linear(silu(gate_NI) * up_NI, w2)
+
 
 RANKS = 2
 
@@ -39,7 +204,7 @@ class Claim:
     unit: str = "ms"
 
 
-def alone(measure: Callable[[Size, str], cases.Seconds]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
+def alone(measure: Callable[[Size, str], Seconds]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
     """A measurement in this process, with one thread."""
 
     def run(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
@@ -48,31 +213,31 @@ def alone(measure: Callable[[Size, str], cases.Seconds]) -> Callable[[Size, Rank
     return run
 
 
-def on_first(rank: int, name: str, size: Size, backend: str) -> cases.Seconds:
+def on_first(rank: int, name: str, size: Size, backend: str) -> Seconds:
     """Measure on rank 0 while the others are idle."""
-    found: cases.Seconds = getattr(cases, name)(size, backend) if rank == 0 else {}
+    found: Seconds = globals()[name](size, backend) if rank == 0 else {}
     return found
 
 
 def _bytes(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
     del world
-    return {name: median(held) for name, held in cases.memory(size, backend).items()}
+    return {name: median(held) for name, held in memory(size, backend).items()}
 
 
 def _exchange(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
     del backend
-    return slowest(world.call(cases.exchange, size, timeout_s=300.0))
+    return slowest(world.call(exchange, size, timeout_s=300.0))
 
 
 def _balance(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-    return slowest(world.call(cases.balance, size, backend, timeout_s=300.0))
+    return slowest(world.call(balance, size, backend, timeout_s=300.0))
 
 
 CLAIMS = (
     Claim(
         "experts in one kernel", "2x compute", (2.0, 2.0),
         "a loop over experts in torch / one call of the experts backend, bf16, one core",
-        Size(64, 1024, 512, 32, 4, 15), alone(cases.experts),
+        Size(64, 1024, 512, 32, 4, 15), alone(experts),
     ),
     Claim(
         "a better all-to-all", "3-5x all-to-all", (3.0, 5.0),
@@ -82,7 +247,7 @@ CLAIMS = (
     Claim(
         "a fused router", "-50 % routing time", (2.0, 2.0),
         "gate and selection op by op in torch / in one native call, one core",
-        Size(8, 1024, 32, 128, 8, 41), alone(cases.router),
+        Size(8, 1024, 32, 128, 8, 41), alone(router),
     ),
     Claim(
         "smaller weights", "-30 % memory", (1.0 / 0.7, 1.0 / 0.7),
@@ -92,7 +257,7 @@ CLAIMS = (
     Claim(
         "reordered tokens", "15-30 % faster", (1.15, 1.3),
         "rows gathered expert by expert / sorted by expert once, the same products in torch, one core",
-        Size(256, 1024, 128, 64, 4, 15), alone(cases.reorder),
+        Size(256, 1024, 128, 64, 4, 15), alone(reorder),
     ),
     Claim(
         "balanced experts (EPLB)", "20-30 % faster", (1.2, 1.3),

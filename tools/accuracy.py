@@ -25,6 +25,7 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
+from tools.pages import between
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quantisation.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -135,7 +136,7 @@ def text() -> str:
         f"{EXPERTS_IN_LAYER} experts of {HIDDEN} x {INNER}, {TOKENS} bf16 tokens, top-{TOP_K}, seeded normals; "
         f"torch {torch.__version__} on a {platform.machine()} CPU; `python tools/accuracy.py`."
     )
-    return "\n".join([BEGIN, "", *table(), "", made, "", END])
+    return "\n".join(["", *table(), "", made, ""])
 
 
 def main(arguments: list[str]) -> int:
@@ -145,8 +146,7 @@ def main(arguments: list[str]) -> int:
     check = parser.parse_args(arguments).check
     torch.set_num_threads(1)
     page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    new = before + text() + after
+    new = between(page, BEGIN, END, text())
     if check:
         return int(new != page)
     PAGE.write_text(new, encoding="utf-8")

@@ -16,6 +16,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.lab.testing.certificate import Certificate, environment
 from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from tools.pages import between
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/add-a-backend.md"
@@ -59,12 +60,6 @@ def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bo
             yield line_of(certificate), certificate.passed
 
 
-def with_table(page: str, table: str) -> str:
-    """A page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-
-
 def verdicts(page: str) -> dict[str, str]:
     """The row of each backend in the table of a page."""
     table = page.partition(BEGIN)[2].partition(END)[0]
@@ -89,9 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = environment()
     where = f"torch {here['torch']}, Python {here['python']}, {here['device']}; "
     stated = where + ("ranks of one process and real processes" if options.processes else "ranks of one process")
-    text = with_table(
-        page.read_text(encoding="utf-8"), f"{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {stated}."
-    )
+    table = f"\n{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {stated}.\n"
+    text = between(page.read_text(encoding="utf-8"), BEGIN, END, table)
     if options.check:
         stale = verdicts(text) != verdicts(page.read_text(encoding="utf-8"))
         print(f"{PAGE} is {'stale; run `make certify`' if stale else 'up to date'}")

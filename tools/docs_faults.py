@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
+from tools.pages import between
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"
@@ -61,12 +62,6 @@ def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def with_table(page: str, text: str) -> str:
-    """A page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = json.loads(options.report.read_text(encoding="utf-8"))
         result.write_text(json.dumps(summary_of(report), indent=1) + "\n", encoding="utf-8")
     old = page.read_text(encoding="utf-8")
-    new = with_table(old, table(json.loads(result.read_text(encoding="utf-8"))))
+    text = table(json.loads(result.read_text(encoding="utf-8")))
+    new = between(old, BEGIN, END, f"\n{text}\n")
     if options.check:
         print(f"{PAGE} is {'stale; run python tools/docs_faults.py' if new != old else 'up to date'}")
         return int(new != old)

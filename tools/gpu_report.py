@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.pages import between
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- experts_gpu: begin -->", "<!-- experts_gpu: end -->"
@@ -100,14 +102,6 @@ def page(lines: Sequence[Line]) -> str:
     return "\n".join(parts)
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with its generated part exchanged. Raises ValueError if the marks are not there."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page needs one line {BEGIN} and one line {END}")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
-
-
 def stand_ins(part: str) -> list[Line]:
     """What a part writes in a dry run."""
     if part == "ceilings":
@@ -146,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not latest(lines) or any(line.get("stand_in") for line in lines):
         sys.stdout.write(f"no measured results in {given.results}; {given.page} stays as it is\n")
         return 1
-    given.page.write_text(replaced(given.page.read_text(encoding="utf-8"), page(lines).rstrip()), encoding="utf-8")
+    old = given.page.read_text(encoding="utf-8")
+    given.page.write_text(between(old, BEGIN, END, page(lines).rstrip()), encoding="utf-8")
     sys.stdout.write(f"{given.page}\n")
     return 0
 

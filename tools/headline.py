@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tools.pages import between
+
 ROOT = Path(__file__).resolve().parent.parent
 README, PAGE, RESULTS = "README.md", "docs/performance.md", "benchmarks/results"
-BEGIN, END = "<!-- ratios: written by `make features` -->\n", "<!-- end of ratios -->\n"
+BEGIN, END = "<!-- ratios: written by `make features` -->", "<!-- end of ratios -->"
 HEAD = "| moe_mk | compared with | cases | speedup |\n|---|---|---|---|\n"
 PEERS = {
     "vllm fp8": "vLLM's FP8 path",
@@ -68,41 +71,16 @@ class Line:
 
 def lines(results: Path) -> list[Line]:
     """The rows of the table, from result files. Raises FileNotFoundError or KeyError if a result is missing."""
-    return [
-        *_engines(results),
-        *_experts(_read(results, "experts_cpu_e8")),
-        *_blocks(_read(results, "experts_cpu_int4"), "of the same sizes"),
-        *_experts(_read(results, "experts_avx512vnni"), " with AVX-512 VNNI"),
-        *_blocks(_read(results, "experts_avx512vnni_int4"), "with AVX-512 VNNI"),
-        *_experts(_read(results, "experts_avx2"), " with AVX2"),
-        *_blocks(_read(results, "experts_avx2_int4"), "with AVX2"),
-        *_amx(_read(results, "experts_amx")),
-        *_blocks(_read(results, "experts_amx_int4"), "with AMX"),
-        *_int4(_read(results, "experts_amx_int4")),
-        *_transports(_read(results, "transports_cpu")),
-        *_eplb(_read(results, "eplb_cpu")),
-    ]
+    return [*_engines(results), *(line for name, rows in SOURCES.items() for line in rows(_read(results, name)))]
 
 
 def table(results: Path) -> str:
     """The table, the machine and the commands."""
-    experts = (
-        "experts_cpu_e8",
-        "experts_cpu_int4",
-        "experts_avx512vnni",
-        "experts_avx512vnni_int4",
-        "experts_avx2",
-        "experts_avx2_int4",
-        "experts_amx",
-        "experts_amx_int4",
-    )
-    files = (*experts, "transports_cpu", "eplb_cpu")
-    commands = "\n".join(_read(results, name)["command"] for name in files)
+    found = {name: _read(results, name) for name in SOURCES}
+    commands = "\n".join(each["command"] for each in found.values())
     body = "\n".join(map(str, lines(results)))
-    device = _read(results, "experts_cpu_e8")["device"]
-    names = ("experts_avx512vnni", "experts_avx2", "experts_amx")
-    vnni, avx2, amx = (_read(results, name)["device"] for name in names)
-    torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
+    device, torch = found["experts_cpu_e8"]["device"], found["experts_cpu_e8"]["versions"]["torch"]
+    vnni, avx2, amx = (found[f"experts_{name}"]["device"] for name in ("avx512vnni", "avx2", "amx"))
     machines = f"{device}, with AVX-512 VNNI on {vnni}, with AVX2 on {avx2}, with AMX on {amx}, torch {torch}"
     return f"{HEAD}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
 
@@ -113,12 +91,6 @@ def first_lines(results: Path) -> str:
     return HEAD + "".join(
         f"{line}\n" for what, peer in FIRST for line in found if what in line.what and line.compared_with == peer
     )
-
-
-def with_table(page: str, table: str) -> str:
-    """The page with the table between its markers. Raises ValueError if the markers are missing."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1]
 
 
 def _read(results: Path, name: str) -> dict[str, Any]:
@@ -141,30 +113,27 @@ def _engines(results: Path) -> Iterator[Line]:
                 yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 
 
+def _cases(found: dict[str, Any], clock: str) -> list[tuple[str, dict[str, float]]]:
+    """Tokens, and milliseconds by candidate, of every case with uniform routing; of the cores in any state."""
+    cases = [case for case in found["cases"] if case.get("skew", "uniform") == "uniform"]
+    lines = [{each["candidate"]: each.get("states", {"all": each})["all"] for each in case["lines"]} for case in cases]
+    ms = [{name: line[clock] for name, line in by_name.items()} for by_name in lines]
+    return [(str(case["rows"]), each) for case, each in zip(cases, ms, strict=True)]
+
+
 def _experts(found: dict[str, Any], where: str = "") -> Iterator[Line]:
-    cases = [case for case in found["cases"] if case["skew"] == "uniform"]
-    walls = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in cases]
-    shape, tokens = found["shape"], [str(case["rows"]) for case in cases]
-    what = f"`cpu_native`{where}, FP8 experts {shape['hidden']} x {shape['inter']}, {shape['experts']} of them"
+    shape, cases = found["shape"], _cases(found, "wall_ms")
+    names = (("hidden", "H"), ("inter", "I"), ("experts", "E"))
+    hidden, inter, experts = (shape.get(name) or shape[letter] for name, letter in names)
+    what = f"`cpu_native`{where}, FP8 experts {hidden} x {inter}, {experts} of them"
     for peer in PEERS:
-        ratios = {rows: wall[peer] / wall["ours fp8"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
-        if ratios:
-            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()))
-
-
-def _amx(found: dict[str, Any]) -> Iterator[Line]:
-    walls = [{line["candidate"]: line["states"]["all"]["wall_ms"] for line in case["lines"]} for case in found["cases"]]
-    shape, tokens = found["shape"], [str(case["rows"]) for case in found["cases"]]
-    what = f"`cpu_native` with AMX, FP8 experts {shape['H']} x {shape['I']}, {shape['E']} of them"
-    for peer in ("vllm fp8", "vllm bf16", "kt-kernel fp8"):
-        ratios = {rows: wall[peer] / wall["ours"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
+        ratios = {rows: ms[peer] / (ms.get("ours fp8") or ms["ours"]) for rows, ms in cases if peer in ms}
         if ratios:
             yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()))
 
 
 def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
-    cases = [{line["candidate"]: line["cpu_ms"] for line in case["lines"]} for case in found["cases"]]
-    rows = ", ".join(str(case["rows"]) for case in found["cases"])
+    rows, cases = zip(*_cases(found, "cpu_ms"), strict=True)
     for kind, name in BLOCKS.items():
         theirs = [
             min((case[each] for each in (f"ggml {kind}", f"ggml {kind} repacked") if each in case), default=None)
@@ -173,17 +142,16 @@ def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
         for own, tokens in ((f"ours {kind}", ""), (f"ours {kind} w4a8", ", INT8 tokens")):
             ratios = [ms / case[own] for ms, case in zip(theirs, cases, strict=True) if ms is not None and own in case]
             if len(ratios) == len(cases):
-                what = f"`cpu_native`, {name} experts {where}{tokens}"
-                yield Line(what, "llama.cpp's ggml, its best variant, processor time", f"{rows} tokens", ratios)
+                what, peer = f"`cpu_native`, {name} experts {where}{tokens}", "llama.cpp's ggml, its best variant, "
+                yield Line(what, f"{peer}processor time", f"{', '.join(rows)} tokens", ratios)
 
 
 def _int4(found: dict[str, Any]) -> Iterator[Line]:
-    cases = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in found["cases"]]
-    rows = ", ".join(str(case["rows"]) for case in found["cases"])
+    rows, cases = zip(*_cases(found, "wall_ms"), strict=True)
     for group in ("g32", "g128"):
         ratios = [case[f"vllm int4 {group}"] / case[f"ours int4 {group}"] for case in cases]
         what = f"`cpu_native`, INT4 {group} experts with AMX"
-        yield Line(what, "vLLM's INT4 path", f"{rows} tokens", ratios)
+        yield Line(what, "vLLM's INT4 path", f"{', '.join(rows)} tokens", ratios)
 
 
 def _transports(found: dict[str, Any]) -> Iterator[Line]:
@@ -205,6 +173,21 @@ def _eplb(found: dict[str, Any]) -> Iterator[Line]:
         yield Line(what, name, cases, [median(ratios)])
 
 
+SOURCES: dict[str, Callable[[dict[str, Any]], Iterable[Line]]] = {
+    "experts_cpu_e8": _experts,
+    "experts_cpu_int4": partial(_blocks, where="of the same sizes"),
+    "experts_avx512vnni": partial(_experts, where=" with AVX-512 VNNI"),
+    "experts_avx512vnni_int4": partial(_blocks, where="with AVX-512 VNNI"),
+    "experts_avx2": partial(_experts, where=" with AVX2"),
+    "experts_avx2_int4": partial(_blocks, where="with AVX2"),
+    "experts_amx": partial(_experts, where=" with AMX"),
+    "experts_amx_int4": lambda found: (*_blocks(found, "with AMX"), *_int4(found)),
+    "transports_cpu": _transports,
+    "eplb_cpu": _eplb,
+}
+"""Result files, each with the rows that it gives."""
+
+
 def main() -> int:
     """Write the tables, or report that one is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -213,7 +196,7 @@ def main() -> int:
     stale = 0
     for name, written in ((README, first_lines), (PAGE, table)):
         before = (ROOT / name).read_text(encoding="utf-8")
-        after = with_table(before, written(ROOT / RESULTS))
+        after = between(before, BEGIN, END, "\n" + written(ROOT / RESULTS))
         if check and before != after:
             print(f"{name}: the table of ratios is stale; run `make features`", file=sys.stderr)
             stale = 1

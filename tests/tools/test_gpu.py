@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from tools import gpu, gpu_carry, gpu_report
 from tools.gpu import MORE_TO_DO, Command, Part, Result, State
+from tools.pages import between
 
 NINE_MINUTES = 540
 
@@ -158,8 +159,9 @@ def test_without_measured_results_there_is_no_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no results"):
         gpu_report.page([])
     with pytest.raises(ValueError, match="needs one line <!-- experts_gpu: begin -->"):
-        gpu_report.replaced("nothing", "text")
-    assert gpu_report.replaced(gpu_report.PAGE.read_text(), "x").count("x\n" + gpu_report.END) == 1
+        between("nothing", gpu_report.BEGIN, gpu_report.END, "text")
+    page = between(gpu_report.PAGE.read_text(), gpu_report.BEGIN, gpu_report.END, "x")
+    assert page.count("x\n" + gpu_report.END) == 1
 
 
 @pytest.fixture

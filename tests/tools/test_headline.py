@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.headline import BEGIN, END, PAGE, README, RESULTS, ROOT, first_lines, lines, table, with_table
+from tools.headline import BEGIN, END, PAGE, README, RESULTS, ROOT, first_lines, lines, table
+from tools.pages import between
 
 
 @pytest.fixture
@@ -90,19 +91,19 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
 
 
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
-    once = with_table(f"before\n{BEGIN}old\n{END}after\n", table(results))
+    once = between(f"before\n{BEGIN}old\n{END}\nafter\n", BEGIN, END, table(results))
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
     measured = (
         "experts", "blocks", "wide registers", "wide blocks", "registers", "small blocks", "tiles", "blocks with tiles",
         "transports", "plans",
     )  # fmt: skip
     assert "\n".join(f"measure {what}" for what in measured) in once
-    assert with_table(once, table(results)) == once
+    assert between(once, BEGIN, END, table(results)) == once
 
 
-def test_a_page_without_marks_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="unpack"):
-        with_table("nothing here", table(results))
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="the page needs one line"):
+        between("nothing here", BEGIN, END, "text")
 
 
 def test_the_readme_has_one_row_of_each_kind(results: Path) -> None:
@@ -115,4 +116,4 @@ def test_the_readme_has_one_row_of_each_kind(results: Path) -> None:
 @pytest.mark.parametrize(("page", "written"), [(README, first_lines), (PAGE, table)], ids=("readme", "performance"))
 def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Path], str]) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert with_table(text, written(ROOT / RESULTS)) == text, "run `make features`"
+    assert between(text, BEGIN, END, "\n" + written(ROOT / RESULTS)) == text, "run `make features`"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.errors import UnsupportedError
 from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES, SCALE_GROUP, up_to
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits
@@ -87,12 +87,6 @@ class Call:
 
 SCALES_IN_WORD = 4
 """UE8M0 exponents in an element that libraries carry."""
-
-
-def no_more_tokens(x_TH: Tensor, most: int) -> None:
-    """Raise ShapeError for more tokens than the buffer was made for."""
-    if len(x_TH) > most:
-        raise ShapeError(f"{len(x_TH)} tokens exceed kernel.max_num_tokens={most}; raise it or bring fewer")
 
 
 def expect_wire(wire: QuantScheme, library: str) -> None:

@@ -42,7 +42,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     RowKernels,
     Surface,
     from_library,
-    no_more_tokens,
     padded_row,
     to_library,
 )
@@ -76,7 +75,7 @@ class HighThroughputTransport(RowKernels):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
         c = self.context
-        no_more_tokens(x_TH, c.max_num_tokens)
+        self.expect_room(x_TH)
         rows = to_library(self.encode(x_TH), self._hidden)
         ids_TK = self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous()
         weights_TK = routing.weights_TK.to(torch.float32).contiguous()

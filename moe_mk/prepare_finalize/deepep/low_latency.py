@@ -58,7 +58,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     bf16_reasons,
     expect_wire,
     fp8_reasons,
-    no_more_tokens,
 )
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput, HighThroughputTransport
 from moe_mk.quant.fp8_block import Fp8Block
@@ -168,7 +167,7 @@ class LowLatencyTransport(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to a slot of each of its experts. Raises UnsupportedError for a third call in flight."""
         c = self.context
-        no_more_tokens(x_TH, c.max_num_tokens)
+        self.expect_room(x_TH)
         ids_TK = self._numbers_of(routing.ids_TK).to(self._ids_dtype).contiguous()
         needed = {
             "x": pad(x_TH, (0, self._hidden - c.hidden_size)).contiguous(),

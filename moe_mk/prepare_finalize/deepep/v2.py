@@ -40,7 +40,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     RowKernels,
     Surface,
     from_library,
-    no_more_tokens,
     padded_row,
     to_library,
 )
@@ -87,7 +86,7 @@ class ElasticTransport(RowKernels):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
         c = self.context
-        no_more_tokens(x_TH, c.max_num_tokens)
+        self.expect_room(x_TH)
         needed = {
             "x": to_library(self.encode(x_TH), self._hidden),
             "topk_idx": self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous(),
