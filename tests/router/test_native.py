@@ -13,6 +13,8 @@ from tests.layer.native import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 BF16 = torch.bfloat16
+SIZES = st.tuples(st.integers(0, 20), st.integers(1, 200), st.integers(1, 8), st.integers(1, 8))
+"""Tokens, hidden size, experts of a group, groups."""
 
 
 def tokens_and_gate(tokens: int, hidden: int, experts: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,26 +42,11 @@ def test_one_token_worked_by_hand() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    tokens=st.integers(0, 20),
-    hidden=st.integers(1, 200),
-    per_group=st.integers(1, 8),
-    groups=st.integers(1, 8),
-    scoring=st.sampled_from(["sigmoid", "softmax"]),
-    biased=st.booleans(),
-    renormalize=st.booleans(),
-    data=st.data(),
-)
+@given(SIZES, st.sampled_from(["sigmoid", "softmax"]), st.booleans(), st.booleans(), st.data())
 def test_the_choice_is_what_the_router_makes_of_the_same_logits(
-    tokens: int,
-    hidden: int,
-    per_group: int,
-    groups: int,
-    scoring: str,
-    biased: bool,
-    renormalize: bool,
-    data: st.DataObject,
+    sizes: tuple[int, ...], scoring: str, biased: bool, renormalize: bool, data: st.DataObject
 ) -> None:
+    tokens, hidden, per_group, groups = sizes
     kept = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, kept * per_group))
     x, gate, bias_E = tokens_and_gate(tokens, hidden, per_group * groups, data.draw(st.integers(0, 99)))

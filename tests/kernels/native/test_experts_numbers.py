@@ -168,29 +168,16 @@ def agree_with_biases(native: Native, isas: list[IsaHere], storage: Storage, mod
         assert error(y, wanted) < limit(), isa
 
 
+SIZES = st.tuples(st.integers(0, 40), st.integers(1, 5), st.integers(1, 300), st.integers(1, 200))
+"""Rows, slots, hidden and intermediate size."""
+
+
 @settings(max_examples=40)
-@given(
-    rows=st.integers(0, 40),
-    slots=st.integers(1, 5),
-    hidden=st.integers(1, 300),
-    inter=st.integers(1, 200),
-    storage=st.sampled_from(list(Storage)),
-    gated=st.booleans(),
-    biases=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+@given(SIZES, st.sampled_from(list(Storage)), st.booleans(), st.booleans(), st.integers(0, 1000))
 def test_any_shape_equals_f64(
-    native: Native,
-    isas: list[IsaHere],
-    rows: int,
-    slots: int,
-    hidden: int,
-    inter: int,
-    storage: Storage,
-    gated: bool,
-    biases: bool,
-    seed: int,
+    native: Native, isas: list[IsaHere], sizes: tuple[int, ...], storage: Storage, gated: bool, biases: bool, seed: int
 ) -> None:
+    rows, slots, hidden, inter = sizes
     if storage.format.bits == 4:  # two inputs share a byte
         hidden, inter = hidden + hidden % 2, inter + inter % 2
     layer = Layer(slots, hidden, inter, storage, gated, biases, seed=seed)

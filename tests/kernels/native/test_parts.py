@@ -182,26 +182,16 @@ def test_rows_rounded_to_fp8_are_scaled_part_by_part(isas: list[IsaHere], scheme
             assert error(y, wanted[:rows]) < (4e-2 if isa is Isa.AMX_BF16 else 1.5e-2), isa
 
 
-@given(
-    scheme=st.sampled_from(SCHEMES),
-    dtype=st.sampled_from(DTYPES),
-    outputs=st.integers(1, 70),
-    inputs=st.integers(1, 300),
-    gated=st.booleans(),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
+SIZES = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 3))
+"""Outputs, inputs, threads."""
+
+
+@given(st.sampled_from(SCHEMES), st.sampled_from(DTYPES), SIZES, st.booleans(), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_unpacking_gives_every_bit_back(
-    native: Native,
-    scheme: QuantScheme,
-    dtype: torch.dtype,
-    outputs: int,
-    inputs: int,
-    gated: bool,
-    threads: int,
-    seed: int,
+    native: Native, scheme: QuantScheme, dtype: torch.dtype, sizes: tuple[int, ...], gated: bool, seed: int
 ) -> None:
+    outputs, inputs, threads = sizes
     storage, g = storage_of(scheme), torch.Generator("cpu").manual_seed(seed)
     assert storage is not None
     unit = scheme.block[1] if isinstance(scheme, Gguf) else 2

@@ -1,5 +1,7 @@
 """The fused gate and grouped top-k against a case by hand and against plain loops over f64."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,30 +51,16 @@ def by_loops(logits: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -
     return chosen, [scores[e] / total * mode.scale for e in chosen]
 
 
+SIZES = st.tuples(st.integers(0, 20), st.integers(1, 100), st.integers(1, 5), st.integers(1, 5))
+"""Tokens, hidden size, experts of a group, groups."""
+
+
 @settings(max_examples=40)
-@given(
-    tokens=st.integers(0, 20),
-    hidden=st.integers(1, 100),
-    group_size=st.integers(1, 5),
-    groups=st.integers(1, 5),
-    scoring=st.sampled_from(list(Scoring)),
-    biased=st.booleans(),
-    renormalize=st.booleans(),
-    f32=st.booleans(),
-    data=st.data(),
-)
+@given(SIZES, st.sampled_from(list(Scoring)), st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_any_routing_equals_plain_loops(
-    native: Native,
-    tokens: int,
-    hidden: int,
-    group_size: int,
-    groups: int,
-    scoring: Scoring,
-    biased: bool,
-    renormalize: bool,
-    f32: bool,
-    data: st.DataObject,
+    native: Native, sizes: tuple[int, ...], scoring: Scoring, biased: bool, renormalize: bool, f32: bool, data: Any
 ) -> None:
+    tokens, hidden, group_size, groups = sizes
     experts = group_size * groups
     kept = data.draw(st.integers(1, groups))
     mode = RouteMode(data.draw(st.integers(1, kept * group_size)), scoring, groups, kept, renormalize, 1.5)
