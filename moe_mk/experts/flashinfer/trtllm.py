@@ -33,8 +33,7 @@ from torch.nn.functional import pad
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
-from moe_mk.experts.flashinfer.cutlass import Served, reasons_of_served, summed_rows
-from moe_mk.experts.flashinfer.cutlass_weights import above
+from moe_mk.experts.flashinfer.cutlass import Served, above, reasons_of_served, summed_rows
 from moe_mk.external.library import installed_version, load
 from moe_mk.quant.layouts import LaidOutScales, ScaleLayout, lay_out
 from moe_mk.quant.nvfp4 import Nvfp4

@@ -40,9 +40,6 @@ from typing import TYPE_CHECKING
 from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native.experts import experts_batched as experts_batched
-    from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
-    from moe_mk.kernels.native.experts import experts_rows as experts_rows
     from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS as INT8_PART_FORMATS
     from moe_mk.kernels.native.experts_mode import Activation as Activation
     from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
@@ -80,9 +77,12 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
     from moe_mk.kernels.native.prepared import ProductCall as ProductCall
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
+    from moe_mk.kernels.native.prepared import count_nans as count_nans
+    from moe_mk.kernels.native.prepared import experts_batched as experts_batched
+    from moe_mk.kernels.native.prepared import experts_grouped as experts_grouped
+    from moe_mk.kernels.native.prepared import experts_rows as experts_rows
+    from moe_mk.kernels.native.prepared import quantize_1x128 as quantize_1x128
     from moe_mk.kernels.native.prepared import route as route
-    from moe_mk.kernels.native.quantize import count_nans as count_nans
-    from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
     from moe_mk.kernels.native.route_mode import RouteMode as RouteMode
     from moe_mk.kernels.native.route_mode import Scoring as Scoring
     from moe_mk.kernels.native.route_mode import is_dense as is_dense
@@ -96,15 +96,14 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
 else:
     HOMES = {
-        "experts": "experts_batched experts_grouped experts_rows",
         "experts_mode": "INT8_PART_FORMATS Activation ExpertsMode Rounding Tuning wrong_formats",
         "layer": "ExchangeLayer Gating LayerCall NativeLayer Places PreparedExperts RowsOfExperts Stack Stage",
         "layout": "BlockType Format MatrixLayout PartScales",
         "library": "Isa Native compile_and_open release scratch_bytes",
         "packed": "PackedMatrix Shard allocate pack_slot scale_block "
         "touch_slot unpack_output_scales unpack_scales unpack_slot unpack_zeros",
-        "prepared": "ExpertsCall ProductCall RouteCall route",
-        "quantize": "count_nans quantize_1x128",
+        "prepared": "ExpertsCall ProductCall RouteCall count_nans experts_batched experts_grouped experts_rows "
+        "quantize_1x128 route",
         "route_mode": "RouteMode Scoring is_dense",
         "selfcheck": "is_compiled load loaded reasons_against",
         "threads": "Threads described engine_runtime",

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from moe_mk.errors import MoEMKError
 from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, reason_against, usable_library
-from moe_mk.kernels.native.experts import experts_rows
 from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.kernels.native.toolchain import Compiler, find_compiler, prebuilt_here, units
 
 # Two instruction sets may round h and the output to neighbouring bf16.

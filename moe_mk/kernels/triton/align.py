@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, empty_tile_map, write_tiles
 
 SMALL = 1024

@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_mk.kernels.triton.align import COUNTS, SMALL, Alignment, align, choices, pointers, room_of, sizes, sort_small
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import to_dtype
 from moe_mk.kernels.triton.permute import first_kept as first_kept
 from moe_mk.kernels.triton.quantize_rows import (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 
 MOST_TOKENS = 16
 COLUMNS = 512

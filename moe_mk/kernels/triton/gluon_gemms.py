@@ -19,10 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_mk.kernels.triton import gluon_decode, gluon_middle, gluon_prefill
 from moe_mk.kernels.triton import grouped_w2 as plain_w2
 from moe_mk.kernels.triton import grouped_w13 as plain_w13
-from moe_mk.kernels.triton.chain import chained
 from moe_mk.kernels.triton.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, from_l2, ring_of
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED
-from moe_mk.kernels.triton.launch import readable_scales, resident_programs
+from moe_mk.kernels.triton.launch import chained, readable_scales, resident_programs
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.kernels.triton.tile_map import TileMap
 

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
-from moe_mk.kernels.triton.launch import boxes, resident_programs
+from moe_mk.kernels.triton.launch import after_the_one_before, boxes, chained, resident_programs
 from moe_mk.kernels.triton.numerics import to_dtype
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_mk.kernels.triton.align import align
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import to_dtype
 from moe_mk.kernels.triton.tile_map import Empty
 

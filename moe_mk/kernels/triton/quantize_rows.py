@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import hidden_of, scale_of, to_e4m3
 
 GROUPS_A_PROGRAM = 8

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 
 Empty = Callable[..., Tensor]
 """torch.empty, or a compatible allocator."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.launch import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import IN_INTERPRETER, to_bf16
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

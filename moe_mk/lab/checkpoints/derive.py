@@ -26,8 +26,8 @@ from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
 from moe_mk.config.hf import text_of
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
-from moe_mk.integrations.hf.model_classes import FAILURES, config_of, first_line, model_of
 from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
+from moe_mk.integrations.hf.without_experts import FAILURES, config_of, first_line, model_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
 from moe_mk.lab.checkpoints.block_tensors import (
     Tensors,

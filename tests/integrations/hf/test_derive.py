@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.model_classes import model_of
+from moe_mk.integrations.hf.without_experts import model_of
 from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from

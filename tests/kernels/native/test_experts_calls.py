@@ -20,8 +20,7 @@ from moe_mk.kernels.native import (
     scratch_bytes,
 )
 from moe_mk.kernels.native.library import Status
-from moe_mk.kernels.native.prepared import ExpertsCall
-from moe_mk.kernels.native.quantize import quantize_1x128
+from moe_mk.kernels.native.prepared import ExpertsCall, quantize_1x128
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
 
