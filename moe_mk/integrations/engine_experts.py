@@ -149,6 +149,7 @@ class EngineExperts:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
         self._routed = direct_call(kernel, self.weights, self.dtype)
+        self._exchange = layer_call(kernel, self.weights, dtype=self.dtype) if ep.size > 1 else None
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property
@@ -252,11 +253,21 @@ class EngineExperts:
             here = (ids_TK >= 0) & (ids_TK < self.num_routed)
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
             routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
+            if (call := self._exchange) is not None and self.grid.has_agreed and call.is_ready(len(ids)):
+                return self._exchanged(call, x_TH, routing)
             return wait(self._steps(x_TH, routing)).to(self.dtype)
 
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
         wait(self.grid.recover())
+
+    def _exchanged(self, call: LayerCall, x_TH: Tensor, routing: Routing) -> Tensor:
+        """The same as `_steps` in one native call; the ranks of a group may use one each."""
+        try:
+            return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)
+        except BaseException as error:
+            self.grid.fail(error)
+            raise
 
     def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         epochs = self.grid.epochs
