@@ -28,6 +28,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import FallbackWarning, UnsupportedError
 from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
+from moe_mk.integrations.hf.linears import pack_linears
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import (
     ExpertsFunction,
@@ -114,8 +115,8 @@ def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
 
 __all__ = [
     "ModelReport", "ModuleReport", "PackedModule", "PackedReport", "config_from_hf", "cpu_fp8", "explain",
-    "model_without_experts", "patch_blocks", "patched_blocks", "prepare", "register", "replace_experts",
-    "unpatch_blocks",
+    "model_without_experts", "pack_linears", "patch_blocks", "patched_blocks", "prepare", "register",
+    "replace_experts", "unpatch_blocks",
 ]  # fmt: skip
 
 

@@ -1,13 +1,14 @@
-"""Quantised linear layers of vLLM on a CPU: weights packed in their format, tokens in bf16.
+"""Linear layers of vLLM on a CPU: weights packed in their format, tokens in bf16.
 
 `register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels. vLLM's kernels for AMX
-remain first where the processor has it, and those over torch's scaled products last. Read with vLLM 0.32.
+remain first where the processor has it, and those over torch's scaled products last. Layers in bf16 are computed here
+on processors without AVX-512, for which oneDNN has no product in bf16. Read with vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import MoEMKError, UnsupportedError
-from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
+from moe_mk.experts.cpu_native.weights import native_kernels
+from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.integrations.vllm_formats import QUANTIZATION
-from moe_mk.kernels.native import ProductCall, allocate
 from moe_mk.kernels.native.layout import STEP
-from moe_mk.layer.custom_op import Operator
 from moe_mk.quant import FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4, WHOLE, QuantScheme, QuantTensor, weight_scheme
 from moe_mk.quant.grouped import grouped
 from moe_mk.quant.int8 import INT8_CHANNEL
+from moe_mk.quant.plain import BF16
 from moe_mk.weights.packed_layouts import unpack
 
 LINEAR = "vllm.model_executor.kernels.linear"
@@ -30,41 +31,10 @@ ENTRY = "moe_mk_entry"
 """The buffer of a layer by which its graph finds the packed weights."""
 REQUANTISE, REQUANTISING = "requantize_with_max_scale", ("utils.w8a8_utils", "modelopt")
 """vLLM's function that gives fused FP8 projections (q, k, v) one scale, and the modules that hold it."""
+UTILS, DISPATCH = "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"
+"""The function that selects the product of a layer without quantisation, and its module, which users of it ask."""
 KEPT = "kv_b_proj"
 """The projection whose weights vLLM reads again, to split them for MLA; they are not freed."""
-
-
-class PackedLinear:
-    """One weight matrix (N, K) in the layout of the native kernels."""
-
-    def __init__(self, q: QuantTensor, name: str) -> None:
-        storage, native = storage_of(q.scheme), native_kernels()
-        assert storage is not None, "can_implement refuses other schemes"
-        scale_dtype = torch.bfloat16 if q.scales is None else q.scales.dtype
-        layout = storage.layout(q.shape[0], q.shape[1], gated=False, scale_dtype=scale_dtype)
-        packed = allocate(native, layout, 1)
-        pack_matrix(packed, 0, [q], name, native)
-        self.call, self.num_outputs, self.num_bytes = ProductCall(native, packed), q.shape[0], packed.num_bytes
-        self.entry = LINEARS.enter(self)
-
-    def run(self, x: Tensor) -> Tensor:
-        """(..., K) bf16 to (..., N)."""
-        rows = x.reshape(-1, x.shape[-1])
-        return self.call(rows, torch.get_num_threads()).view(*x.shape[:-1], self.num_outputs)
-
-
-def _run(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
-    del outputs
-    return LINEARS.owner(entry).run(x)
-
-
-def _fake(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
-LINEARS: Operator[PackedLinear] = Operator(
-    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake
-)
 
 
 def _fp8(config: Any) -> QuantScheme | str:
@@ -144,9 +114,34 @@ def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -
     made = here.pop()
     here.insert(next((at for at, each in enumerate(here) if "Torch" in each.__name__), len(here)), made)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(made)  # a registry without a function
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        module = import_module(UTILS)
+        setattr(module, DISPATCH, partial(_unquantised, getattr(module, DISPATCH), say, release))
     for name in REQUANTISING:
         module = import_module(f"{QUANTIZATION}.{name}")
         setattr(module, REQUANTISE, partial(_one_scale, getattr(module, REQUANTISE)))
+
+
+def _unquantised(
+    theirs: Callable[..., None], say: Callable[..., None], release: Callable[[], bool], layer: Any, remove_weight: bool
+) -> None:
+    """Prepare a layer for products in bf16; left to vLLM is what is no such matrix, must be kept, or is disabled."""
+    from vllm import envs
+
+    w, name = layer.weight, getattr(layer, "prefix", type(layer).__name__)
+    is_matrix = not w.is_meta and w.ndim == 2 and w.dtype is torch.bfloat16 and w.shape[1] % STEP == 0
+    if not is_matrix or not release() or "MoeMkLinearKernel" in envs.VLLM_DISABLED_KERNELS:
+        theirs(layer, remove_weight=remove_weight)
+        return
+    outputs, matrix = len(w), QuantTensor(w.detach().contiguous(), None, BF16)
+    if remove_weight:
+        layer.moe_mk_linear = linear = PackedLinear(matrix, name)
+        layer.weight = torch.nn.Parameter(linear.entry, requires_grad=False)
+        layer.cpu_linear = lambda x, entry, bias: packed_linear(x, entry, bias, outputs)
+        say("moe_mk: linear layers (%s) by cpu_native", BF16.name)
+    else:  # an embedding: packed at the first product, since most have none
+        packed = cache(partial(PackedLinear, matrix, name))
+        layer.cpu_linear = lambda x, weight, bias: packed_linear(x, packed().entry, bias, outputs)
 
 
 def _one_scale(
@@ -215,8 +210,7 @@ def kernel_over(
                         tensor.untyped_storage().resize_(0)
 
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            y: Tensor = LINEARS.call(x, getattr(layer, ENTRY), self.linear.num_outputs)
-            return y if bias is None else y + bias
+            return packed_linear(x, getattr(layer, ENTRY), bias, self.linear.num_outputs)
 
         def apply_scaled_mm(self, **_: object) -> Tensor:
             raise NotImplementedError("apply_weights multiplies")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_mk.integrations.vllm import PLUGGABLE
 from moe_mk.integrations.vllm_formats import FORMATS, QUANTIZATION
-from moe_mk.integrations.vllm_linear import REQUANTISE, REQUANTISING
+from moe_mk.integrations.vllm_linear import DISPATCH, REQUANTISE, REQUANTISING, UTILS
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, object]]) -> None:
@@ -143,12 +143,13 @@ class Vllm:
         kinds += ("MxFp4LinearKernel", "Mxfp8LinearKernel")
         layers = "vllm.model_executor.layers"
         self.modules: dict[str, dict[str, object]] = {
-            "vllm": {"envs": SimpleNamespace(VLLM_PLUGINS=plugins)},
+            "vllm": {"envs": SimpleNamespace(VLLM_PLUGINS=plugins, VLLM_DISABLED_KERNELS=[])},
             "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(additional_config=additional_config)},
             "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=self._log)},
             "vllm.platforms": {"PlatformEnum": SimpleNamespace(CPU="cpu")},
             "vllm.model_executor.custom_op": {"op_registry_oot": registry},
             f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase},
+            UTILS: {DISPATCH: lambda layer, remove_weight: layer.left.append(remove_weight)},
             "vllm.model_executor.kernels.linear": {
                 **{name: type(name, (LinearKernel,), {}) for name in kinds},
                 "register_linear_kernel": register_linear_kernel,

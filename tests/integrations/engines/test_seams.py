@@ -15,7 +15,7 @@ import pytest
 
 from moe_mk.integrations import vllm as vllm_door
 from moe_mk.integrations.vllm_formats import FORMATS
-from moe_mk.integrations.vllm_linear import LINEAR
+from moe_mk.integrations.vllm_linear import DISPATCH, LINEAR, UTILS
 from tests.integrations.engines import stand_ins
 
 SEAMS = json.loads((Path(__file__).parent / "seams.json").read_text(encoding="utf-8"))
@@ -75,6 +75,10 @@ def test_vllm_has_the_seam() -> None:
             assert parameters(found) == wanted, name
     for kind in ("FP8_BLOCK_", "FP8_", "INT8_", ""):
         assert "cpu" in {platform.name.lower() for platform in getattr(linear, f"_POSSIBLE_{kind}KERNELS")}
+    assert parameters(getattr(importlib.import_module(UTILS), DISPATCH)) == ["layer", "remove_weight"]
+    for module in ("linear", "vocab_parallel_embedding"):  # they look the function up at each use
+        source = inspect.getsource(importlib.import_module(f"vllm.model_executor.layers.{module}"))
+        assert f"            from {UTILS} import {DISPATCH}" in source
     for module, name in vllm_door.PLUGGABLE:
         assert issubclass(getattr(importlib.import_module(module), name), moe.RoutedExperts)
 

@@ -20,6 +20,7 @@ from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.integrations import vllm as door
 from moe_mk.integrations import vllm_linear
+from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines import vllm_models
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
@@ -172,10 +173,10 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
     scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
     w = torch.randn((256 if kind == "fp8_block" else 200, 288 if kind != "fp8_block" else 256), generator=draw) * 0.1
     q = scheme.quantize(w.bfloat16() if kind == "bf16" else w)
-    linear, decoded = vllm_linear.PackedLinear(q, "w"), scheme.dequantize(q, torch.float32).double()
+    linear, decoded = PackedLinear(q, "w"), scheme.dequantize(q, torch.float32).double()
     for rows in (0, 1, 5, 300):
         x = torch.randn((rows, w.shape[1]), generator=draw).bfloat16()
-        y = vllm_linear.LINEARS.call(x, linear.entry, w.shape[0])
+        y = packed_linear(x, linear.entry, None, w.shape[0])
         assert y.shape == (rows, w.shape[0]) and y.dtype is torch.bfloat16
         assert rows == 0 or error(y, x.double() @ decoded.T) < 2**-8, "one rounding to bf16"
     wide = torch.randn((2, 3, 2 * w.shape[1]), generator=draw).bfloat16()[..., : w.shape[1]]
@@ -185,6 +186,33 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     given = (wide, linear.entry, w.shape[0])
     torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
+
+
+@NEEDS_COMPILER
+def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Vllm(["moe_mk"], CPU_ONLY)
+    put_in(monkeypatch, host.modules)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert door.register()
+    dispatch = getattr(sys.modules[vllm_linear.UTILS], vllm_linear.DISPATCH)
+    x, bias = torch.randn(5, 128).bfloat16(), torch.randn(72).bfloat16()
+
+    def prepared(w: torch.Tensor, remove_weight: bool = True) -> Any:
+        layer = SimpleNamespace(weight=nn.Parameter(w, requires_grad=False), prefix="o_proj", left=[])
+        dispatch(layer, remove_weight=remove_weight)
+        return layer
+
+    w = torch.randn(72, 128).bfloat16()
+    for remove_weight in (True, False):
+        layer = prepared(w.clone(), remove_weight)
+        assert (layer.weight.numel() == 1) == remove_weight and not layer.left
+        y = layer.cpu_linear(x, layer.weight, bias)
+        assert error(y, x.double() @ w.double().T + bias.double()) < 2**-7
+    assert host.logged == ["moe_mk: linear layers (bf16) by cpu_native"]
+    for other in (w.float(), w[:, :100], w.to("meta"), w[None]):
+        assert prepared(other).left == [True]
+    monkeypatch.setattr(host.modules["vllm"]["envs"], "VLLM_DISABLED_KERNELS", ["MoeMkLinearKernel"])
+    assert prepared(w, False).left == [False]
 
 
 def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
@@ -247,8 +275,8 @@ EAGER = [
     ["gptq", "awq", "int8", "gpt-oss"],
     ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
 ]
-ITS_LINEAR = frozenset({"bf16", "gpt-oss"})
-"""Models whose linear layers vLLM computes on a CPU without AMX: those in bf16."""
+PLAIN = frozenset({"bf16", "gpt-oss"})
+"""Models whose linear layers are all in bf16: vLLM's with AVX-512. Others have a router and the head in bf16."""
 WITHIN = 3.0
 """Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
 
@@ -276,8 +304,10 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
-        if name not in ITS_LINEAR and not torch.cpu._is_amx_tile_supported():
-            assert calls["linear"] == 2 * layers, "q, k and v together, and o, of each layer"
+        if not torch.cpu._is_amx_tile_supported():
+            of_bf16 = 0 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (3 if name in PLAIN else 1) * layers + 1
+            others = 0 if name in PLAIN else 2 * layers
+            assert calls["linear"] == others + of_bf16, "q, k and v as one, o, and the router of each layer; the head"
 
 
 @pytest.mark.timeout(300)  # as long as its process may take

@@ -98,7 +98,7 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
     import torch
 
     from moe_mk.integrations.engine_experts import EngineExperts
-    from moe_mk.integrations.vllm_linear import PackedLinear
+    from moe_mk.integrations.packed_linear import PackedLinear
     from tests.integrations.engines import vllm_models
 
     if "--second" in options:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
@@ -14,10 +16,11 @@ import transformers
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import is_experts
-from moe_mk.integrations.transformers import config_from_hf, explain, prepare
+from moe_mk.integrations.transformers import config_from_hf, explain, pack_linears, prepare
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt
 from tests.integrations.hf.classes import tiny_call
+from tests.layer.native import NEEDS_COMPILER
 
 FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "nemotron_h"]
 
@@ -75,6 +78,28 @@ def test_compiling_what_was_never_prepared_states_what_to_call() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with pytest.raises(UnsupportedError, match=r"prepare\(model\) before torch.compile"), torch.no_grad():
         compiled(*tiny_call())
+
+
+@NEEDS_COMPILER
+def test_linear_layers_in_bf16_are_packed_and_freed(tmp_path: Path) -> None:
+    model, ids = family("qwen3_moe").bfloat16(), prompt()
+    plain, projection = logits(model, ids), model.model.layers[1].self_attn.k_proj
+    x, w, held = torch.randn(3, 5, 64).bfloat16(), projection.weight.detach().double(), weakref.ref(projection.weight)
+    del projection
+    sizes = pack_linears(model, skip=["lm_head"])
+    assert list(sizes) == [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkvo"]
+    assert held() is None and isinstance(model.lm_head, nn.Linear)
+    packed = model.model.layers[1].self_attn.k_proj
+    assert float((packed(x).double() - x.double() @ w.T).abs().max() / w.abs().max()) < 2**-6
+    assert float((logits(model, ids) - plain).abs().max() / plain.abs().max()) < 0.05
+    compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), packed(x))
+    with pytest.raises(UnsupportedError, match=r"q_proj is packed and cannot be saved\n.*load the model again"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="gradients through a packed linear layer"):
+        packed(x.clone().requires_grad_()).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"ForCausalLM has no linear layer to pack\n.*in bf16 on the CPU"):
+        pack_linears(model, skip=["lm_head"])
 
 
 def test_two_modules_compiled_one_by_one_do_not_share_a_plan() -> None:

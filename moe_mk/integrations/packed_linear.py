@@ -1,0 +1,60 @@
+"""A linear layer with packed weights, for engines: one matrix in its format, rows in bf16. Inference only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
+from moe_mk.kernels.native import ProductCall, allocate
+from moe_mk.layer.custom_op import Operator
+from moe_mk.quant import QuantTensor
+
+
+class PackedLinear:
+    """One weight matrix (N, K) in the layout of the native kernels."""
+
+    def __init__(self, q: QuantTensor, name: str) -> None:
+        """q: of a scheme that the kernels store, with K a multiple of `STEP`; it is copied. name: for messages."""
+        storage, native = storage_of(q.scheme), native_kernels()
+        assert storage is not None, "callers refuse other schemes"
+        scale_dtype = torch.bfloat16 if q.scales is None else q.scales.dtype
+        layout = storage.layout(q.shape[0], q.shape[1], gated=False, scale_dtype=scale_dtype)
+        packed = allocate(native, layout, 1)
+        pack_matrix(packed, 0, [q], name, native)
+        self.call, self.num_outputs, self.num_bytes = ProductCall(native, packed), q.shape[0], packed.num_bytes
+        self.entry = LINEARS.enter(self)
+
+    def run(self, x: Tensor) -> Tensor:
+        """(..., K) bf16 to (..., N)."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self.call(rows, torch.get_num_threads()).view(*x.shape[:-1], self.num_outputs)
+
+
+def _run(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
+    del outputs
+    return LINEARS.owner(entry).run(x)
+
+
+def _fake(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> None:
+    del ctx, grads
+    raise UnsupportedError("gradients through a packed linear layer", ["inference only; train with plain layers"])
+
+
+LINEARS: Operator[PackedLinear] = Operator(
+    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake
+)
+torch.library.register_autograd("moe_mk::packed_linear", _no_gradient, setup_context=lambda ctx, inputs, output: None)
+
+
+def packed_linear(x: Tensor, entry: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """(..., K) bf16 to (..., outputs) by the matrix behind an entry: one node of a graph, and a sum."""
+    y: Tensor = LINEARS.call(x, entry, outputs)
+    return y if bias is None else y + bias
