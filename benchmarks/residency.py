@@ -10,7 +10,7 @@ experts missing, and the least time of each counts:
 
     forward    with what is resident; the missing experts are read
     compute    the same call again, with its experts resident (where they fit the slots)
-    read       the records that the forward has read, nothing else: by as many threads, with requests of as many bytes
+    read       the records that the forward has read, into the same slots, by as many threads in requests of that size
     mapped     the same kernels on a mapping of the same file
 
 The memory of the process is limited by RLIMIT_DATA, and the slots take what the process leaves of it. Reads are
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, records
+from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, memory_of, records
 from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
 from moe_mk.lab.cli.fit import bytes_of
@@ -151,15 +151,15 @@ class Disk:
         self._store, self._threads = store, ThreadPoolExecutor(READERS)
         memory = RecordMemory(native, records(1, cache.record_bytes))
         memory.add(0)
-        record = memory.records_SB[0]
-        self.record = memoryview((ctypes.c_uint8 * record.numel()).from_address(record.data_ptr())).cast("B")
-        self._kept = record
+        self.record, self._cache = memory_of(memory.records_SB[0]), cache
 
     def seconds(self, experts: Sequence[int]) -> float:
-        """The time to read these records."""
+        """The time to read these records into their slots; those that have none any more into memory of its own."""
+        slots, held = self._cache.slot_of, self._cache.records_SB
+        into = {expert: memory_of(held[slots[expert]]) if expert in slots else self.record for expert in experts}
         began = time.perf_counter()
         parts = ((expert, start) for expert in experts for start in self._store.pieces())
-        for each in [self._threads.submit(self._store.read_piece, *part, self.record) for part in parts]:
+        for each in [self._threads.submit(self._store.read_piece, *part, into[part[0]]) for part in parts]:
             each.result()
         return time.perf_counter() - began
 
