@@ -42,7 +42,10 @@ PLANNERS = {
     "SGLang vectorised": "SGLang's vectorised implementation",
 }
 FIRST = (
-    ("vLLM and `moe_mk`", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 4 layers, bf16", "vLLM, bf16"),
+    ("`moe_mk` with AVX2, qwen3-30b-a3b, 3 layers, bf16", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 2 layers, fp8", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4", "vLLM, bf16"),
     ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch, bf16"),
     ("transformers and `moe_mk`", "transformers, grouped_mm, bf16"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
@@ -103,12 +106,12 @@ def _engines(results: Path) -> Iterator[Line]:
     for path in sorted(results.glob("engines_*.json")):
         found = _read(results, path.stem)
         rates = {name: run["tokens_per_second"] for name, run in found["contestants"].items() if "seconds" in run}
-        model = f"{found['model']}, {found['layers']} layers"
+        model, where = f"{found['model']}, {found['layers']} layers", " with AVX2" * ("avx2" in path.stem)
         for name, rate in rates.items():
             engine, _, form = name.partition(":")
             alone = engine.removesuffix("+moe_mk")
             if alone in ENGINES and alone != engine and alone in rates:
-                what = f"{ENGINES[alone][0]} and `moe_mk`, {model}, {form or 'bf16'}, tokens per second"
+                what = f"{ENGINES[alone][0]} and `moe_mk`{where}, {model}, {form or 'bf16'}, tokens per second"
                 ratios = [rate[case] / rates[alone][case] for case in found["cases"]]
                 yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 
