@@ -218,7 +218,7 @@ def _shared_type(config: MoEConfig, path: str | PathLike[str], layer: int, prefi
     dtypes = {source.entry(name).dtype for name in spelled if name in names}
     found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     if "fp8" not in quant.weights:
-        found[torch.float8_e4m3fn] = "fp8_block"
+        found[torch.float8_e4m3fn] = "mxfp8" if quant.shared == "mxfp8" else "fp8_block"
     shared = next((found[dtype] for dtype in dtypes if dtype in found), "same")
     if shared == quant.shared:
         return config

@@ -53,6 +53,7 @@ def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = 
     if missing := [name for name in wanted if name not in local]:
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
     scales = {name: source.open(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
+    scales = {name: 1.0 / scale if convention.divides else scale for name, scale in scales.items()}
     broken = [name for name, s in scales.items() if len(s) != 1 or not bool(torch.isfinite(s).all() and (s > 0).all())]
     if broken:
         raise WeightError(f"{title}: input scales are no single positive number: {some(broken)}")

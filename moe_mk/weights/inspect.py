@@ -229,13 +229,14 @@ def _guess(
     (shape, dtype), _ = Counter((entry.shape, entry.dtype) for _, entry in downs).most_common(1)[0]
     experts = [part.expert for part, _ in downs if part.expert is not None]
     router, shared = parts.get(Part(Role.ROUTER)), parts.get(Part(Role.SHARED, "down"))
+    shared = shared or parts.get(Part(Role.SHARED, "down", extra="plain"))
     if convention.blocks_apart and len(shape) == 4:
         shape = (*shape[:2], shape[2] * shape[3])
     if len(shape) != (3 if convention.fused or convention.stacked else 2):
         return None, f"down projections have shape {list(shape)}"
-    both = parts.get(Part(Role.EXPERT, "gate_up"))
+    both, halves = parts.get(Part(Role.EXPERT, "gate_up" if convention.fused else "up")), 1 + convention.fused
     turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
-    turned = turned and both is not None and both.shape[-1] == 2 * shape[-2] != shape[-1] and dtype in FLOATS
+    turned = turned and both is not None and both.shape[-1] == halves * shape[-2] != shape[-1] and dtype in FLOATS
     if turned:
         shape = (*shape[:-2], shape[-1], shape[-2])
     latent = parts.get(Part(Role.LATENT, "down"))
@@ -255,8 +256,9 @@ def _guess(
     shared_scheme: quant.QuantScheme | None = None
     if plain_dtype in FLOATS and plain_dtype is not None:
         shared_scheme = quant.plain(plain_dtype)
-    elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2:
-        shared_scheme = quant.weight_scheme(block or (128, 128))
+    elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2 and shared is not None:
+        theirs = {replace(part, role=Role.EXPERT): e for part, e in parts.items() if part.role is Role.SHARED}
+        shared_scheme = _scheme(plain_dtype, shared.shape, theirs, block or (128, 128))
     per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts

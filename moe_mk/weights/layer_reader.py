@@ -205,8 +205,9 @@ class LayerReader:
 
     def _quantised(self, part: Part, row: int | None) -> tuple[tuple[str, str], QuantTensor]:
         """A whole matrix as a view, in the shapes of its scheme, and the names of its values and scales."""
-        name, values = self._open(part, row)
         scheme = self.spec.scheme_of(part.role, part.projection)
+        is_plain = isinstance(scheme, Plain) and self.convention.holds(part.role, "plain")
+        name, values = self._open(replace(part, extra="plain") if is_plain else part, row)
         if not isinstance(scheme, BlockedScheme):
             is_turned = self.spec.stacks_transposed and row is not None
             return (name, ""), QuantTensor(values.T if is_turned else values, None, scheme)
@@ -216,6 +217,7 @@ class LayerReader:
         tall_wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
         above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
+        above = 1.0 / above if above is not None and self.convention.divides else above
         return (name, scale_name), QuantTensor(values, scales.reshape(tall_wide), scheme, above)
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:

@@ -280,6 +280,7 @@ class _Matrices:
         if self.convention.packing:
             return [*self._packed(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
         if isinstance(scheme, Plain):
+            part = replace(part, extra="plain") if self.convention.holds(part.role, "plain") else part
             sides = (columns, rows) if self.spec.stacks_transposed and stack else (rows, columns)
             return [Expected(part, (*stack, *sides), (scheme.dtype,)), *self._bias(part, stack, rows)]
         assert isinstance(scheme, BlockedScheme)

@@ -163,7 +163,8 @@ class LayerLoader:
         if convention.packing:  # a share of words is no share of columns: cut by `finish`
             yield from ((each, tensor) for each in parts)
             return
-        if not parts or part.role not in (Role.EXPERT, Role.SHARED) or (self._tp_size == 1 and parts == [part]):
+        is_whole = parts == [part] and (self._tp_size == 1 or part.extra == "global")
+        if not parts or part.role not in (Role.EXPERT, Role.SHARED) or is_whole:
             yield from ((each, tensor) for each in parts)
             return
         # The reader of files cuts whole experts: what was not fed is one element, repeated. Not on the meta device, on
@@ -217,7 +218,7 @@ class LayerLoader:
     @property
     def _spelling(self) -> Convention:
         """The convention of the names so far if it has one name for each projection, else one that has."""
-        apart = [c for c in self._conventions if not c.fused]
+        apart = [c for c in self._conventions if not (c.fused or c.stacked)]
         return recognise((name.removeprefix(self.prefix) for name in self._names), apart)
 
     def _name_problems(self) -> list[str]:

@@ -54,9 +54,7 @@ class Part:
     "" for the values and their scales."""
 
 
-_LATENT = {
-    "down": "fc1_latent_proj.weight", "up": "fc2_latent_proj.weight", "norm": "latent_norm.weight"
-}  # fmt: skip
+_LATENT = {"down": "fc1_latent_proj.weight", "up": "fc2_latent_proj.weight", "norm": "latent_norm.weight"}
 _INPUT_NORM = {"experts": "pre_feedforward_layernorm_2.weight", "router": "router.scale"}
 
 
@@ -94,6 +92,8 @@ class Convention:
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     packing: str = ""
     """How matrices are packed, one of `packed_layouts.PACKINGS`; "" where values have the shape of their scheme."""
+    divides: bool = False
+    """Whether the factors above scales, of values and of inputs, are stored as what these are divided by."""
     blocks_apart: bool = False
     """Whether a row of packed values is written as (blocks, bytes of a block)."""
 
@@ -158,6 +158,7 @@ FUSED = Convention(
     shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale_inv",
     expert_words=_FUSED_PROJ, shared_words=_PROJ,
 )  # fmt: skip
+STACKED = replace(FUSED, name="stacked", expert_words=_PROJ, expert_extras={"bias": "experts.{p}_bias"})
 MIXTRAL = Convention(
     name="mixtral", prefix="model.layers.{N}.block_sparse_moe.", router="gate.weight", bias="e_score_correction_bias",
     expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale_inv",
@@ -175,11 +176,8 @@ SCALED = Convention(
     expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale",
     shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale",
     expert_words=_PROJ, shared_words=_PROJ,
-    expert_extras={
-        "global": "experts.{e}.{p}.weight_scale_2", "input": "experts.{e}.{p}.input_scale",
-        "bias": "experts.{e}.{p}.bias",
-    },
-    logit_bias="gate.bias",
+    expert_extras={"global": "experts.{e}.{p}.weight_scale_2", "input": "experts.{e}.{p}.input_scale",
+                   "bias": "experts.{e}.{p}.bias"}, logit_bias="gate.bias",
     shared_extras={"global": "shared_experts.{p}.weight_scale_2", "input": "shared_experts.{p}.input_scale"},
 )  # fmt: skip
 GPT_OSS = Convention(
@@ -242,15 +240,19 @@ def _renamed(name: str, like: Convention, words: Mapping[str, str], **others: An
     return replace(like, **{"name": name, **{key: spelled(getattr(like, key)) for key in keys}, **others})
 
 
+_FLOATS = {".weight": ".weight_packed", "weight_packed_scale_2": "weight_global_scale",
+           "weight_packed_scale": "weight_scale", "input_scale": "input_global_scale"}  # fmt: skip
+PACKED = _renamed("packed", SCALED, _FLOATS, divides=True)
+PACKED = replace(PACKED, shared_extras={**PACKED.shared_extras, "plain": SCALED.shared})
 _ONE_SHARED = tuple(
     _renamed(f"{like.name}_one_shared", like, {"shared_experts.": "shared_expert."})
-    for like in (OFFICIAL, FUSED, SCALED, COMPRESSED, AWQ, GPTQ)
+    for like in (OFFICIAL, FUSED, STACKED, SCALED, COMPRESSED, PACKED, AWQ, GPTQ)
 )
 """As the Qwen families spell their shared expert."""
-GGUF_FUSED = replace(
-    GGUF_NAMES, name="gguf_fused", expert_words={"gate_up": "gate_up", "down": "down"}, expert_extras={}
-)
+_GGUF_HALVES = {"gate_up": "gate_up", "down": "down"}
+GGUF_FUSED = replace(GGUF_NAMES, name="gguf_fused", expert_words=_GGUF_HALVES, expert_extras={})
 MINIMAX_M3 = replace(MIXTRAL, name="minimax_m3", shared_words=_PROJ)
+_M3_SCALED = replace(SCALED, name="minimax_m3_scaled", prefix=MIXTRAL.prefix, bias=MIXTRAL.bias, expert_words=_W123)
 KIMI_K3 = replace(
     MIXTRAL, name="kimi_k3", bias="gate.e_score_correction_bias", shared_words=_PROJ,
     expert="experts.{e}.{p}.weight_packed", expert_scale="experts.{e}.{p}.weight_scale",
@@ -259,19 +261,15 @@ KIMI_K3 = replace(
 )  # fmt: skip
 KIMI_LINEAR = replace(KIMI_K3, name="kimi_linear", expert=MIXTRAL.expert, expert_scale=MIXTRAL.expert_scale)
 LLAMA4 = replace(
-    FUSED,
-    name="llama4",
-    prefix="language_model.model.layers.{N}.feed_forward.",
-    router="router.weight",
-    shared="shared_expert.{p}.weight",
-    shared_scale="shared_expert.{p}.weight_scale_inv",
-)
+    FUSED, name="llama4", prefix="language_model.model.layers.{N}.feed_forward.", router="router.weight",
+    shared="shared_expert.{p}.weight", shared_scale="shared_expert.{p}.weight_scale_inv",
+)  # fmt: skip
 _GEMMA4 = tuple(
     replace(
         like, name="gemma4" if like is FUSED else f"gemma4_{like.name}", prefix="model.language_model.layers.{N}.",
         router="router.proj.weight",
     )
-    for like in (FUSED, OFFICIAL, SCALED, COMPRESSED, AWQ, GPTQ)
+    for like in (FUSED, OFFICIAL, SCALED, COMPRESSED, PACKED, AWQ, GPTQ)
 )  # fmt: skip
 """Experts and router are next to the dense MLP of their decoder layer."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
@@ -295,12 +293,16 @@ _SCALED_W123 = tuple(
     for like in (MIXTRAL, CONVERTED)
 )  # fmt: skip
 """modelopt's scales under the names of MiniMax-M2 and of DeepSeek-V4, whose shared experts keep their own format."""
+_MIXTRAL_PACKED = replace(
+    PACKED, name="mixtral_packed", prefix=MIXTRAL.prefix, bias=MIXTRAL.bias, expert_words=_W123, shared_words=_W123
+)
 
 CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
-        OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED,
-        *_SCALED_W123, MINIMAX_M3, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING, *_GEMMA4, *_LONGCAT,
+        OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, PACKED, _MIXTRAL_PACKED, GGUF_NAMES,
+        GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
+        *_GEMMA4, *_LONGCAT,
     )
 }  # fmt: skip
 

@@ -60,8 +60,8 @@ def renamed(tiny_state: StateDict) -> Callable[[str], StateDict]:
     def rename(convention: str) -> StateDict:
         if convention == "official":
             return tiny_state
-        if convention == "fused":
-            return _fused(tiny_state)
+        if convention in ("fused", "stacked"):
+            return _stacks(tiny_state, apart=convention == "stacked")
         words = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
         out: StateDict = {}
         for name, tensor in tiny_state.items():
@@ -78,12 +78,14 @@ def renamed(tiny_state: StateDict) -> Callable[[str], StateDict]:
     return rename
 
 
-def _fused(state: StateDict) -> StateDict:
+def _stacks(state: StateDict, *, apart: bool) -> StateDict:
     out = {name: tensor for name, tensor in state.items() if ".experts." not in name}
     for ending, new in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
         experts = [
             {p: state[f"{PREFIX}experts.{e}.{p}_proj.{ending}"] for p in ("gate", "up", "down")} for e in range(4)
         ]
-        out[f"{PREFIX}experts.gate_up_proj{new}"] = torch.stack([torch.cat((e["gate"], e["up"])) for e in experts])
-        out[f"{PREFIX}experts.down_proj{new}"] = torch.stack([e["down"] for e in experts])
+        held = {f"{p}_proj": torch.stack([e[p] for e in experts]) for p in ("gate", "up", "down")}
+        if not apart:
+            held["gate_up_proj"] = torch.cat((held.pop("gate_proj"), held.pop("up_proj")), 1)
+        out |= {f"{PREFIX}experts.{name}{new}": stack for name, stack in held.items()}
     return out

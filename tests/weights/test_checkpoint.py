@@ -14,7 +14,7 @@ from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load, same
 
-CONVENTIONS = ["official", "fused", "mixtral", "converted"]
+CONVENTIONS = ["official", "fused", "stacked", "mixtral", "converted"]
 
 
 def test_a_layer_comes_from_disk_as_it_was_written(

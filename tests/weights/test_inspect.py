@@ -64,7 +64,7 @@ def test_facts_go_into_json(tiny_directory: Path) -> None:
     assert stated["layers"][0]["block"] == [16, 16]
 
 
-@pytest.mark.parametrize("convention", ["fused", "mixtral", "converted"])
+@pytest.mark.parametrize("convention", ["fused", "stacked", "mixtral", "converted"])
 def test_other_conventions_are_recognised_without_a_config(
     renamed: Callable[[str], dict[str, Tensor]], tmp_path: Path, convention: str
 ) -> None:

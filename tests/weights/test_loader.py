@@ -70,7 +70,7 @@ def fed(loader: LayerLoader, state: StateDict, seed: int = 0) -> LayerLoader:
 
 
 @pytest.mark.parametrize(("owned", "tp"), [((0, 1, 2, 3), (0, 1)), ((3, 1), (1, 2))], ids=["whole", "share"])
-@pytest.mark.parametrize("convention", ["official", "fused", "mixtral", "converted"])
+@pytest.mark.parametrize("convention", ["official", "fused", "stacked", "mixtral", "converted"])
 def test_any_order_gives_the_bits_of_the_file_under_every_convention(
     convention: str,
     owned: tuple[int, ...],
