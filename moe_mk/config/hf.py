@@ -12,37 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_mk.config import keys
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import FILE, KEY, LayerEquation, equation_next_to
 from moe_mk.config.hf_quant import layers_with_experts, plain_kind, quant_from_hf
-from moe_mk.config.keys import (
-    ANY,
-    CONFIG_JSON,
-    COUNT,
-    COUNT_OR_NONE,
-    FACTOR,
-    FLAG,
-    LIMIT,
-    LIMITS,
-    NAMES,
-    SECTION,
-    TRUE,
-    WORD,
-    Kind,
-    is_empty,
-    unread_keys,
-    wrong_types,
-)
+from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
 DEEPSEEK_LIKE = (
     "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1", "nemotron_h", "kimi_linear",
-    "glm5_next", "hy_v4", "bailing_hybrid",
+    "glm5_next", "hy_v4", "bailing_hybrid", "bailing_moe", "glm4_moe_lite", "glm4v_moe", "mimo_v2_flash", "solar_open",
 )  # fmt: skip
 SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
-PLAIN_SOFTMAX = ("qwen3_moe", "qwen3_vl_moe", *SHARED_GATED, "mixtral", "olmoe")
+_QWEN3 = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
+PLAIN_SOFTMAX = (*_QWEN3, *SHARED_GATED, "mixtral", "olmoe")
 SHARED_WIDTHS = {
     **dict.fromkeys(SHARED_GATED, "shared_expert_intermediate_size"),
     **dict.fromkeys(("step3p5", "step3p7"), "share_expert_dim"),
@@ -60,7 +45,7 @@ FAMILIES = (
     *DEEPSEEK_LIKE, "deepseek_v4", *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, "gpt_oss", *STEP, "llama4", "gemma4",
     *LONGCAT, "cohere2_moe",
 )  # fmt: skip
-TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 """What describes the layers of multimodal models, whatever their own model type."""
 SECOND = "hf_quant_config.json"
 """The file in which modelopt states formats, next to config.json or in place of its quantization_config."""
@@ -76,9 +61,11 @@ _OF_KIMI = {
     "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
     "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
 }  # fmt: skip
+_OF_LING = {"num_shared_experts": "n_shared_experts", "score_function": "scoring_func",
+            "moe_router_enable_expert_bias": "use_routing_bias"}  # fmt: skip
 _OF_LONGCAT = {"moe_topk": "num_experts_per_tok", "expert_ffn_hidden_size": "moe_intermediate_size"}
 _RENAMED: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI), "bailing_moe": _OF_LING,
     **dict.fromkeys(STEP, _OF_STEP),
     "gemma4": {"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
     **dict.fromkeys(LONGCAT, _OF_LONGCAT),
@@ -95,115 +82,79 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
     "qwen3_vl_moe": _ONE | {"norm_topk_prob": True},
     "minimax_m2": _ONE | {"use_routing_bias": True},
-    "minimax_m3": _ONE | {
-        "n_shared_experts": 1, "use_routing_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
-        "routed_scaling_factor": 2.0,
-    },
+    "minimax_m3": _ONE | {"n_shared_experts": 1, "use_routing_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+                          "routed_scaling_factor": 2.0},
     "deepseek_v2": _ONE | {"n_shared_experts": 2, "topk_method": "greedy"},
     "deepseek_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.5},
     **dict.fromkeys(STEP, _ONE | {"n_shared_experts": 1, "use_routing_bias": True}),
-    "kimi_linear": _ONE | {
-        "n_shared_experts": 1, "routed_scaling_factor": 2.446, "latent_moe_use_norm": False,
-        "activation_situ_beta": 1.0,
-    },
+    "kimi_linear": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.446, "latent_moe_use_norm": False,
+                           "activation_situ_beta": 1.0},
     "mistral4": _ONE | {"n_shared_experts": 1, "topk_method": "group_limited_greedy"},
     "llama4": _ONE | {"n_shared_experts": 1},
     "glm5_next": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0},
     "hy_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0},
-    "bailing_hybrid": _V3,
+    "bailing_hybrid": _V3, "bailing_moe": _ONE | {"use_routing_bias": False, "scoring_func": "softmax"},
+    "glm4_moe_lite": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True},
+    **dict.fromkeys(("glm4v_moe", "solar_open"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
     "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-    "cohere2_moe": _ONE | {
-        "shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax", "norm_topk_prob": True
-    },
+    "cohere2_moe": _ONE | {"shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax",
+                           "norm_topk_prob": True},
     "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     **dict.fromkeys(LONGCAT, _ONE | {"routed_scaling_factor": 6.0, "zero_expert_num": 256, "norm_topk_prob": False}),
 }  # fmt: skip
-"""Of each family's configuration class."""
 
-ACTIVATIONS = {
-    "silu": "silu", "gelu": "gelu", **dict.fromkeys(("gelu_pytorch_tanh", "gelu_tanh"), "gelu_tanh"), "relu2": "relu2",
-    "swish": "silu",
-}  # fmt: skip
-"""Ours by the names of config.json."""
-_ACTIVATION: Kind = (f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
 _SILU: Kind = ("'silu'", lambda v: v in ("silu", "swish"))
-_COMMON: dict[str, Kind] = {
-    "model_type": WORD, "hidden_size": COUNT, "hidden_act": _ACTIVATION, "num_experts_per_tok": COUNT,
-    "n_routed_experts": COUNT, "num_experts": COUNT, "num_local_experts": COUNT, "num_hidden_layers": COUNT,
-    "first_k_dense_replace": COUNT_OR_NONE, "quantization_config": SECTION, "compression_config": SECTION,
-    "torch_dtype": ANY, "dtype": ANY, "scoring_func": WORD,
+_COMMON = (
+    "model_type hidden_size hidden_act num_experts_per_tok n_routed_experts num_experts num_local_experts "
+    "num_hidden_layers first_k_dense_replace quantization_config compression_config torch_dtype dtype scoring_func "
+)
+_ROUTED = "moe_intermediate_size norm_topk_prob routed_scaling_factor "
+_GROUPED = f"{_ROUTED}n_shared_experts n_group topk_group topk_method "
+_KEYS: Mapping[str, str] = {
+    **dict.fromkeys((*DEEPSEEK_LIKE, *SOFTMAX_GROUPED), _GROUPED),
+    "deepseek_v4": f"{_ROUTED}n_shared_experts topk_method swiglu_limit expert_dtype",
+    **dict.fromkeys(_QWEN3, "moe_intermediate_size norm_topk_prob"), "glm_moe_dsa": f"{_GROUPED}moe_router_dtype",
+    **dict.fromkeys(SHARED_GATED, "moe_intermediate_size norm_topk_prob shared_expert_intermediate_size"),
+    "bailing_moe": f"{_GROUPED}use_routing_bias moe_shared_expert_intermediate_size router_dtype",
+    "nemotron_h": f"{_GROUPED}moe_latent_size mlp_hidden_act moe_shared_expert_intermediate_size "
+                  "hybrid_override_pattern layers_block_type",
+    "minimax_m2": "intermediate_size use_routing_bias", "olmoe": "intermediate_size norm_topk_prob",
+    "minimax_m3": "intermediate_size moe_intermediate_size use_routing_bias routed_scaling_factor n_shared_experts "
+                  "shared_intermediate_size dense_intermediate_size swiglu_limit swiglu_alpha",
+    **dict.fromkeys(STEP, "moe_intermediate_size share_expert_dim n_shared_experts use_routing_bias "
+                          "routed_scaling_factor norm_expert_weight swiglu_limits swiglu_limits_shared"),
+    "kimi_linear": f"{_GROUPED}moe_latent_size latent_moe_use_norm rms_norm_eps activation_situ_beta "
+                   "activation_situ_linear_beta use_grouped_topk", "mixtral": "intermediate_size",
+    **dict.fromkeys(("glm5_next", "hy_v4"), f"{_GROUPED}swiglu_limit"),
+    "llama4": "intermediate_size interleave_moe_layer_step moe_layers",
+    "gemma4": "moe_intermediate_size enable_moe_block rms_norm_eps",
+    **dict.fromkeys(LONGCAT, f"{_ROUTED}zero_expert_num zero_expert_type router_dtype disable_quant_module"),
+    "cohere2_moe": "intermediate_size n_shared_experts norm_topk_prob shared_expert_combination_strategy "
+                   "expert_selection_fn",
+    "gpt_oss": "intermediate_size swiglu_limit swiglu_alpha experts_per_token",
 }  # fmt: skip
-_ROUTED: dict[str, Kind] = {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG, "routed_scaling_factor": FACTOR}
-_GROUPED: dict[str, Kind] = _ROUTED | {
-    "n_shared_experts": COUNT_OR_NONE, "n_group": COUNT, "topk_group": COUNT, "topk_method": WORD,
+_OWN_KINDS: Mapping[str, Mapping[str, Kind]] = {
+    **{family: {"hidden_act": _SILU} for family in ("deepseek_v4", *STEP, "glm5_next", "hy_v4")},
+    **{family: {"hidden_act": _SILU, "norm_topk_prob": ("false", lambda v: v is False)} for family in LONGCAT},
+    "gpt_oss": {"hidden_act": _SILU, "swiglu_limit": FACTOR},
+    "minimax_m3": {"hidden_act": one_of("swigluoai"), "swiglu_limit": FACTOR},
+    "kimi_linear": {"hidden_act": one_of("silu", "situ")},
 }  # fmt: skip
 _READ: Mapping[str, Mapping[str, Kind]] = {
-    **dict.fromkeys((*DEEPSEEK_LIKE, *SOFTMAX_GROUPED), _COMMON | _GROUPED),
-    "deepseek_v4": _COMMON | _ROUTED | {"hidden_act": _SILU, "n_shared_experts": COUNT_OR_NONE, "topk_method": WORD,
-                                        "swiglu_limit": LIMIT, "expert_dtype": WORD},
-    **dict.fromkeys(
-        ("qwen3_moe", "qwen3_vl_moe"), _COMMON | {"moe_intermediate_size": COUNT, "norm_topk_prob": FLAG}
-    ),
-    **dict.fromkeys(SHARED_GATED, _COMMON | {
-        "moe_intermediate_size": COUNT, "norm_topk_prob": FLAG, "shared_expert_intermediate_size": COUNT_OR_NONE,
-    }),
-    "glm_moe_dsa": _COMMON | _GROUPED | {"moe_router_dtype": ("'float32'", lambda v: v == "float32")},
-    "nemotron_h": _COMMON | _GROUPED | {
-        "moe_latent_size": COUNT_OR_NONE, "mlp_hidden_act": ("'relu2'", lambda v: v == "relu2"),
-        "moe_shared_expert_intermediate_size": COUNT,
-        "hybrid_override_pattern": WORD, "layers_block_type": NAMES,
-    },
-    "minimax_m2": _COMMON | {"intermediate_size": COUNT, "use_routing_bias": FLAG},
-    "minimax_m3": _COMMON | {
-        "hidden_act": ("'swigluoai'", lambda v: v == "swigluoai"), "intermediate_size": COUNT,
-        "moe_intermediate_size": COUNT, "use_routing_bias": FLAG, "routed_scaling_factor": FACTOR,
-        "n_shared_experts": COUNT_OR_NONE, "shared_intermediate_size": COUNT, "dense_intermediate_size": COUNT,
-        "swiglu_limit": FACTOR, "swiglu_alpha": FACTOR,
-    },
-    **dict.fromkeys(STEP, _COMMON | {
-        "hidden_act": _SILU, "moe_intermediate_size": COUNT, "share_expert_dim": COUNT, "n_shared_experts": COUNT,
-        "use_routing_bias": FLAG, "routed_scaling_factor": FACTOR, "norm_expert_weight": TRUE,
-        "swiglu_limits": LIMITS, "swiglu_limits_shared": LIMITS,
-    }),
-    "kimi_linear": _COMMON | _GROUPED | {
-        "hidden_act": ("'silu' or 'situ'", lambda v: v in ("silu", "situ")), "moe_latent_size": COUNT_OR_NONE,
-        "latent_moe_use_norm": FLAG, "rms_norm_eps": FACTOR, "activation_situ_beta": FACTOR,
-        "activation_situ_linear_beta": FACTOR, "use_grouped_topk": FLAG,
-    },
-    **dict.fromkeys(("glm5_next", "hy_v4"), _COMMON | _GROUPED | {"hidden_act": _SILU, "swiglu_limit": LIMIT}),
-    "llama4": _COMMON | {"intermediate_size": COUNT, "interleave_moe_layer_step": COUNT, "moe_layers": ANY},
-    "mixtral": _COMMON | {"intermediate_size": COUNT},
-    "gemma4": _COMMON | {"moe_intermediate_size": COUNT, "enable_moe_block": TRUE, "rms_norm_eps": FACTOR},
-    **dict.fromkeys(LONGCAT, _COMMON | _ROUTED | {
-        "hidden_act": _SILU, "norm_topk_prob": ("false", lambda v: v is False), "zero_expert_num": COUNT_OR_NONE,
-        "zero_expert_type": ("'identity' or 'drop'", lambda v: v in ("identity", "drop")),
-        "router_dtype": ("'float32'", lambda v: v == "float32"), "disable_quant_module": NAMES,
-    }),
-    "cohere2_moe": _COMMON | {
-        "intermediate_size": COUNT, "n_shared_experts": COUNT_OR_NONE, "norm_topk_prob": FLAG,
-        "shared_expert_combination_strategy": ("'average' or 'sum'", lambda v: v in ("average", "sum")),
-        "expert_selection_fn": ("'softmax' or 'sigmoid'", lambda v: v in ("softmax", "sigmoid")),
-    },
-    "olmoe": _COMMON | {"intermediate_size": COUNT, "norm_topk_prob": FLAG},
-    "gpt_oss": _COMMON | {"hidden_act": _SILU, "intermediate_size": COUNT, "swiglu_limit": FACTOR,
-                          "swiglu_alpha": FACTOR, "experts_per_token": COUNT},
-}  # fmt: skip
+    family: {**{key: KINDS[key] for key in (_COMMON + words).split()}, **_OWN_KINDS.get(family, {})}
+    for family, words in _KEYS.items()
+}
 """The keys that are read, by family; those of other families are refused where they have a value."""
 _OTHER_PARTS = {
-    "nemotron_h": (
-        "n_groups", "use_bias", "use_conv_bias", "rescale_prenorm_residual", "time_step_limit",
-        "moe_shared_expert_overlap",
-    ),
+    "nemotron_h": ("n_groups", "use_bias", "use_conv_bias", "rescale_prenorm_residual", "time_step_limit",
+                   "moe_shared_expert_overlap"),
     "minimax_m3": ("sparse_attention_config",),
     **dict.fromkeys(STEP, ("moe_layers_enum", "moe_every_n_layer", "need_fp32_gate", "use_moe", "mlp_bias",
                            "use_head_wise_attn_gate")),
-    "llama4": ("intermediate_size_mlp", "floor_scale"),
-    "gemma4": ("use_double_wide_mlp",),
-    "bailing_hybrid": ("layer_group_size", "kda_safe_gate"),
-    **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
+    "llama4": ("intermediate_size_mlp", "floor_scale"), "gemma4": ("use_double_wide_mlp",),
+    "bailing_hybrid": ("layer_group_size", "kda_safe_gate"), **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
     "cohere2_moe": ("prefix_dense_intermediate_size",),
 }  # fmt: skip
-"""Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, "deepseek_v4"), "greedy": ("deepseek_v2",),
                  "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
@@ -211,12 +162,10 @@ _SAME = (
     ("intermediate_size", "moe_intermediate_size"), ("torch_dtype", "dtype"),
     ("quantization_config", "compression_config"),
 )  # fmt: skip
-"""Keys of one meaning, which may not differ."""
 _READ_BY_ROUTERS = {
     "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
     "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
-"""Settings of a router, and their keys in a config.json."""
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -253,7 +202,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     if hf.get(KEY) is not None:
         return _by_equation(hf, where, layer)
     family = _family_of(hf)
-    if (section := section_of(hf)) is not None and section_of(hf[section]) is None:
+    if (section := section_of(hf)) is not None:
         return settings_from_hf(_of_wrapper(hf, section, where), where, layer)
     if family not in FAMILIES:
         raise ConfigError(
@@ -262,8 +211,9 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
             "by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
         )
     hf, problems = _renamed(hf, family)
-    harmless = CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
-    problems += wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless) + _contradictions(hf, family)
+    harmless = keys.CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
+    problems += keys.wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless)
+    problems += _contradictions(hf, family)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     stated = {**DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
@@ -289,7 +239,7 @@ def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section of the language model, with the model's type if it has none: `TEXT_SECTIONS`; of other models all."""
     section = section_of(hf)
     outer = {key: hf[key] for key in ("model_type", "dtype", "torch_dtype") if key in hf}
-    return hf if section is None else {**outer, **hf[section]}
+    return hf if section is None else text_of({**outer, **hf[section]})
 
 
 def section_of(hf: Mapping[str, Any]) -> str | None:
@@ -322,7 +272,8 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
 
 def _family_of(hf: Mapping[str, Any]) -> str:
     """The model type, of a text_config that of the model itself."""
-    return str(hf.get("model_type", "")).removesuffix("_text")
+    family = str(hf.get("model_type", "")).removesuffix("_text")
+    return {"bailing_moe_v2": "bailing_moe", "minimax_m3_vl": "minimax_m3"}.get(family, family)
 
 
 def _renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
@@ -357,15 +308,15 @@ def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, An
 
 def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
     problems = []
-    for keys in _SAME:
-        found = {key: hf[key] for key in keys if key in _READ[family] and hf.get(key) is not None}
+    for same in _SAME:
+        found = {key: hf[key] for key in same if key in _READ[family] and hf.get(key) is not None}
         values = [str(value).removeprefix("torch.") for value in found.values()]
         if len(set(values)) > 1:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
     others = {"n_group": "topk_group", "topk_group": "n_group", "routed_scaling_factor": "", "zero_expert_num": ""}
     for key, other in others.items():
-        if key not in _READ[family] or hf.get(key) is not None:
-            continue
+        if key not in _READ[family] or hf.get(key) is not None or (family == "bailing_moe" and key not in hf):
+            continue  # Ling of the first version has neither groups nor a scale
         default = DEFAULTS[family][key]
         if key in hf and other and default != 1:
             problems.append(f"{key} is null, and {family} has groups; state 1 for none")
@@ -387,7 +338,7 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
 
 
 def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) -> dict[str, Any]:
-    activation = ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
+    activation = keys.ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
     width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
     clamped = {}
     if family in ("gpt_oss", "minimax_m3"):
@@ -431,10 +382,13 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         or (family != "llama4" and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"] * hf["part"],
     }
-    stated_bias, by_sigmoid = family in (*STEP, *MINIMAX), family in ("llama4", *STEP, *MINIMAX, *DEEPSEEK_LIKE)
+    stated_bias, by_sigmoid = (
+        family in (*STEP, *MINIMAX, "bailing_moe"),
+        family in ("llama4", *STEP, *MINIMAX, *DEEPSEEK_LIKE),
+    )
     biased = hf["use_routing_bias"] if stated_bias else family in (*DEEPSEEK_LIKE, "deepseek_v4", *LONGCAT)
     scoring = "sqrtsoftplus" if family == "deepseek_v4" else "sigmoid" if by_sigmoid else "softmax"
-    scoring = hf.get("expert_selection_fn") or scoring
+    scoring = hf.get("scoring_func" if family == "bailing_moe" else "expert_selection_fn") or scoring
     router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}
     # The softmax over the chosen logits is that over all of them, renormalised.
     router |= {"has_logit_bias": family == "gpt_oss", "has_expert_scale": family == "gemma4"}
@@ -445,7 +399,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":
         router |= {"num_expert_group": 1, "topk_group": 1}
     stated = hf.get("scoring_func")
-    if stated is not None and stated != router["scoring_func"]:
+    if stated is not None and (family, stated) != ("dots1", "noaux_tc") and stated != router["scoring_func"]:
         raise ConfigError(f"{where}: scoring_func={stated!r} is not what {family} uses ({router['scoring_func']!r})")
     return router
 

@@ -26,6 +26,8 @@ _ROOTS = (
 )  # fmt: skip
 _BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer")
 _PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+_SHARED = ("shared_experts", "shared_expert")
+_ENDS = ("", *(f".{word}" for words in _PROJECTIONS for word in words))
 
 
 def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int | None = None) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int 
             settings, problems, ignored = {}, [f"a list of modules has an invalid expression: {problem}"], {}
         if not problems and (ignored["experts"] or settings.get("weights") is None):
             return {"weights": plain_kind(hf or {}, where)}
-        if not problems and ignored["shared_experts"]:
+        if not problems and (ignored["shared_experts"] or settings.get("shared") == "plain"):
             settings["shared"] = plain_kind(hf or {}, where)
     if problems:
         raise ConfigError(
@@ -74,9 +76,10 @@ def plain_kind(hf: Said, where: str) -> str:
 
 def layers_with_experts(hf: Said, layer: int | None = None) -> list[int]:
     """The layer, or the first, the middle and the last layer with experts."""
-    kinds = hf.get("hybrid_override_pattern") or hf.get("layers_block_type")
+    names = ("hybrid_override_pattern", "layers_block_type", "mlp_layer_types", "moe_layer_freq")
+    kinds = next((hf[name] for name in names[: 2 if hf.get("first_k_dense_replace") else 4] if hf.get(name)), None)
     if layer is None and isinstance(kinds, str | list):
-        found = [number for number, kind in enumerate(kinds) if kind in ("E", "moe")]
+        found = [number for number, kind in enumerate(kinds) if kind in ("E", "moe", "sparse", 1)]
         return sorted({found[0], found[len(found) // 2], found[-1]}) if found else [0]
     count, first = (hf.get(key) for key in ("num_hidden_layers", "first_k_dense_replace"))
     first = first if isinstance(first, int) else 0
@@ -127,27 +130,24 @@ def _others(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str
 
 
 def _fp8(quant: Said, layers: list[int]) -> Found:
-    problems = _others(
-        quant,
-        {
-            "fmt": ("e4m3", "float8_e4m3fn", None), "activation_scheme": ("dynamic", None),
-            "scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None),
-        },
-    )  # fmt: skip
+    problems = _others(quant, {
+        "fmt": ("e4m3", "float8_e4m3fn", None), "activation_scheme": ("dynamic", None),
+        "scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None),
+    })  # fmt: skip
     if quant.get("expert_dtype") == "fp4":
         return {"weights": "mxfp4", "activations": "mxfp8", **_shared_fp8(quant)}, problems
     if not quant.get("weight_block_size"):
         return {}, [*problems, "weight_block_size is not given"]
-    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
-    return {"weights": "fp8_block", "block": quant["weight_block_size"], "scale": scale}, problems
+    return {"weights": "fp8_block", **_blocks(quant)}, problems
+
+
+def _blocks(quant: Said) -> dict[str, Any]:
+    return {"block": quant["weight_block_size"], "scale": "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"}
 
 
 def _shared_fp8(quant: Said) -> dict[str, Any]:
     """Shared experts that stay in the FP8 blocks of a section whose routed experts have four bits."""
-    if not quant.get("weight_block_size"):
-        return {}
-    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
-    return {"shared": "fp8_block", "block": quant["weight_block_size"], "scale": scale}
+    return {"shared": "fp8_block", **_blocks(quant)} if quant.get("weight_block_size") else {}
 
 
 def _mixed(quant: Said, layers: list[int]) -> Found:
@@ -156,20 +156,41 @@ def _mixed(quant: Said, layers: list[int]) -> Found:
     problems += _others(
         quant, {"quant_algo": ("MIXED_PRECISION",), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
     )
-    listed = quant.get("quantized_layers") or {}
-    for layer in layers:
-        names = (f"{root}.{layer}.{block}.experts" for root in _ROOTS for block in _BLOCKS)
-        here = [listed[name] for name in names if name in listed]
-        found = [{key: value for key, value in each.items() if not is_empty(value)} for each in here]
-        if [{"group_size": 16} | each for each in found] != [{"group_size": 16, "quant_algo": "NVFP4"}]:
-            problems.append(f"quantized_layers states {here or 'nothing'} for the experts of layer {layer}")
+    algorithm, more = _listed(quant, layers, "experts")
+    problems += more if algorithm == "NVFP4" else [f"quantized_layers states {algorithm!r} for the experts", *more]
     if quant.get("config_groups") is not None:
         problems += _group_in(quant["config_groups"], layers, "NVFP4", 4, 16)[1]
     return {"weights": "nvfp4", **_shared_fp8(quant)}, problems
 
 
+def _listed(quant: Said, layers: list[int], role: str) -> tuple[str | None, list[str]]:
+    """The algorithm that quantized_layers states for all experts of a role, None for none, and what differs."""
+    listed, inners = quant.get("quantized_layers") or {}, ("experts", "experts.0") if role == "experts" else _SHARED
+    paths = [f"{block}.{inner}{end}" for block in _BLOCKS for inner in inners for end in _ENDS]
+    algorithms, problems = dict[str | None, None](), list[str]()
+    for layer in layers:
+        found = [listed[name] for root in _ROOTS for path in paths if (name := f"{root}.{layer}.{path}") in listed]
+        for each in found or [{}]:
+            more = sorted(key for key in each.keys() - {"quant_algo", "group_size"} if not is_empty(each[key]))
+            problems += [f"quantized_layers states {key}={each[key]!r} for {role}" for key in more]
+            algorithm = None if is_empty(each.get("quant_algo")) else str(each["quant_algo"])
+            algorithms[algorithm], columns = None, _MODELOPT[algorithm][2] if algorithm in _MODELOPT else None
+            if not is_empty(size := each.get("group_size")) and size != columns:
+                problems.append(f"quantized_layers states group_size {size!r} for {role}")
+    if len(algorithms) > 1:
+        problems.append(f"quantized_layers states {' and '.join(map(str, algorithms))} for {role}")
+    return next(iter(algorithms), None), problems
+
+
 def _mxfp4(quant: Said, layers: list[int]) -> Found:
     return {"weights": "mxfp4"}, []
+
+
+_MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), ("nvfp4", 4, 16)), "MXFP8": ("mxfp8", 8, 32),
+    "FP8": ("fp8_tensor", 8, None),
+}  # fmt: skip
+"""(kind, bits, columns of a scale) of its algorithms; W4A16: activations stay as they are."""
 
 
 def _modelopt(quant: Said, layers: list[int]) -> Found:
@@ -177,17 +198,25 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
     inner = inner if isinstance(inner, Mapping) else {}
     problems = section_problems(inner, "modelopt")
     stated = {section["quant_algo"] for section in (quant, inner) if isinstance(section.get("quant_algo"), str)}
-    known = {"NVFP4": ("nvfp4", 4, 16), "MXFP8": ("mxfp8", 8, 32), "FP8": ("fp8_tensor", 8, None)}
-    algorithm = ", ".join(sorted(stated)) or None
-    if algorithm not in known:
+    algorithm, settings = ", ".join(sorted(stated)) or None, dict[str, Any]()
+    if is_mixed := algorithm == "MIXED_PRECISION":
+        quant = {"quantized_layers": inner.get("quantized_layers"), **quant}
+        (algorithm, more), (shared, others) = (_listed(quant, layers, role) for role in ("experts", "shared_experts"))
+        problems += more + others
+        if shared not in (algorithm, "MXFP8", None):
+            problems.append(f"quantized_layers states {shared!r} for shared experts")
+        if algorithm is None and shared is None and quant["quantized_layers"]:  # a layer that is not listed
+            return {}, problems
+        settings = {} if shared == algorithm else {"shared": "mxfp8" if shared else "plain"}
+    if algorithm is None or algorithm not in _MODELOPT:
         return {}, [*problems, f"quant_algo is {algorithm!r}"]
-    kind, bits, columns = known[algorithm]
-    for section in (quant, inner):
+    kind, bits, columns = _MODELOPT[algorithm]
+    for section in () if is_mixed else (quant, inner):
         if columns is not None and section.get("group_size") not in (None, columns):
             problems.append(f"group_size is {section['group_size']}, {algorithm} has {columns}")
-    settings: dict[str, Any] = {"weights": kind}
+    settings |= {"weights": kind} | ({"activations": "none"} if algorithm.startswith("W4A16") else {})
     groups = quant.get("config_groups")
-    if groups is None:
+    if groups is None or is_mixed:  # what lists modules one by one decides
         return settings, problems
     group, more = _group_in(groups, layers, algorithm, bits, columns)
     if group is None:
@@ -217,15 +246,9 @@ def _group_of(groups: object, layers: list[int]) -> tuple[Said | None, list[str]
     """
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
         return None, [f"config_groups has no groups but {groups!r}, one is expected"]
-    problems = [
-        problem
-        for group in groups.values()
-        for title, section in (
-            ("group", group), ("weights", group.get("weights")), ("weights", group.get("input_activations")),
-        )
-        if isinstance(section, Mapping)
-        for problem in section_problems(section, title)
-    ]  # fmt: skip
+    kinds = ("group", ""), ("weights", "weights"), ("weights", "input_activations")
+    parts = [(kind, group.get(key) if key else group) for group in groups.values() for kind, key in kinds]
+    problems = [each for kind, part in parts if isinstance(part, Mapping) for each in section_problems(part, kind)]
     weights = [found for group in groups.values() if isinstance(found := group.get("weights"), Mapping)]
     stated = [found["dynamic"] for found in weights if found.get("dynamic") not in (None, False)]
     problems += [f"weights.dynamic is {value!r}, weights with stored scales are supported" for value in stated]
@@ -245,6 +268,13 @@ def _group_of(groups: object, layers: list[int]) -> tuple[Said | None, list[str]
     return group, problems
 
 
+_IN_GROUPS = {
+    "mxfp4-pack-quantized": ("mxfp4", 4, 32), "nvfp4-pack-quantized": ("nvfp4", 4, 16),
+    "mxfp8-quantized": ("mxfp8", 8, 32),
+}  # fmt: skip
+_SCALES = {**dict.fromkeys(("mxfp4", "mxfp8"), ("torch.uint8", None)), "nvfp4": ("torch.float8_e4m3fn", None)}
+
+
 def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
     group, problems = _group_of(quant.get("config_groups"), layers)
     sparsity = quant.get("sparsity_config") or {}
@@ -258,26 +288,20 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
     formats = {each["format"] for each in (quant, group) if each.get("format") not in (None, "mixed-precision")}
     if len(formats) > 1:
         problems.append(f"format is {' and '.join(sorted(formats))}, which differ")
-    if formats == {"mxfp4-pack-quantized"}:
-        fitting = {
-            "num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (32,),
-            "symmetric": (True, None), "actorder": (None, False), "scale_dtype": ("torch.uint8", None),
-            "zp_dtype": (None,),
-        }  # fmt: skip
-        problems += _others(weights, fitting, "weights.")
-        problems += [] if is_empty(tokens) else [f"input_activations are {tokens!r} with MXFP4 weights"]
-        return {"weights": "mxfp4"}, problems
+    if formats and (floats := _IN_GROUPS.get(next(iter(formats)))) is not None:
+        kind, bits, size = floats
+        held = {"num_bits": (bits,), "type": ("float",), "group_size": (size,), "symmetric": (True, None)}
+        rest = {"strategy": ("group", "tensor_group"), "actorder": (None, False), "scale_dtype": _SCALES[kind]}
+        problems += _others(weights, held | rest, "weights.")
+        problems += [] if is_empty(tokens) else _others(tokens or {}, held, "input_activations.")
+        if kind == "mxfp4" and not is_empty(tokens):
+            problems.append(f"input_activations are {tokens!r} with MXFP4 weights")
+        return {"weights": kind, "activations": "none" if is_empty(tokens) else kind}, problems
     if formats == {"pack-quantized"}:
         return _pack_quantized(weights, tokens)
     kind = "int8" if weights.get("type") == "int" else "fp8"
-    problems += _others(
-        weights,
-        {
-            "num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None),
-            "actorder": (None, False, "weight", "static"),
-        },
-        "weights.",
-    )  # fmt: skip
+    eight = {"num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None)}
+    problems += _others(weights, eight | {"actorder": (None, False, "weight", "static")}, "weights.")
     named = "int" if kind == "int8" else "float"
     problems += [f"format is {each!r}" for each in formats if each not in (f"{named}-quantized", "naive-quantized")]
     names = {"channel": "int8" if kind == "int8" else "fp8_channel", "block": f"{kind}_block"}

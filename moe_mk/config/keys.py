@@ -21,15 +21,10 @@ LIMIT: Kind = ("a finite number of at least 0", lambda v: type(v) in (int, float
 FLAG: Kind = ("true or false", lambda v: type(v) is bool)
 WORD: Kind = ("a text", lambda v: type(v) is str and v != "")
 SECTION: Kind = ("a mapping", lambda v: isinstance(v, Mapping))
-SECTIONS: Kind = (
-    "a mapping of mappings",
-    lambda v: isinstance(v, Mapping) and all(isinstance(each, Mapping) for each in v.values()),
-)
+SECTIONS: Kind = ("a mapping of mappings", lambda v: SECTION[1](v) and all(map(SECTION[1], v.values())))
 NAMES: Kind = ("a list of texts", lambda v: isinstance(v, list | tuple) and all(type(each) is str for each in v))
-PAIR: Kind = (
-    "two whole numbers of at least 1",
-    lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(type(each) is int and each >= 1 for each in v),
-)
+_TWO = "two whole numbers of at least 1"
+PAIR: Kind = (_TWO, lambda v: isinstance(v, list | tuple) and [*map(COUNT[1], v)] == [True, True])
 COLUMNS: Kind = ("a whole number of columns, or -1", lambda v: type(v) is int and (v >= 1 or v == -1))
 TRUE: Kind = ("true", lambda v: v is True)
 LIMITS: Kind = (
@@ -37,6 +32,39 @@ LIMITS: Kind = (
     lambda v: isinstance(v, list | tuple) and len(v) > 0 and all(each is None or LIMIT[1](each) for each in v),
 )
 ANY: Kind = ("any value", lambda v: True)
+
+
+def one_of(*words: str) -> Kind:
+    """One of some texts."""
+    return " or ".join(map(repr, words)), lambda v: isinstance(v, str) and v in words
+
+
+ACTIVATIONS = {
+    "silu": "silu", "gelu": "gelu", **dict.fromkeys(("gelu_pytorch_tanh", "gelu_tanh"), "gelu_tanh"), "relu2": "relu2",
+    "swish": "silu",
+}  # fmt: skip
+KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys((
+        "hidden_size", "num_experts_per_tok", "n_routed_experts", "num_experts", "num_local_experts", "topk_group",
+        "num_hidden_layers", "moe_intermediate_size", "n_group", "intermediate_size", "share_expert_dim",
+        "shared_intermediate_size", "dense_intermediate_size", "moe_shared_expert_intermediate_size",
+        "interleave_moe_layer_step", "experts_per_token",
+    ), COUNT),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "moe_latent_size", "zero_expert_num",
+                     "shared_expert_intermediate_size"), COUNT_OR_NONE),
+    **dict.fromkeys(("routed_scaling_factor", "swiglu_alpha", "rms_norm_eps", "activation_situ_beta",
+                     "activation_situ_linear_beta"), FACTOR),
+    **dict.fromkeys(("norm_topk_prob", "use_routing_bias", "latent_moe_use_norm", "use_grouped_topk"), FLAG),
+    **dict.fromkeys(("model_type", "scoring_func", "topk_method", "expert_dtype", "hybrid_override_pattern"), WORD),
+    **dict.fromkeys(("quantization_config", "compression_config"), SECTION),
+    **dict.fromkeys(("torch_dtype", "dtype", "moe_layers"), ANY), "swiglu_limit": LIMIT,
+    **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), LIMITS), "norm_expert_weight": TRUE,
+    **dict.fromkeys(("layers_block_type", "disable_quant_module"), NAMES), "enable_moe_block": TRUE,
+    "hidden_act": (f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS),
+    "mlp_hidden_act": one_of("relu2"), "moe_router_dtype": one_of("float32"),
+    "zero_expert_type": one_of("identity", "drop"), "shared_expert_combination_strategy": one_of("average", "sum"),
+    "router_dtype": one_of("float32", "fp32"), "expert_selection_fn": one_of("softmax", "sigmoid"),
+}  # fmt: skip
 
 _CHANGES_LAYER = re.compile(
     r"moe|expert|rout|gat(?:e|ing)(?:_|$)|top_?k|_group|swiglu|limit|clamp|clip|latent|shared|zero_|scal(?:e|ing)|factor"
@@ -50,10 +78,10 @@ _TRUE_IF_ABSENT = re.compile(r"norm(?:alize)?_topk|(?:^|_)renorm")
 """A key that changes the layer where it is false."""
 
 CONFIG_JSON = frozenset({
-    "transformers_version", "attention_bias", "qkv_bias", "output_router_logits",
-    "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "moe_layer_freq", "mlp_only_layers",
-    "mlp_layer_types", "intermediate_size", "num_key_value_groups", "use_qkv_bias",
-    "decoder_sparse_step", "partial_rotary_factor", "top_k", "clip_qkv", "num_hash_layers",
+    "transformers_version", "attention_bias", "qkv_bias", "output_router_logits", "router_aux_loss_coef", "clip_qkv",
+    "router_z_loss_coef", "router_jitter_noise", "moe_layer_freq", "mlp_only_layers", "mlp_layer_types", "top_k",
+    "intermediate_size", "num_key_value_groups", "use_qkv_bias", "decoder_sparse_step", "partial_rotary_factor",
+    "num_hash_layers", "add_swa_attention_sink_bias", "add_full_attention_sink_bias",
 })  # fmt: skip
 """Keys of a config.json without effect on an MoE layer, among those whose names suggest one. `top_k` is that of
 sampling; layers with a table of experts by token id are recognised by their tensors, not by `num_hash_layers`."""
@@ -64,16 +92,11 @@ GGUF = frozenset({
 """The same of the keys of an architecture in GGUF files. Widths of shared experts are read from their tensors."""
 _OTHERS = re.compile(
     r"(?:attn|attention|rope|index|indexer|vision|audio|mtp|nextn|hc|linear|ssm|mamba|q|k|v|o|qk|kv|head|embedding|logits?"
-    r"|rms|sliding|initializer|lm|mla|yarn|projector|mm|image|video)[_.]"
+    r"|rms|sliding|initializer|lm|mla|yarn|projector|mm|image|img|video|multimodal)[_.]"
 )
 """Prefixes of other parts of a model."""
 
-_MODULES: dict[str, Kind] = {
-    "modules_to_not_convert": NAMES,
-    "ignored_layers": NAMES,
-    "ignore": NAMES,
-    "exclude_modules": NAMES,
-}
+_MODULES = dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"), NAMES)
 _WRITER = frozenset({"producer", "kv_cache_scheme", "kv_cache_quant_algo", "quantization_status"})
 _CALIBRATION = frozenset({
     "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "act_group_aware", "true_sequential",
@@ -85,25 +108,20 @@ _CALIBRATION = frozenset({
 })  # fmt: skip
 """Of AutoGPTQ and AutoAWQ: how the weights were found, and with which kernels they were to run."""
 _METHOD: dict[str, Kind] = {"quant_method": ANY}
+_FP8 = _METHOD | _MODULES | {
+    "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
+}  # fmt: skip
 QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
-    "fp8": (
-        _METHOD | _MODULES | {
-            "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
-        },
-        _WRITER,
-    ),
+    "fp8": (_FP8, _WRITER),
     "mixed": (
-        _METHOD | _MODULES | {
-            "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
-            "quant_algo": WORD, "moe_quant_algo": WORD, "quantized_layers": SECTIONS, "group_size": COUNT,
-            "config_groups": SECTION,
-        },
-        _WRITER,
+        _FP8 | {"quant_algo": WORD, "moe_quant_algo": WORD, "quantized_layers": SECTIONS, "group_size": COUNT,
+                "config_groups": SECTION}, _WRITER,
     ),
     "mxfp4": (_METHOD | _MODULES, _WRITER),
     "modelopt": (
         _METHOD | _MODULES | {
             "quant_algo": WORD, "quantization": SECTION, "config_groups": SECTION, "group_size": COUNT,
+            "quantized_layers": SECTIONS,
         },
         _WRITER,
     ),

@@ -134,8 +134,7 @@ class ModelConfig(Settings):
         """The same with the activation of the shared experts as that of all."""
         if self.shared_activation is None:
             return self
-        own = {"activation": self.shared_activation, "swiglu_limit": self.shared_swiglu_limit}
-        return self.model_copy(update=own)
+        return self.model_copy(update={"activation": self.shared_activation, "swiglu_limit": self.shared_swiglu_limit})
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
@@ -152,8 +151,7 @@ class ModelConfig(Settings):
         if odd and scheme.family == "gguf":
             raise ValueError(
                 f"blocks of {self.quant.weights} hold {per_byte} values of a row, of down projections {per_byte_down}, "
-                f"no divisor of {', '.join(odd)}; "
-                "use a type with smaller blocks, such as q8_0"
+                f"no divisor of {', '.join(odd)}; use a type with smaller blocks, such as q8_0"
             )
         if odd:
             raise ValueError(
@@ -252,9 +250,8 @@ class ResidencyConfig(Settings):
 
     @model_validator(mode="after")
     def _names_a_size(self) -> Self:
-        problems = []
-        if self.slots is not None and self.bytes is not None:
-            problems.append("residency takes slots or bytes, both are given")
+        both = self.slots is not None and self.bytes is not None
+        problems = ["residency takes slots or bytes, both are given"] if both else []
         if not self.store.is_absolute() or "\0" in str(self.store):
             problems.append(f"residency.store={str(self.store)!r} is no absolute path")
         if problems:
@@ -420,8 +417,7 @@ class MoEConfig(Settings):
                 f"parallel.ep={p.ep} does not divide {where}={physical}; add {-physical % p.ep} replicas "
                 f"or use {gcd(physical, p.ep)} ranks"
             )
-        legal = self._legal_tp_sizes()
-        if p.tp not in legal:
+        if p.tp not in (legal := self._legal_tp_sizes()):
             widths = f"model.moe_intermediate_size={model.moe_intermediate_size}"
             if model.shared_size:
                 widths += f" and {model.shared_size} of the shared experts"
@@ -444,18 +440,15 @@ class MoEConfig(Settings):
         if kernel.invariant and kernel.tiles > 1:
             problems.append(f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1")
         if kernel.invariant and kernel.wire not in ("auto", "plain"):
-            what = f"kernel.invariant=True but kernel.wire={kernel.wire!r} rounds rows that are sent and no others"
-            problems.append(f"{what}; use wire='auto'")
+            what = f"kernel.wire={kernel.wire!r} rounds rows that are sent and no others; use wire='auto'"
+            problems.append(f"kernel.invariant=True but {what}")
         return problems
 
     def _legal_tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split routed and shared experts evenly, at block edges."""
         widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
-        sides = self.model.quant.edges
-        common = gcd(*widths)
-        return [
-            tp for tp in divisors_of(common) if tp == 1 or all(w // tp % side == 0 for w in widths for side in sides)
-        ]
+        cut = [(width, side) for width in widths for side in self.model.quant.edges]
+        return [tp for tp in divisors_of(gcd(*widths)) if tp == 1 or all(w // tp % side == 0 for w, side in cut)]
 
     @classmethod
     def from_hf(

@@ -42,8 +42,8 @@ class QuantConfig(Settings):
     """Of fp8_block, and of FP8 activations with mxfp4."""
     down: Stored | None = None
     """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
-    shared: Literal["same", "bf16", "fp16", "fp32", "fp8_block"] = "same"
-    """The type of shared experts: that of the routed ones, plain numbers, or FP8 blocks of `block` with `scale`."""
+    shared: Literal["same", "bf16", "fp16", "fp32", "fp8_block", "mxfp8"] = "same"
+    """The type of shared experts: that of the routed ones, plain numbers, FP8 blocks of `block` with `scale`, MXFP8."""
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
@@ -117,7 +117,8 @@ class QuantConfig(Settings):
     @property
     def shared_activations(self) -> QuantScheme | None:
         """What shared experts of a stated type round activations to; None for the layer's own dtype."""
-        return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0") if self.shared == "fp8_block" else None
+        blocks = activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
+        return {"fp8_block": blocks, "mxfp8": MXFP8}.get(self.shared)
 
     @property
     def activation_scheme(self) -> QuantScheme | None:

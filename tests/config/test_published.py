@@ -28,7 +28,9 @@ from moe_mk.weights.layer_weights import LayerWeights
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 REFUSED = {"sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'"}
 FORMATS = {
-    "-NVFP4": "nvfp4", "Super-120B-A12B-FP8": "fp8_tensor", "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
+    "AWQ-4bit": "int4_g32_zp", "AWQ": "int4_g128_zp", "GPTQ": "int4_g128", "K2-Thinking": "int4_g32",
+    "Air-FP8": "fp8_channel", "MiMo": "fp8_block", "-NVFP4": "nvfp4", "Super-120B-A12B-FP8": "fp8_tensor",
+    "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
     "MiniMax-M2": "fp8_block", "DeepSeek-V4": "mxfp4", "gpt-oss": "mxfp4", "Kimi-K2.5": "int4_g32",
     "Kimi-K2-": "fp8_block", "Kimi-K3": "mxfp4", "DeepSeek-R1": "fp8_block", "DeepSeek-V3": "fp8_block",
 }  # fmt: skip
@@ -39,13 +41,11 @@ MORE = {
         "swiglu_limits": [0.0, 0.0, 0.0, 0.02, *[0.0] * 41], "swiglu_limits_shared": [0.0] * 3 + [0.05] + [0.0] * 41,
     },
 }  # fmt: skip
-"""Keys of a model that its abridged configuration lacks, with small limits, which many values are beyond."""
 
 CLASSES = {
     "glm5_next": ("Glm5NextTextMoE", "Text"), "hy_v4": ("HYV4MoE", ""), "mistral4": ("Mistral4MoE", ""),
     "bailing_hybrid": ("BailingHybridMoE", ""), "kimi_linear": ("KimiLinearMoE", ""),
 }  # fmt: skip
-"""Families without a published configuration here: class of the block, what its configuration is called besides."""
 GROUPS = {"mistral4": {"n_group": 4, "topk_group": 2}}
 
 
@@ -106,7 +106,6 @@ BLOCKS = {
     "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("nemotron_h", "NemotronHMoE", ""),
     "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": ("nemotron_h", "NemotronHMoE", ""),
 }
-"""(module of transformers, class of the block, what its configuration is called besides)."""
 
 
 @pytest.mark.thorough
@@ -191,7 +190,6 @@ QUANTISED = (
     "moonshotai--Kimi-K3",
 )  # fmt: skip
 TRIALS = [pytest.param(20, marks=pytest.mark.thorough), pytest.param(56, marks=pytest.mark.slow)]
-"""Of each; 504 in all of the slow ones."""
 
 
 def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
