@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_mk.config.hf import SECOND, first_layer, read_config, section_of
+from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorPart
+from moe_mk.config.hf import SECOND, first_layer, read_config, section_of, text_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
@@ -37,18 +38,20 @@ _WIDTHS = (
 )  # fmt: skip
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "zero_expert_num")
 _TOP_K = (
-    "num_experts_per_tok", "experts_per_token", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk"
+    "num_experts_per_tok", "experts_per_token", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk",
+    "moe_k",
 )  # fmt: skip
 _NAMES = {
     "mixtral": "mixtral", "minimax_m2": "mixtral", "minimax_m3": "minimax_m3", "deepseek_v4": "converted",
     "qwen2_moe": "official_one_shared", "qwen3_next": "official_one_shared", "qwen3_5_moe": "fused_one_shared",
     "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
-    "gemma4": "gemma4", "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling",
+    "gemma4": "gemma4", "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling", "bailing_moe": "ling",
     "longcat_flash": "longcat", "longcat_flash_ngram": "longcat",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {
-    "mixtral": "mixtral_scaled", "converted": "converted_scaled", "official_one_shared": "scaled_one_shared",
+    "mixtral": "mixtral_scaled", "minimax_m3": "minimax_m3_scaled", "converted": "converted_scaled",
+    "official_one_shared": "scaled_one_shared",
     "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled", "longcat": "longcat_scaled",
 }  # fmt: skip
 """Those of compressed-tensors and modelopt."""
@@ -56,6 +59,8 @@ _PREFIXES = {
     "nemotron_h": "backbone.layers.{N}.mixer.", "qwen3_5_moe": "model.language_model.layers.{N}.mlp.",
     "qwen3_vl_moe": "model.language_model.layers.{N}.mlp.", "kimi_k25": "language_model.model.layers.{N}.mlp.",
     "kimi_k3": "language_model.model.layers.{N}.block_sparse_moe.",
+    "minimax_m3_vl": "language_model.model.layers.{N}.block_sparse_moe.",
+    "glm4v_moe": "model.language_model.layers.{N}.mlp.", "qwen3_omni_moe": "thinker.model.layers.{N}.mlp.",
 }  # fmt: skip
 
 
@@ -68,15 +73,23 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; choose an empty directory")
     hf = small(read_config(like))
+    equation = hf.get(KEY)
+    if isinstance(equation, LayerEquation):
+        hf[KEY] = equation = _small_equation(equation, hf)
     layer = first_layer(hf)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small(json.loads(like.read_text())), indent=2) + "\n")
+    if isinstance(equation, LayerEquation):
+        (directory / FILE).write_text(equation.model_dump_json(indent=2) + "\n")
     if (second := like.with_name(SECOND)).is_file():
         shutil.copy(second, directory / SECOND)
     config = MoEConfig.from_hf(directory, layer=layer)
-    spec, convention = layer_spec_of(config), convention_of(config)
+    spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf))
     prefix = _PREFIXES.get(str(hf["model_type"]), _PREFIXES.get(config.model.name, convention.prefix))
-    tensors = {prefix.replace("{N}", str(layer)) + name: t for name, t in tensors_of(spec, convention, seed).items()}
+    tensors = tensors_of(spec, convention, seed)
+    if isinstance(equation, LayerEquation) and equation.names is not None:
+        prefix, tensors = equation.names.prefix, _of_equation(tensors, equation.names.parts, spec)
+    tensors = {prefix.replace("{N}", str(layer)) + name: t for name, t in tensors.items()}
     planned = [Planned(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     with SafetensorsWriter(directory / "model.safetensors", planned, {"format": "pt"}) as file:
         for name, tensor in tensors.items():
@@ -91,6 +104,7 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     if (section := section_of(hf)) is not None:
         return {**hf, section: small(hf[section])}
     top_k = next((hf[key] for key in _TOP_K if hf.get(key)), 1)
+    top_k = max(top_k) if isinstance(top_k, list) else top_k  # one a layer
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
     experts = groups * max(2, -(-2 * top_k // groups))
     sizes = {
@@ -99,18 +113,78 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(_WIDTHS, SMALL),
         **dict.fromkeys(_EXPERTS, experts),
     }
-    return {key: sizes[key] if key in sizes and value else value for key, value in hf.items()}
+
+    def reduced(value: Any, size: int) -> Any:
+        return [reduced(each, size) for each in value] if isinstance(value, list) else size if value else value
+
+    return {key: reduced(value, sizes[key]) if key in sizes else value for key, value in hf.items()}
 
 
-def convention_of(config: MoEConfig) -> Convention:
-    """The names that the model's checkpoints have."""
+def _small_equation(equation: LayerEquation, hf: Mapping[str, Any]) -> LayerEquation:
+    """The equation of the same layers in the sizes of a small configuration."""
+    text = text_of(hf)
+    widths = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_intermediate_size", "latent_size"), SMALL)
+    experts = next(text[key] for key in _EXPERTS if text.get(key))
+    fused = equation.model.get("num_fused_shared_experts") or 0
+    sizes = {**widths, "num_experts": experts + fused, "num_zero_experts": experts}
+    model = {key: sizes[key] if key in sizes and value else value for key, value in equation.model.items()}
+    stated = {key: text.get(key, value) for key, value in equation.config.items()}
+    return equation.model_copy(update={"model": model, "config": stated})
+
+
+def _of_equation(
+    tensors: Mapping[str, Tensor], parts: Mapping[str, str | TensorPart], spec: LayerSpec
+) -> dict[str, Tensor]:
+    """The tensors under the names that a model has, and in the stacks that it keeps them in."""
+    made, stacks = dict[str, Tensor](), dict[str, dict[tuple[int, str], tuple[Tensor, TensorPart]]]()
+    for name, tensor in tensors.items():
+        number = next((each for each in name.split(".") if each.isdigit()), "")
+        general = name.replace(f".{number}.", ".{e}.") if number else name
+        module, _, rest = general.rpartition(".") if general not in parts else (general, "", "")
+        part = parts.get(module)
+        if part is None or (isinstance(part, TensorPart) and rest not in ("", "weight")):
+            raise ConfigError(f"the equation names no tensor for {name}; make-checkpoint writes plain ones of stacks")
+        if isinstance(part, str):
+            made[f"{part.replace('{e}', number)}.{rest}".removesuffix(".")] = tensor
+        else:
+            at = int(number or 0) - part.first
+            stacks.setdefault(part.tensor.replace("{e}", str(at)), {})[at, part.rows] = tensor, part
+    for name, held in stacks.items():
+        rows = []
+        for at in sorted({at for at, _ in held}):
+            halves = {which: tensor for (here, which), (tensor, _) in held.items() if here == at}
+            if "even" in halves:
+                rows.append(torch.stack([halves["even"], halves["odd"]], 1).flatten(0, 1))
+            else:
+                rows.append(torch.cat([halves[each] for each in ("all", "first", "second") if each in halves]))
+        part = next(iter(held.values()))[1]
+        rows = [each.T if part.transposed and each.dim() == 2 else each for each in rows]
+        is_stack = any("{e}" in key for key, each in parts.items() if each == part) and "{e}" not in part.tensor
+        made[name] = (torch.stack(rows) if is_stack else rows[0]).contiguous()
+    return made
+
+
+def _style_of(hf: Mapping[str, Any]) -> str:
+    """How the writer of a quantised checkpoint names and packs its tensors, "" where its format implies them."""
+    found = (each.get("quantization_config") or each.get("compression_config") for each in (hf, text_of(hf)))
+    quant = next((each for each in found if isinstance(each, Mapping)), {})
+    groups = (quant, *(each for each in (quant.get("config_groups") or {}).values() if isinstance(each, Mapping)))
+    if any(each.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") for each in groups):
+        return "packed"
+    return {"gptq": "gptq", "awq": "awq"}.get(str(quant.get("quant_method")), "")
+
+
+def convention_of(config: MoEConfig, style: str = "") -> Convention:
+    """The names that the model's checkpoints have. style: of `_style_of`."""
     name, quant = _NAMES.get(config.model.name, "official"), config.model.quant
     scheme = quant.weight_scheme
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
         start = f"{name}_" if name in ("gemma4", "longcat") else start
-        return CONVENTIONS[f"{start}compressed_tensors{one_shared}"]
+        return CONVENTIONS[f"{start}{style or 'compressed_tensors'}{one_shared}"]
+    if style == "packed" and name != "kimi_linear":
+        return CONVENTIONS[_SCALED.get(name, "scaled").replace("scaled", "packed")]
     if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
         return CONVENTIONS[_SCALED.get(name, "scaled")]
     if name == "kimi_linear" and scheme.family == "mxfp4":
@@ -136,9 +210,9 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
                 made[name] = _normal(random, each.shape, 0.1).to(torch.bfloat16)
             elif each.part.extra == "input":  # such that values up to 16 can be represented
                 scheme = spec.scheme_of(each.part.role, each.part.projection)
-                made[name] = torch.full(
-                    each.shape, 16 / (6 * 448 if scheme.per_byte == 2 else 448), dtype=torch.float32, device="cpu"
-                )
+                scale = 16 / (6 * 448 if scheme.per_byte == 2 else 448)
+                scale = 1 / scale if convention.divides else scale
+                made[name] = torch.full(each.shape, scale, dtype=torch.float32, device="cpu")
         elif each.part.role is Role.TABLE:
             draws = random.random((each.shape[0], spec.num_experts), dtype=np.float32)
             made[name] = torch.from_numpy(draws.argsort(axis=1)[:, : each.shape[1]].astype(np.int64))
@@ -165,13 +239,14 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
     gain = DOWN_GAIN if part.projection == "down" else GATE_UP_GAIN
     found = [scheme.quantize(_normal(random, (n, k), gain * k**-0.5)) for _ in range(stack or 1)]
     if convention.packing and not isinstance(scheme, Plain):
-        held = pack(convention.packing, found[0])
+        held = pack("gptq_v2" if spec.gptq_v2 else convention.packing, found[0])
         return {convention.spell(_piece(part, what)): tensor for what, tensor in held.items()}
     pieces = {"": [q.values for q in found]}
     if isinstance(scheme, BlockedScheme):
         pieces["scale"] = [q.scales for q in found if q.scales is not None]
         if scheme.has_global_scale:
-            pieces["global"] = [q.global_scale.flatten()[0] for q in found if q.global_scale is not None]
+            above = [q.global_scale.flatten()[0] for q in found if q.global_scale is not None]
+            pieces["global"] = [1.0 / each for each in above] if convention.divides else above
     made = {}
     for what, tensors in pieces.items():
         name = convention.spell(each.part if what == "" else _piece(part, what))

@@ -205,8 +205,9 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
 
 
 WHOLE = (
-    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_next",
-    "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text", "longcat_flash", "deepseek_v4",
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "glm4_moe_lite", "mimo_v2_flash", "solar_open",
+    "qwen3_5_moe_text", "qwen3_next", "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
+    "longcat_flash", "deepseek_v4",
 )  # fmt: skip
 """With the default configuration of their class."""
 
@@ -238,8 +239,7 @@ def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "reason"),
-    [("phimoe", "its routing is none that is known"), ("gemma4_text", "can be derived")],
+    ("family", "reason"), [("phimoe", "its routing is none that is known"), ("gemma4_text", "can be derived")]
 )
 def test_what_no_layer_computes_is_refused(family: str, reason: str) -> None:
     config = transformers.AutoConfig.for_model(family)
