@@ -198,7 +198,7 @@ def test_a_pinned_engine_that_is_not_there_is_a_reason_against(monkeypatch: pyte
         frozenset({"c++"}), frozenset(),
     )  # fmt: skip
     assert not cpu_native.CpuNativeExperts.reasons_against(problem)
-    monkeypatch.setattr(cpu_native, "engine_runtime", lambda: "torch is built without OpenMP")
+    monkeypatch.setattr(cpu_native.native, "engine_runtime", lambda: "torch is built without OpenMP")
     reasons = list(map(str, cpu_native.CpuNativeExperts.reasons_against(problem)))
     assert len(reasons) == 1 and "kernel.threads = engine: torch is built without OpenMP" in reasons[0], reasons
 
