@@ -55,11 +55,9 @@ def results(tmp_path: Path) -> Path:
     vnni = cpu | {"command": "measure wide registers", "cases": [{"rows": 1, "skew": "uniform", "lines": wide}]}
     alone, ours = ({"seconds": {}, "tokens_per_second": {"batch 1": n, "prefill 512": 4 * n}} for n in (2.0, 5.0))
     engines = {"vllm": alone, "vllm+moe_mk": ours, "vllm+zentorch+moe_mk": ours, "llama.cpp": alone}
+    model = {"model": "qwen3-30b-a3b", "layers": 4, "cases": {"batch 1": [], "prefill 512": []}}
     for name, found in (
-        (
-            "engines_bf16",
-            {"model": "m", "layers": 2, "cases": {"batch 1": [], "prefill 512": []}, "contestants": engines},
-        ),
+        ("engines_bf16", model | {"contestants": engines}),
         ("experts_cpu_e8", cpu),
         ("experts_avx512vnni", vnni),
         ("experts_avx512vnni_int4", blocks | {"command": "measure wide blocks"}),
