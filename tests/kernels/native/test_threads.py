@@ -24,6 +24,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import load_config
 from moe_mk.experts.cpu_native import experts as cpu_native
 from moe_mk.external.device import profile_here
+from moe_mk.kernels import native
 from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native, described, engine_runtime, experts_rows
 from moe_mk.kernels.native.threads import Runtime
 from moe_mk.quant.plain import BF16
@@ -198,7 +199,7 @@ def test_a_pinned_engine_that_is_not_there_is_a_reason_against(monkeypatch: pyte
         frozenset({"c++"}), frozenset(),
     )  # fmt: skip
     assert not cpu_native.CpuNativeExperts.reasons_against(problem)
-    monkeypatch.setattr(cpu_native.native, "engine_runtime", lambda: "torch is built without OpenMP")
+    monkeypatch.setattr(native, "engine_runtime", lambda: "torch is built without OpenMP")
     reasons = list(map(str, cpu_native.CpuNativeExperts.reasons_against(problem)))
     assert len(reasons) == 1 and "kernel.threads = engine: torch is built without OpenMP" in reasons[0], reasons
 
