@@ -1,4 +1,4 @@
-"""Experts whose backend does not support the checkpoint's format: each is requantised at load.
+"""Experts in a format that the backend does not support, requantised at load.
 
 The loaded weights are kept, so that a reload or a move of experts starts from the stored values and rounding errors do
 not accumulate.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moe_mk.errors import UnsupportedError
 from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
 from moe_mk.kernels.native import ProductCall, allocate
 from moe_mk.layer.custom_op import Operator
@@ -43,15 +40,10 @@ def _fake(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-def _no_gradient(ctx: Any, *grads: Tensor) -> None:
-    del ctx, grads
-    raise UnsupportedError("gradients through a packed linear layer", ["inference only; train with plain layers"])
-
-
 LINEARS: Operator[PackedLinear] = Operator(
-    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake
-)
-torch.library.register_autograd("moe_mk::packed_linear", _no_gradient, setup_context=lambda ctx, inputs, output: None)
+    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake,
+    untrained=("a packed linear layer", "train with plain layers"),
+)  # fmt: skip
 
 
 def packed_linear(x: Tensor, entry: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

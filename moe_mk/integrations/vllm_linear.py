@@ -122,6 +122,15 @@ def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -
         setattr(module, REQUANTISE, partial(_one_scale, getattr(module, REQUANTISE)))
 
 
+def _missing() -> str | None:
+    """Why the kernels cannot be used here, a missing compiler for instance."""
+    try:
+        native_kernels()
+    except MoEMKError as error:
+        return str(error)
+    return None
+
+
 def _unquantised(
     theirs: Callable[..., None], say: Callable[..., None], release: Callable[[], bool], layer: Any, remove_weight: bool
 ) -> None:
@@ -130,7 +139,7 @@ def _unquantised(
 
     w, name = layer.weight, getattr(layer, "prefix", type(layer).__name__)
     is_matrix = not w.is_meta and w.ndim == 2 and w.dtype is torch.bfloat16 and w.shape[1] % STEP == 0
-    if not is_matrix or not release() or "MoeMkLinearKernel" in envs.VLLM_DISABLED_KERNELS:
+    if not is_matrix or not release() or "MoeMkLinearKernel" in envs.VLLM_DISABLED_KERNELS or _missing():
         theirs(layer, remove_weight=remove_weight)
         return
     outputs, matrix = len(w), QuantTensor(w.detach().contiguous(), None, BF16)
@@ -182,11 +191,8 @@ def kernel_over(
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-            try:
-                native_kernels()
-            except MoEMKError as error:
-                return False, str(error)
-            return True, None
+            missing = _missing()
+            return missing is None, missing
 
         @classmethod
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:

@@ -40,17 +40,25 @@ class Operator(Generic[T]):
     """An operator `moe_mk::name` over objects of one kind, each found by its entry. The result is a tensor like x."""
 
     def __init__(
-        self, name: str, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor] | None = None
+        self,
+        name: str,
+        schema: str,
+        run: Callable[..., Tensor],
+        fake: Callable[..., Tensor] | None = None,
+        untrained: tuple[str, str] | None = None,
     ) -> None:
         """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
 
         run: the implementation, with the arguments of the schema. fake: the shape of the result; None: that of x.
+        untrained: what a backward pass raises, and the way out; None: gradients are the caller's.
         """
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers, self.name = count(1), name
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moe_mk::{name}", fake or _fake, lib=_LIBRARY)
+        if untrained is not None:
+            refuse_gradients(name, *untrained)
         self.call: Any = getattr(torch.ops.moe_mk, name).default
         """The operator."""
 
@@ -69,6 +77,17 @@ class Operator(Generic[T]):
                 f"the object behind moe_mk::{self.name} of a compiled graph is gone", ["compile the new model again"]
             )
         return found
+
+
+def refuse_gradients(name: str, subject: str, way_out: str) -> None:
+    """Let a backward pass through the operator `moe_mk::name` raise UnsupportedError."""
+
+    def refused(*_: object) -> None:
+        raise UnsupportedError(f"gradients through {subject}", [f"inference only; {way_out}"])
+
+    torch.library.register_autograd(
+        f"moe_mk::{name}", refused, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+    )
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:

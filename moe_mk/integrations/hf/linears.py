@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.packed import cannot_be_saved
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.kernels.native.layout import STEP
 from moe_mk.quant import QuantTensor
@@ -25,17 +26,12 @@ class PackedLinearModule(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.packed = PackedLinear(QuantTensor(linear.weight.detach().contiguous(), None, BF16), name)
-        self.register_buffer("entry", self.packed.entry, persistent=False)
-        self.register_state_dict_pre_hook(_cannot_be_saved)  # type: ignore[no-untyped-call]
+        self.entry = nn.Buffer(self.packed.entry, persistent=False)
+        self.register_state_dict_pre_hook(cannot_be_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) bf16 to (..., N)."""
-        return packed_linear(x, self.packed.entry, self.bias, self.out_features)
-
-
-def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    del module, keep_vars
-    raise UnsupportedError(f"{prefix.removesuffix('.')} is packed and cannot be saved", ["load the model again"])
+        return packed_linear(x, self.entry, self.bias, self.out_features)
 
 
 def pack_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, int]:
@@ -43,7 +39,7 @@ def pack_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, int
 
     Layers in bf16 with a multiple of 32 inputs are replaced, one by one, and each frees its weight unless another
     module holds it too, as tied embeddings do. Subclasses of `nn.Linear` and layers with hooks stay as they are.
-    skip: last parts of paths that stay, for layers whose `weight` the model's code reads.
+    skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
     The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer.
     """
     chosen = {

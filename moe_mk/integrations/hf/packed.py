@@ -110,7 +110,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self._entry = PACKED.enter(self)
-        self.register_state_dict_pre_hook(_cannot_be_saved)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(cannot_be_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), (T, K) ids and (T, K) weights to (T, H), weighted and summed; ids outside the experts are skipped."""
@@ -135,20 +135,16 @@ def _run(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, entry: T
     return PACKED.owner(entry).run(hidden_states, topk_ids, topk_weights)
 
 
-def _no_gradient(ctx: Any, *grads: Tensor) -> None:
-    del ctx, grads
-    raise UnsupportedError("gradients through packed experts", ["inference only; train with the experts in bf16"])
-
-
 PACKED: Operator[PackedExperts] = Operator(
-    "packed_experts", "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor entry) -> Tensor", _run
-)
+    "packed_experts", "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor entry) -> Tensor", _run,
+    untrained=("packed experts", "train with the experts in bf16"),
+)  # fmt: skip
 """(T, H), ids (T, K) and weights (T, K) to (T, H): one node of a graph."""
 packed_experts = PACKED.call
-torch.library.register_autograd("moe_mk::packed_experts", _no_gradient, setup_context=lambda ctx, inputs, output: None)
 
 
-def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook before `state_dict` of a module without its weights. Raises UnsupportedError."""
     del module, keep_vars
     raise UnsupportedError(
         f"{prefix.removesuffix('.')} is packed and cannot be saved",

@@ -35,7 +35,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, Index
 
 
 def config_of(path: str | PathLike[str]) -> PretrainedConfig:
-    """The configuration of a config.json or of its folder, whose own code is never run.
+    """Load the configuration of a config.json, given as a file or its folder; its remote code is never executed.
 
     Raises UnsupportedError for what transformers itself cannot read.
     """

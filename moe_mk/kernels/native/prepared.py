@@ -166,10 +166,11 @@ class ProductCall:
         self._at, self._function = ctypes.byref(self._block), native.functions["product"]
 
     def __call__(self, x_RK: torch.Tensor, threads: int) -> torch.Tensor:
-        """Multiply; raises ShapeError for other rows than bf16 of K columns."""
-        layout = self._matrix.layout
-        if x_RK.dtype is not torch.bfloat16 or x_RK.dim() != 2 or x_RK.shape[1] != layout.num_inputs:
-            raise ShapeError(f"x is {tuple(x_RK.shape)} {x_RK.dtype}, expected (R, {layout.num_inputs}) bfloat16")
+        """Multiply; raises ShapeError for other rows than bf16 of K columns on the CPU."""
+        layout, fits = self._matrix.layout, x_RK.dtype is torch.bfloat16 and x_RK.is_cpu and x_RK.dim() == 2
+        if not fits or x_RK.shape[1] != layout.num_inputs:
+            given = f"{tuple(x_RK.shape)} {x_RK.dtype} on {x_RK.device}"
+            raise ShapeError(f"x is {given}, expected (R, {layout.num_inputs}) bfloat16 on the CPU")
         x_RK = x_RK.contiguous()
         out_RN = torch.empty((x_RK.shape[0], layout.num_outputs), dtype=torch.bfloat16, device="cpu")
         threads = self._native.threads(threads)

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,8 +182,9 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
         assert rows == 0 or error(y, x.double() @ decoded.T) < 2**-8, "one rounding to bf16"
     wide = torch.randn((2, 3, 2 * w.shape[1]), generator=draw).bfloat16()[..., : w.shape[1]]
     assert error(linear.run(wide), wide.double() @ decoded.T) < 2**-8
-    with pytest.raises(ShapeError, match=r"x is \(2, 8\) torch.bfloat16, expected"):
-        linear.run(torch.zeros((2, 8), dtype=torch.bfloat16))
+    for wrong in (torch.zeros((2, 8)), torch.zeros((2, w.shape[1]), device="meta")):
+        with pytest.raises(ShapeError, match=rf"x is \(2, \d+\) torch.bfloat16 on {wrong.device}, expected"):
+            linear.run(wrong.bfloat16())
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     given = (wide, linear.entry, w.shape[0])
     torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
@@ -211,6 +213,9 @@ def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypa
     assert host.logged == ["moe_mk: linear layers (bf16) by cpu_native"]
     for other in (w.float(), w[:, :100], w.to("meta"), w[None]):
         assert prepared(other).left == [True]
+    with monkeypatch.context() as missing:
+        missing.setattr(vllm_linear, "native_kernels", Mock(side_effect=UnsupportedError("no compiler", [])))
+        assert prepared(w).left == [True]
     monkeypatch.setattr(host.modules["vllm"]["envs"], "VLLM_DISABLED_KERNELS", ["MoeMkLinearKernel"])
     assert prepared(w, False).left == [False]
 

@@ -82,8 +82,8 @@ struct Packed {
     bias.resize(s.biases ? size_t(slots) * outputs * (two ? 2 : 1) : 0);
     for (float& value : bias) value = normal();
     for (int slot = 0; slot < slots; ++slot) fill(slot, outputs, inputs, s, two, seed);
-    const void* beside = scales.empty() ? static_cast<const void*>(groups.empty() ? nullptr : groups.data()) : scales.data();
-    matrix = {nullptr, values.data, beside, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
+    const void* scale_data = scales.empty() ? static_cast<const void*>(groups.empty() ? nullptr : groups.data()) : scales.data();
+    matrix = {nullptr, values.data, scale_data, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
               int64_t(values.size / size_t(slots)), int64_t((scales.size() + groups.size()) / size_t(slots)),
               int64_t(output_scales.size() / size_t(slots)), int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs,
               s.block, zeros.empty() ? nullptr : zeros.data(), int64_t(zeros.size() / size_t(slots)), s.scale_type, s.group};
