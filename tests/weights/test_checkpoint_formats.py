@@ -8,8 +8,11 @@ import torch
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
-from moe_mk.quant import BF16, weight_scheme
-from moe_mk.weights import LayerSpec, SafetensorsSource, load_layer
+from moe_mk.lab.checkpoints.like import tensors_of
+from moe_mk.quant import BF16, NVFP4, weight_scheme
+from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, SafetensorsSource, load_layer
+from moe_mk.weights.input_scales import read_input_scales
+from moe_mk.weights.inspect import describe_block
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load
 
 
@@ -51,6 +54,26 @@ def test_blocks_may_be_ragged_at_both_edges(tmp_path: Path) -> None:
     assert 0.5 < dense.std().item() * 130**0.5 < 1.5
     with pytest.raises(ConfigError, match="tp_size=2 .* 130 at the edges of 128x128 blocks; possible: 1$"):
         load_layer(SafetensorsSource(tmp_path), 3, shape.layer_spec(), owned=[1], tp_size=2)
+
+
+def test_factors_that_are_divided_by_are_those_that_are_multiplied() -> None:
+    """compressed-tensors stores 1 / scale of NVFP4 where modelopt stores the scale."""
+    spec = LayerSpec(2, 64, 32, NVFP4, 1, 32, shared_scheme=BF16)
+    theirs = tensors_of(spec, CONVENTIONS["packed"], seed=1)
+    ours = {
+        name.replace("_packed", "").replace("weight_global_scale", "weight_scale_2").replace("_global", ""):
+        1 / tensor if "global_scale" in name else tensor for name, tensor in theirs.items()
+    }  # fmt: skip
+    assert "experts.0.up_proj.weight_scale_2" in ours and "shared_experts.up_proj.weight" in theirs
+    found = []
+    for tensors in (theirs, ours):
+        source = MappingSource(tensors)
+        assert describe_block(source, "", None, {}).layer_spec() == replace(spec, has_gate_bias=False)
+        weights = load_layer(source, 0, spec, owned=[1], prefix="")
+        scales = read_input_scales(source, 0, prefix="")
+        assert scales is not None and weights.shared is not None and weights.shared.up_IH.scheme == BF16
+        found.append((weights.experts.slot(0).down_HI.dequantize(torch.float32), torch.tensor(scales.tokens)))
+    torch.testing.assert_close(*found)
 
 
 def test_a_fused_tensor_whose_blocks_span_gate_and_up_is_refused() -> None:

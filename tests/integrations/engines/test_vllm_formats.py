@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from moe_mk.integrations.engine_experts import EngineExperts
 from moe_mk.integrations.vllm_formats import FORMATS, weights_of
+from moe_mk.lab.checkpoints.like import tensors_of
+from moe_mk.quant import NVFP4
 from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, load_layer
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.packed_layouts import pack
 from tests.integrations.engines.stand_ins import Activation, moe_config
@@ -161,3 +164,17 @@ def _status(field: str) -> int:
     """Bytes of a field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+@pytest.mark.external
+def test_nvfp4_of_a_checkpoint_is_what_compressed_tensors_decodes() -> None:
+    library: Any = pytest.importorskip("compressed_tensors.compressors.nvfp4", reason="`make engines` installs it")
+    spec = LayerSpec(2, 64, 32, NVFP4, 1, 32)
+    tensors = tensors_of(spec, CONVENTIONS["packed"], seed=1)
+    slot = load_layer(MappingSource(tensors), 0, spec, owned=[1], prefix="").experts.slot(0)
+    for name, q in (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI)):
+        stem = f"experts.1.{name}_proj."
+        given = {key.removeprefix(stem): tensor for key, tensor in tensors.items() if key.startswith(stem)}
+        wanted = library.NVFP4PackedCompressor.decompress(given, None)["weight"]
+        assert q is not None
+        torch.testing.assert_close(q.dequantize(torch.float32), wanted.float(), rtol=2**-7, atol=0.0)  # theirs in bf16

@@ -18,6 +18,7 @@ from moe_mk.integrations.hf.without_experts import model_of
 from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from
+from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.cli.app import app
 from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.names import layer_of
@@ -204,6 +205,17 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
         torch.testing.assert_close(layer(x), block(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["afmoe", "granitemoe", "inkling_text", "jamba"])
+def test_a_layer_like_a_derived_model_is_what_the_model_reads(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_for(family, {}).to_dict(), default=str))
+    (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
+    number = write_like(tmp_path / "small", tmp_path / "config.json")
+    assert inspect_checkpoint(tmp_path / "small").sound
+    asked = ["run", str(tmp_path / "small"), "--layer", str(number), "--against", "transformers", "--tokens", "8"]
+    done = CliRunner().invoke(app, [*asked, "--dtype", "float32"])
+    assert done.exit_code == 0, done.output
+
+
 WHOLE = (
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "glm4_moe_lite", "mimo_v2_flash", "solar_open",
     "qwen3_5_moe_text", "qwen3_next", "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
@@ -239,7 +251,8 @@ def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "reason"), [("phimoe", "its routing is none that is known"), ("gemma4_text", "can be derived")]
+    ("family", "reason"),
+    [("phimoe", "its routing is none that is known"), ("gemma4_text", "can be derived")],
 )
 def test_what_no_layer_computes_is_refused(family: str, reason: str) -> None:
     config = transformers.AutoConfig.for_model(family)
