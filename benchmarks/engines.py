@@ -7,9 +7,9 @@
 A contestant is an engine (vllm, transformers, llama.cpp), what it runs with (zentorch, moe_mk; blocks: whole blocks by
 moe_mk; linears: linear layers too), and the format of the weights if that is not bf16. Each has a process, which loads
 its model and runs every case once. Then they take turns, A B C A B C for each case, --rounds times, one at work and the
-others idle, so that all meet the same machine; its memory must hold all of them (--only names fewer). Figures are
-medians over all runs of a case. A contestant whose interpreter (--vllm, --zentorch, --llama) is not given is left out;
-one that fails is recorded as failed, and the others go on.
+others idle, so that load from other programs affects all of them alike. All must fit in memory; --only selects fewer.
+Figures are medians over all runs of a case. A contestant is skipped if its interpreter (--vllm, --zentorch, --llama)
+is not given; one that fails is recorded as failed, and the others continue.
 
 engines_models.py writes the model once under --models, in the official layout: the first --layers layers, with a
 vocabulary shortened in the same proportion, so that lm_head keeps its share of a token.

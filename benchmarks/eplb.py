@@ -12,7 +12,7 @@ release in what is written.
     --vllm FOLDER        vLLM: a wheel, unpacked, or the source           distributed/eplb/policy/default.py
     --sglang FOLDER      SGLang, likewise                                 srt/eplb/eplb_algorithms/deepseek_vec.py
 
-One file is run and what it imports beside itself, never the package around it: neither engine needs to be installed.
+Only the file and the modules next to it that it imports are loaded, not the package: neither engine need be installed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def anchors_of(chosen: argparse.Namespace) -> dict[str, Anchor]:
-    """Those whose folders were given; the others are named on the screen. Exits where a folder lacks the file."""
+    """Load the anchors whose folders were given and print the others; exits if a folder lacks the file."""
     found = {}
     for option, (what, tails, calls) in KNOWN.items():
         folder = getattr(chosen, option)
@@ -133,7 +133,7 @@ def _load(file: Path, package: str) -> ModuleType:
 
 
 def _release(folder: Path, file: Path) -> str:
-    """The version of the wheel where its metadata lies beside it, and what the file is."""
+    """The version of the wheel, if its metadata is next to it, and a description of the file."""
     digest = f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
     for above in (folder, *file.parents):
         for metadata in sorted(above.glob("*.dist-info")):

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
-        "--quant", nargs="*", default=[], help="stored formats to measure beside: experts_cpu_candidates.py"
+        "--quant", nargs="*", default=[], help="further stored formats to measure, see experts_cpu_candidates.py"
     )
     parser.add_argument("--formats-only", action="store_true", help="those of --quant and ours in FP8 only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
