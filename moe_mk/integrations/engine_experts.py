@@ -254,20 +254,12 @@ class EngineExperts:
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
             routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
             if (call := self._exchange) is not None and self.grid.has_agreed and call.is_ready(len(ids)):
-                return self._exchanged(call, x_TH, routing)
+                return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
             return wait(self._steps(x_TH, routing)).to(self.dtype)
 
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
         wait(self.grid.recover())
-
-    def _exchanged(self, call: LayerCall, x_TH: Tensor, routing: Routing) -> Tensor:
-        """The same as `_steps` in one native call; the ranks of a group may use one each."""
-        try:
-            return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)
-        except BaseException as error:
-            self.grid.fail(error)
-            raise
 
     def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         epochs = self.grid.epochs
