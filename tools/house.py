@@ -43,7 +43,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 26_910,
     "library lines": 52_465,
-    "test lines": 70_130,
+    "test lines": 70_190,
     "tool and benchmark lines": 11_167,
     "long files": 0,
     "frames at EP=1": 9,

@@ -84,6 +84,8 @@ def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_p
     facts = inspect_checkpoint(folder)
     problems = [*facts.problems, *facts.layers[0].problems, *config_problems(folder, facts)]
     assert not problems, problems
+    rearranged = any(f"'quant_method': '{method}'" in str(PUBLISHED[name]) for method in ("awq", "gptq"))
+    assert any(each.endswith("qweight") for each in open_source(folder).names()) == rearranged
     stated(config_of(folder, number), folder, number)  # with input scales, which plain activations do not need
     layer = DeepseekV3MoE.from_checkpoint(folder, number, activations="plain")
     draw = torch.Generator().manual_seed(1)

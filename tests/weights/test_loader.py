@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.lab.testing.transports import virtual_groups
-from moe_mk.quant import MXFP4
+from moe_mk.quant import MXFP4, NVFP4
 from moe_mk.weights import (
     CONVENTIONS,
     LayerLoader,
@@ -109,6 +110,15 @@ def test_interleaved_experts_with_biases(tp: tuple[int, int]) -> None:
     }
     wanted = load_layer(MappingSource(state), 0, spec, owned=(1, 2), tp_rank=tp[0], tp_size=tp[1], prefix="mlp.")
     loader, taken = loader_of(spec, "mlp.", (1, 2), tp)
+    fed(loader, state).finish()
+    assert same(taken[0], wanted)
+
+
+def test_shares_of_experts_whose_factors_are_divided_by() -> None:
+    spec = LayerSpec(4, 64, 64, NVFP4, 1, 64)
+    state = {f"mlp.{name}": each for name, each in tensors_of(spec, CONVENTIONS["packed"], seed=1).items()}
+    wanted = load_layer(MappingSource(state), 0, spec, owned=(1, 2), tp_rank=1, tp_size=2, prefix="mlp.")
+    loader, taken = loader_of(spec, "mlp.", (1, 2), (1, 2))
     fed(loader, state).finish()
     assert same(taken[0], wanted)
 

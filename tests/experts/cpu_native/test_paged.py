@@ -164,9 +164,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.row(172)
 def test_a_layer_with_shared_experts_has_the_same_bits_and_states_its_memory(checkpoint: Path, tmp_path: Path) -> None:
     x_TH = torch.randn(24, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
-    resident, paged = built(checkpoint), built(checkpoint, residency={"slots": 3, "store": str(tmp_path)})
-    for tokens in (24, 1, 0, 5):
-        assert torch.equal(paged(x_TH[:tokens]), resident(x_TH[:tokens]))
+    for slots in (15, 16, 3):
+        resident, paged = built(checkpoint), built(checkpoint, residency={"slots": slots, "store": str(tmp_path)})
+        for part in (x_TH, x_TH[:0], *x_TH.split(2), x_TH):
+            assert torch.equal(paged(part), resident(part))
+        assert paged.state.kernel.spans.ledger.entries == resident.state.kernel.spans.ledger.entries
     assert "3 of 16 experts in memory, decayed" in paged.explain().parameters
     assert paged.memory_report().experts == paged.state.laid_out.num_bytes < resident.memory_report().experts / 5
     assert paged.release_weights() and torch.equal(paged(x_TH), resident(x_TH))
@@ -439,6 +441,14 @@ def test_a_layer_that_is_gone_returns_its_slots_once_its_reads_have_ended(tmp_pa
     for seed in range(8):
         expect_bits(layers[0], seed)
     assert len(layers[0][3].cache.slots) == 4 == layers[0][3].cache.share
+
+
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have(tmp_path: Path) -> None:
+    layer = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
+    expect_bits(layer, 1)
+    with layer[3].cache._readers._shutdown_lock:  # a thread of the parent holds it at the fork
+        layer[3].cache.is_used = True
+        assert has_ended(forked(partial(expect_bits, layer, 2)))
 
 
 def test_an_interrupt_anywhere_in_a_call_loses_no_slot(tmp_path: Path) -> None:

@@ -192,7 +192,8 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
 
 @NEEDS_COMPILER
 def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Vllm(["moe_mk"], CPU_ONLY)
+    settings: dict[str, Any] = {"experts": "torch_cpu"}
+    host = Vllm(["moe_mk"], {"moe_mk": settings})
     put_in(monkeypatch, host.modules)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert door.register()
@@ -213,11 +214,19 @@ def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypa
     assert host.logged == ["moe_mk: linear layers (bf16) by cpu_native"]
     for other in (w.float(), w[:, :100], w.to("meta"), w[None]):
         assert prepared(other).left == [True]
+    settings["release_weights"] = False
+    assert prepared(w).left == [True]
+    del settings["release_weights"]
     with monkeypatch.context() as missing:
         missing.setattr(vllm_linear, "native_kernels", Mock(side_effect=UnsupportedError("no compiler", [])))
         assert prepared(w).left == [True]
     monkeypatch.setattr(host.modules["vllm"]["envs"], "VLLM_DISABLED_KERNELS", ["MoeMkLinearKernel"])
     assert prepared(w, False).left == [False]
+    other = Vllm(["moe_mk"], CPU_ONLY)
+    put_in(monkeypatch, other.modules)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert door.register()
+    assert other.modules[vllm_linear.UTILS].items() <= vars(sys.modules[vllm_linear.UTILS]).items(), "as it was"
 
 
 def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
