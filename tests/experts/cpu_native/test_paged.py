@@ -163,7 +163,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.row(172)
 def test_a_layer_with_shared_experts_has_the_same_bits_and_states_its_memory(checkpoint: Path, tmp_path: Path) -> None:
-    x_TH = torch.randn(24, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x_TH = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     for slots in (15, 16, 3):
         resident, paged = built(checkpoint), built(checkpoint, residency={"slots": slots, "store": str(tmp_path)})
         for part in (x_TH, x_TH[:0], *x_TH.split(2), x_TH):
