@@ -70,8 +70,8 @@ class Policy(ABC):
         """How often a call is expected to use an expert, as of the last call; 0: never, also of resident ones."""
 
     def victim(self, resident: Collection[int]) -> int:
-        """One of the resident experts that may make room: not empty, none that the call still needs."""
-        return min(resident, key=self.worth)
+        """One of the resident experts that may make room: not empty, in any order, none that the call still needs."""
+        return min(resident, key=lambda expert: (self.worth(expert), expert))
 
 
 POLICIES: Registry[type[Policy]] = Registry("residency policy", Policy, "moe_mk.residency_policies")

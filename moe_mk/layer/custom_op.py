@@ -50,7 +50,7 @@ class Operator(Generic[T]):
         """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
 
         run: the implementation, with the arguments of the schema. fake: the shape of the result; None: that of x.
-        untrained: what a backward pass raises, and the way out; None: gradients are the caller's.
+        untrained: what a backward pass raises, and the remedy; None: gradients are the caller's.
         """
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers, self.name = count(1), name

@@ -47,6 +47,8 @@ def test_policies_evict_what_they_promise() -> None:
     uses = [(0,), (0,), (1,), (2,), (0,)]
     hits = {name: simulate(recorded(uses), MACHINE, 2, name).hits for name in ("lru", "lfu", "decayed", "belady")}
     assert hits == {"lru": 1, "lfu": 2, "decayed": 2, "belady": 2}
+    # Among equals, not the one that was read first: a run again evicts the same.
+    assert {POLICIES[name](3).victim(held) for name in POLICIES for held in ([1, 2], [2, 1])} == {1}
 
 
 @pytest.mark.row(173)
