@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, Problem
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.config import device_profile, load_config
-from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant.plain import BF16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens
 
 CPU = torch.device("cpu")
 PLACE = ExpertMap.linear(4, 2)  # rank 0 holds experts 0 and 1, rank 1 experts 2 and 3
@@ -85,26 +83,6 @@ class Ranks:
         first, second = self.combined(y, tokens)
         assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
 
-    def expect_late(self, rank: int, phase: str = "dispatch", x: list[Tensor] = X) -> None:
-        """A peer that never calls is named, and every later call fails too."""
-        self.world.timeout_s = 0.2
-        for text in (
-            rf"phase '{phase}', peer {1 - rank}: is later than 0\.2 s",
-            "phase 'dispatch': an earlier call failed",
-        ):
-            with pytest.raises(CommError, match=f"rank {rank}, {text}"):
-                wait(self.transports[rank].prepare(x[rank], ROUTINGS[rank]))
-
-
-def expect_rounded(name: str, scheme: QuantScheme, hidden: int = 256) -> None:
-    """Rows of a number format arrive bit for bit."""
-    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
-    first, second = Ranks(name, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
-    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
-    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
-        assert tokens.x_RH.scheme == scheme
-        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
-
 
 def reported(name: str, asked: Problem) -> dict[str, str]:
     """Every reason against a transport, by its code."""
@@ -117,6 +95,21 @@ def live_rows(tokens: RowTokens) -> list[Row]:
     parts = (tokens.x_RH.dequantize(torch.float32), tokens.ids_RK, tokens.weights_RK)
     rows = zip(*(part[kept].tolist() for part in parts), strict=True)
     return sorted((tuple(x), tuple(ids), tuple(weights)) for x, ids, weights in rows)
+
+
+def rows_of_expert(tokens: BatchedTokens, expert: int) -> list[list[float]]:
+    """In an order of their own, as arrival has none."""
+    return sorted(tokens.x_LSH.dequantize(torch.float32)[expert, : int(tokens.counts_L[expert])].tolist())
+
+
+def combine_all(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[float]]]:
+    """What returns where expert e multiplies by 2^e, and ranks hold two experts each."""
+    outputs = [
+        ExpertOutput((t.x_LSH.dequantize(torch.float32) * factor[:, None, None]).bfloat16(), OutputStage.RAW)
+        for t, factor in zip(tokens, torch.tensor([[1.0, 2.0], [4.0, 8.0]]), strict=True)
+    ]
+    combined = ranks.each(lambda t, y, got: wait(t.finalize(y, got)), ranks.transports, outputs, tokens)
+    return [y_TH.tolist() for y_TH in combined]
 
 
 def problem(device: str, *, num_tokens: int = 128, model: str = "deepseek_v3", **settings: Any) -> Problem:

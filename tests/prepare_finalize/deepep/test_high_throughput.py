@@ -1,40 +1,19 @@
-"""DeepEP high throughput over its emulation: one call by hand, graphs without counts, limits, bytes, late peers."""
+"""DeepEP high throughput over its emulation: the order of a call, graphs without counts, limits, bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.prepare_finalize.deepep import high_throughput
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
-from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from tests.support.deepep_ranks import XB, asked, ranks_of, small
 from tests.support.library_ranks import live_rows, reported
 
 NAME = "deepep_ht"
 A, B, C = (1.0, 2.0), (3.0, 4.0), (5.0, 6.0)
-
-
-def test_each_rank_gets_each_token_once_in_the_order_of_ranks_and_tokens() -> None:
-    first, second = ranks_of(NAME).dispatched(XB)
-    assert first.x_RH.values.tolist() == [list(A), list(C)] and second.x_RH.values.tolist() == [list(A), list(B)]
-    assert first.ids_RK.tolist() == [[0, -1], [0, 1]] and second.ids_RK.tolist() == [[-1, 1], [0, -1]]
-    assert first.weights_RK.tolist() == [[0.5, 0.0], [0.75, 0.125]]
-    assert second.weights_RK.tolist() == [[0.0, 0.25], [1.0, 0.0]]
-
-
-@pytest.mark.thorough
-@pytest.mark.row(74)
-@pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda wire: wire.name)
-def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
-    assert check_transport(NAME, num_ranks=4, wire=wire, dtype=BF16) >= 12
-
-
-def test_sums_return() -> None:
-    ranks = ranks_of(NAME)
-    ranks.expect_sums(ranks.dispatched(XB))
 
 
 @pytest.mark.parametrize("wire", [FP8_1x128, FP8_1x128_UE8M0], ids=lambda wire: wire.name)
@@ -142,7 +121,3 @@ def test_between_nodes_a_token_crosses_once_a_node() -> None:
     volume = DeepEPHighThroughput.volume(asked(ep=32))
     assert volume.far_rows is not None and round(volume.far_rows / 128, 2) == 2.35
     assert DeepEPHighThroughput.volume(asked()).far_rows is None
-
-
-def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:
-    ranks_of(NAME).expect_late(1, "high-throughput dispatch", XB)

@@ -1,4 +1,4 @@
-"""NIXL EP over its emulation: one call by hand, how ranks meet, and the limits that are its own."""
+"""NIXL EP over its emulation: how ranks meet, and the limits that are its own."""
 
 from __future__ import annotations
 
@@ -13,20 +13,11 @@ from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep.nixl import NixlEP
 from moe_mk.quant import FP8_1x128_UE8M0
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
 from tests.support.deepep_ranks import XB, asked, ranks_of, small
 from tests.support.library_layers import CPU, Model, batch, expect_exact, flight_of
 from tests.support.library_ranks import reported
 
 NAME = "nixl_ep"
-
-
-def test_each_expert_gets_its_tokens_and_sums_return() -> None:
-    ranks = ranks_of(NAME)
-    first, second = ranks.dispatched(XB)
-    assert first.counts_L.tolist() == [2, 1] and second.counts_L.tolist() == [1, 1]
-    assert rows_of_expert(first, 0) == [[1.0, 2.0], [5.0, 6.0]] and rows_of_expert(second, 1) == [[1.0, 2.0]]
-    assert combine_all(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
 
 
 def test_ids_are_those_of_the_library_and_every_rank_is_connected() -> None:
@@ -51,10 +42,6 @@ def test_limits_are_its_own() -> None:
 def _without_libraries() -> Problem:
     problem = asked()
     return Problem(problem.config, problem.device, problem.dtype, problem.num_tokens)
-
-
-def test_a_late_peer_ends_in_an_error() -> None:
-    ranks_of(NAME).expect_late(0, "low-latency dispatch", XB)
 
 
 def go(model: Model, ranks: tuple[int, ...], seed: int, *, away: tuple[int, ...] = ()) -> None:

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.errors import ShapeError
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.deepep.common import payloads_of, rows_of
-from moe_mk.prepare_finalize.replicated import Replicated
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.microscaling import MXFP8
@@ -45,10 +43,3 @@ def test_payloads_are_dense_rows_of_as_many_bytes_as_the_format_has(scheme: Quan
     assert all(part.dim() == 2 and len(part) == 3 and part.is_contiguous() for part in payloads)
     back = rows_of([part.clone() for part in payloads], x)
     assert torch.equal(back.dequantize(torch.float32), x.dequantize(torch.float32))
-
-
-def test_more_tokens_than_a_window_holds_are_refused() -> None:
-    transport = Replicated(context(4))
-    transport.expect_room(torch.zeros(4, 2))
-    with pytest.raises(ShapeError, match=r"T=5 tokens, a window holds 4 of each rank \[kernel\.max_num_tokens\]"):
-        transport.expect_room(torch.zeros(5, 2))
