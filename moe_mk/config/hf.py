@@ -102,6 +102,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     **dict.fromkeys(LONGCAT, _ONE | {"routed_scaling_factor": 6.0, "zero_expert_num": 256, "norm_topk_prob": False}),
 }  # fmt: skip
+"""Of each family's configuration class."""
 
 _SILU: Kind = ("'silu'", lambda v: v in ("silu", "swish"))
 _COMMON = (
@@ -155,6 +156,7 @@ _OTHER_PARTS = {
     "bailing_hybrid": ("layer_group_size", "kda_safe_gate"), **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
     "cohere2_moe": ("prefix_dense_intermediate_size",),
 }  # fmt: skip
+"""Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, "deepseek_v4"), "greedy": ("deepseek_v2",),
                  "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
@@ -162,6 +164,7 @@ _SAME = (
     ("intermediate_size", "moe_intermediate_size"), ("torch_dtype", "dtype"),
     ("quantization_config", "compression_config"),
 )  # fmt: skip
+"""Keys of one meaning, which may not differ."""
 _READ_BY_ROUTERS = {
     "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
     "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
