@@ -59,7 +59,7 @@ def test_each_rank_gets_each_token_once_and_sums_return(name: str) -> None:
     assert len(first.x_RH.values) == (2 if name in DEEPEP else 2 * 4), "counted rows, or 4 tokens of each rank"
     assert all(bool((t.weights_RK[t.ids_RK < 0] == 0).all()) for t in tokens), "padding weighs nothing"
     assert all(bool(t.x_RH.values.isnan().any()) for t in tokens if name not in DEEPEP), "what no token fills is NaN"
-    if name in ("nvlink_two_sided", "mori", "nccl_ep_ht"):  # rows lie one behind the other, and nothing behind them
+    if name in ("nvlink_two_sided", "mori", "nccl_ep_ht"):  # consecutive rows, nothing behind them
         assert first.x_RH.values[:2].tolist() == [[1.0, 2.0], [5.0, 6.0]] and bool(first.x_RH.values[2:].isnan().all())
         assert bool((first.ids_RK[2:] == -1).all())
     ranks.expect_sums(tokens)
