@@ -31,7 +31,6 @@ class Routing:
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of this rank."""
         return self.ids_TK.shape[0]
 
 

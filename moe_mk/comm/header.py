@@ -141,7 +141,6 @@ class Arrival(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Of the first row."""
         return self.tensor.data_ptr() + HEADER_BYTES
 
 

@@ -49,7 +49,6 @@ class Nodes:
         return tuple(len(self.members(node)) for node in range(self.num_nodes))
 
     def members(self, node: int) -> tuple[int, ...]:
-        """The ranks of a node, ascending."""
         return tuple(rank for rank, other in enumerate(self.node_of_W) if other == node)
 
     def local_index(self, rank: int) -> int:

@@ -43,7 +43,6 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read YAML or JSON."""
         return cls.parse(read_mapping(Path(path)), str(path))
 
 

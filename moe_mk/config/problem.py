@@ -158,7 +158,6 @@ class Problem:
         return replace(self, config=config.model_copy(update=parts), num_tokens=top_k * self.num_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """The problem as JSON."""
         return {
             "config": self.config.model_dump(mode="json"),
             "device": self.device.model_dump(mode="json"),

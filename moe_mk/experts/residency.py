@@ -51,7 +51,6 @@ class ResidencyCounts:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from the store."""
         return self.reads * self.record_bytes
 
 

@@ -63,7 +63,6 @@ class ModuleReport:
     """Of the other experts backends."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "others"}
         return plain | {"others": [verdict.as_dict() for verdict in self.others]}
 
@@ -76,7 +75,6 @@ class ModelReport:
     modules: tuple[ModuleReport, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
         return {"model": self.model, "modules": [module.as_dict() for module in self.modules]}
 
     def __str__(self) -> str:

@@ -54,7 +54,6 @@ class MemoryReport:
         return max(self.total, self.experts + self.shared + self.gate + self.packing)
 
     def as_dict(self) -> dict[str, int]:
-        """The report as JSON."""
         return asdict(self) | {"total": self.total, "peak": self.peak}
 
     def __str__(self) -> str:
@@ -137,7 +136,6 @@ class RunReport:
             raise UnsupportedError("the layer did not run as decided", self.departures or ["nothing has run yet"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
         stages = [asdict(run) | {"as_planned": run.as_planned} for run in self.stages]
         lists = {"departures": list(self.departures), "lost_experts": list(self.lost_experts)}
         found = asdict(self) | {"stages": stages} | lists

@@ -69,7 +69,6 @@ class Effect:
         return f"{self.stored} weights are held as {self.held}: {self.memory:.2f}x the memory; {added}; {self.speed}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The effect as JSON."""
         return {
             "stored": self.stored, "held": self.held, "memory": round(self.memory, 4),
             "rounding": round(self.rounding, 5), "speed": self.speed,

@@ -75,7 +75,6 @@ class ExpectedReads:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read, expected under uniform routing."""
         return round(self.used * (1 - self.hit_rate) * self.slot_bytes)
 
     @property
@@ -89,7 +88,6 @@ class ExpectedReads:
         return self.most_used * self.slot_bytes
 
     def as_dict(self) -> dict[str, int | float]:
-        """The figures as JSON."""
         derived = {"hit_rate": self.hit_rate, "bytes": self.num_bytes, "least_bytes": self.least_bytes}
         return asdict(self) | derived | {"most_bytes": self.most_bytes}
 

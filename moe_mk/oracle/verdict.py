@@ -187,7 +187,6 @@ class Verdict:
         return f"{self.prepare_finalize} + {self.experts}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The verdict as JSON."""
         return {
             "prepare_finalize": self.prepare_finalize,
             "experts": self.experts,
@@ -253,7 +252,6 @@ class Decision:
 
     @property
     def chosen(self) -> Verdict:
-        """The winner."""
         return self.verdicts[0]
 
     @property
@@ -297,7 +295,6 @@ class Decision:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The decision as JSON."""
         return {
             "oracle": self.oracle,
             "problem": self.problem.as_dict(),

@@ -53,7 +53,6 @@ class PlacementTables:
 
     @property
     def num_experts(self) -> int:
-        """E, the logical experts."""
         return self.edges_X.shape[0] if self.one_to_one else int(self.edges_X[-1] >> POINT)
 
     def to_physical(self, ids_TK: Tensor, salt: int) -> Tensor:
@@ -223,7 +222,6 @@ class ExpertMap:
 
     @property
     def num_ranks(self) -> int:
-        """W."""
         return len(self.experts_of_rank)
 
     @property
@@ -237,7 +235,6 @@ class ExpertMap:
         return self.num_physical > self.num_experts
 
     def num_slots(self, rank: int) -> int:
-        """L of one rank."""
         return len(self.experts_of_rank[rank])
 
     # The three routing tables by their known names.

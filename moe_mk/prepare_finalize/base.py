@@ -155,7 +155,6 @@ class TransportContext:
 
     @property
     def num_slots(self) -> int:
-        """L of this rank."""
         return self.expert_map.num_slots(self.comm.rank)
 
     @cached_property

@@ -43,7 +43,6 @@ class Gguf(QuantScheme):
 
     @property
     def family(self) -> str:
-        """gguf, whatever the block."""
         return "gguf"
 
     @property
@@ -105,7 +104,6 @@ class Gguf(QuantScheme):
         return wide.flatten(-2).to(dtype)
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of the blocks."""
         return rows * self.held_columns(columns)
 
     def exact(self, q: QuantTensor) -> QuantTensor:

@@ -37,12 +37,10 @@ class Int8Block(BlockedScheme):
 
     @property
     def family(self) -> str:
-        """int8, whatever the block."""
         return "int8"
 
     @property
     def element(self) -> Element:
-        """Signed bytes."""
         return INT8
 
     @property

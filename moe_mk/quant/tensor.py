@@ -99,7 +99,6 @@ class QuantTensor:
         return replace(self, **picked)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> QuantTensor:
-        """The same tensor on another device."""
         move = {name: None if part is None else part.to(device) for name, part in self._parts().items()}
         return replace(self, **move)  # type: ignore[arg-type]
 

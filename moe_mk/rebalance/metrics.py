@@ -25,7 +25,6 @@ class Balance:
     """Time of all layers, each as slow as its busiest rank, over the time with even ranks."""
 
     def as_dict(self) -> dict[str, float]:
-        """Flat numbers for a metrics system."""
         cv, peak = self.expert_cv_X, self.rank_max_over_mean_X
         return {
             "balance.expert_cv": float(cv.mean()),

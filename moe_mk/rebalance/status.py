@@ -60,7 +60,6 @@ class RebalanceStatus:
     incidents: tuple[Incident, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """The status as JSON."""
         return asdict(self)
 
 

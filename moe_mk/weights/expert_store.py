@@ -133,7 +133,6 @@ class ExpertStore:
 
     @property
     def num_experts(self) -> int:
-        """The number of records."""
         return len(self._digests)
 
     def close(self) -> None:

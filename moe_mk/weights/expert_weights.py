@@ -41,7 +41,6 @@ class SlotBiases:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The existing biases, in order."""
         return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
 
     def to(self, device: torch.device) -> SlotBiases:
@@ -76,7 +75,6 @@ class SlotWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values, scales and biases."""
         matrices = sum(q.num_bytes for q in (self.gate_IH, self.up_IH, self.down_HI) if q is not None)
         return matrices + sum(t.numel() * t.element_size() for t in (self.biases.tensors if self.biases else ()))
 
@@ -165,7 +163,6 @@ class ExpertWeights:
 
     @property
     def scheme(self) -> QuantScheme:
-        """How both stacks are quantised."""
         return self.w13.scheme
 
     @property

@@ -54,17 +54,14 @@ class GgufSource(TensorSource):
 
     @property
     def metadata(self) -> Mapping[str, Value]:
-        """The metadata of the first file."""
         return self._files[0].metadata
 
     @property
     def files(self) -> list[Path]:
-        """All files, in order."""
         return [file.path for file in self._files]
 
     @property
     def num_bytes(self) -> int:
-        """Total of all files."""
         return sum(file.num_bytes for file in self._files)
 
     @property

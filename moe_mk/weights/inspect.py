@@ -92,7 +92,6 @@ class CheckpointFacts:
         return bool(self.layers) and not self.problems and not any(layer.problems for layer in self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """The summary as JSON."""
         return {**asdict(self), "sound": self.sound}
 
 

@@ -78,7 +78,6 @@ class LayerWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes behind all tensors and views."""
         router: tuple[Tensor | None, ...] = (
             self.gate_EH, self.bias_E, self.logit_bias_E, self.table_XK, self.shared_gate_H, self.expert_scale_E,
             *(self.latent or ()), *(self.input_norm or ()), self.image_bias_E,

@@ -108,7 +108,6 @@ class Convention:
         return not self.fused and "{e}" not in self.expert
 
     def spell(self, part: Part) -> str:
-        """The local name of a part."""
         names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
                  Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
                  Role.EXPERT_SCALE: self.router_scale, Role.IMAGE_BIAS: f"{self.bias}_vl"}  # fmt: skip

@@ -191,7 +191,6 @@ class SafetensorsSource(TensorSource):
         return sorted(set(self._file_of.values()))
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
         return self._file_of[name]
 
     def header(self, file: Path) -> Header:
@@ -323,7 +322,6 @@ class RenamedSource(SafetensorsSource):
             self._inner.read_ahead(view.name, start, num_bytes)
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
         return self._inner.file_of(self._views[name].name)
 
     def _named(

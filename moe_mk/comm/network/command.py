@@ -84,7 +84,6 @@ class TransferCommand:
             raise UnsupportedError(f"a {self.op.name} command cannot be packed into {COMMAND_BYTES * 8} bits", over)
 
     def pack(self) -> tuple[int, int]:
-        """The two words of a command."""
         body = self.value if self.op in CARRIES_VALUE else self.source << FIELD_BITS["at"] | self.at
         head = self.op | self.peer << 4 | self.flag << 12 | self.size << 24
         return head | (body >> 64) << 48, body & _WORD
@@ -103,7 +102,6 @@ class TransferCommand:
         return cls(op, peer, size, body >> FIELD_BITS["at"], body & _FIELD_MASKS["at"], flag)
 
     def to_bytes(self) -> bytes:
-        """The command in its memory format."""
         return b"".join(word.to_bytes(8, "little") for word in self.pack())
 
 

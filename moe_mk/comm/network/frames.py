@@ -70,7 +70,6 @@ class Immediate:
     flag: int = 0
 
     def pack(self) -> int:
-        """32 bits."""
         assert 0 <= self.flag < 1 << FLAG_BITS
         lap_at = SEQUENCE_BITS
         kind_at = lap_at + LAP_BITS
@@ -191,7 +190,6 @@ class Frame:
     """For the sender's log: the number of the last command behind it, plus one; 0 if there is none. Lower 32 bits."""
 
     def pack(self) -> bytes:
-        """The header."""
         immediate = Immediate(self.number, self.kind, self.flag).pack()
         return _LAYOUT.pack(immediate, self.size, self.at, self.value, self.part, self.covers, self.serial & 0xFFFFFFFF)
 

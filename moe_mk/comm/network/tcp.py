@@ -110,12 +110,10 @@ class Hello:
     applied: int
 
     def pack(self) -> bytes:
-        """HELLO_BYTES."""
         return _HELLO.pack(MAGIC, self.token, self.rank, self.channel, self.attempt, self.applied)
 
     @classmethod
     def unpack(cls, data: bytes, token: bytes) -> Hello:
-        """Raises LinkError for a stranger."""
         magic, theirs, rank, channel, attempt, applied = _HELLO.unpack(data)
         if magic != MAGIC or not hmac.compare_digest(theirs, token):
             raise LinkError("a stranger has called")
@@ -227,7 +225,6 @@ class _Caller:
 
 
 def _refuse(hello: Hello, pipe: TcpPipe) -> None:
-    """Refuse the connection."""
     pipe.close()
 
 
@@ -262,7 +259,6 @@ class Acceptor:
         self._events.close()
 
     def fileno(self) -> int:
-        """Readable when somebody calls or speaks."""
         return self._events.fileno()
 
     def tend(self) -> None:

@@ -34,11 +34,9 @@ class Doorbell:
         """Set by the consumer before its last look at the record; an awake consumer needs no ring."""
 
     def fileno(self) -> int:
-        """What to wait for."""
         return self._event
 
     def ring(self) -> None:
-        """Wake the consumer, from any thread."""
         os.eventfd_write(self._event, 1)
 
     def ring_if_awaited(self) -> None:

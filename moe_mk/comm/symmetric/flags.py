@@ -97,11 +97,9 @@ class AtomicWords(Words):
         self._own = ctypes.c_uint64(0)
 
     def store(self, at: int, word: int) -> None:
-        """__ATOMIC_RELEASE."""
         self._store(self._base + at, word, RELEASE)
 
     def load(self, at: int) -> int:
-        """__ATOMIC_ACQUIRE."""
         return int(self._load(self._base + at, ACQUIRE))
 
     def fence(self) -> None:

@@ -85,11 +85,9 @@ class _NoWords(Words):
         self._refuse = refuse
 
     def store(self, at: int, word: int) -> None:
-        """Raises CommError."""
         self._refuse()
 
     def load(self, at: int) -> int:
-        """Raises CommError."""
         self._refuse()
         return 0
 

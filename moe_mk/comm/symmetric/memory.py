@@ -50,7 +50,6 @@ class Memory:
 
     @property
     def num_bytes(self) -> int:
-        """The size that was asked for."""
         return self.bytes.numel()
 
     def reserve(self, start: int, num_bytes: int) -> None:

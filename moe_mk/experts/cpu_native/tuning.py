@@ -200,5 +200,4 @@ def _has_amx() -> bool:
 
 @cache
 def _processor() -> str:
-    """The name of the processor."""
     return describe(torch.device("cpu")).split(",")[0]

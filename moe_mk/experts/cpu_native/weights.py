@@ -103,7 +103,6 @@ class PackedExpertWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed values and scales."""
         return self.w13.num_bytes + self.w2.num_bytes
 
     def copy_slot(self, source: int, target: int) -> None:

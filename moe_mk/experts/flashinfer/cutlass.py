@@ -63,7 +63,6 @@ class CutlassWeights:
 
     @property
     def num_slots(self) -> int:
-        """L."""
         return self.w13.shape[0]
 
     @property

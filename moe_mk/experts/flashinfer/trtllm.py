@@ -120,12 +120,10 @@ class TrtllmWeights:
 
     @property
     def num_slots(self) -> int:
-        """L."""
         return self.w13.values.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values, scales and biases."""
         return self.w13.num_bytes + self.w2.num_bytes
 
     def slot(self, index: int) -> SlotWeights:

@@ -106,7 +106,6 @@ class PaddedStack(ExpertWeights):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values, scales and biases."""
         return super().num_bytes + (0 if self.biases is None else self.biases.num_bytes)
 
     def slot(self, index: int) -> SlotWeights:
@@ -130,7 +129,6 @@ class PackedWeights:
 
     @property
     def num_slots(self) -> int:
-        """L."""
         return self.w13.values.shape[0]
 
     @property

@@ -69,7 +69,6 @@ class PackedReport:
 
     @property
     def num_bytes(self) -> int:
-        """Of the experts of all modules."""
         return sum(module.num_bytes for module in self.modules)
 
     @property
@@ -78,7 +77,6 @@ class PackedReport:
         return sum(module.bf16_bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
         totals = {"num_bytes": self.num_bytes, "bf16_bytes": self.bf16_bytes}
         shown = {"model": self.model, "checkpoint": self.checkpoint}
         return {**shown, **totals, "modules": [dict(vars(module)) for module in self.modules]}

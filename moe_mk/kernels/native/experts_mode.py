@@ -136,7 +136,6 @@ def check_call(
 def _wrong_with_rounding(
     mode: ExpertsMode, x: torch.Tensor, x_scales: torch.Tensor | None, matrices: tuple[PackedMatrix, ...]
 ) -> list[str]:
-    """All problems of quantised rows."""
     integers, (rows, hidden) = mode.quantize in (Rounding.INT8, Rounding.INT8_PARTS), x.shape
     coded, each = (torch.int8, 1) if integers else (torch.float8_e4m3fn, -(-hidden // 128))
     if mode.quantize == Rounding.INT8_PARTS:

@@ -40,7 +40,6 @@ class Format(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Width of a code."""
         four = dict.fromkeys((Format.MXFP4, Format.NVFP4, Format.INT4, Format.Q4_K), 4)
         return {Format.BF16: 16, Format.Q5_K: 5, Format.Q6_K: 6, **four}.get(self, 8)
 

@@ -106,12 +106,10 @@ class BlockType:
 
     @property
     def bits(self) -> int:
-        """The width of a code."""
         return sum(each.width for each in self.codes)
 
     @property
     def has_minima(self) -> bool:
-        """Whether groups have minima."""
         return len(self.halves) == 2
 
     def factors(self, blocks: Tensor) -> list[Tensor]:

@@ -175,7 +175,6 @@ class Experts:
 
     @property
     def num_slots(self) -> int:
-        """L."""
         return self.w2[0].shape[0]
 
 

@@ -56,7 +56,6 @@ class Windows:
 
     @property
     def size(self) -> int:
-        """W, the ranks."""
         return self.bases_W.shape[0]
 
     @property

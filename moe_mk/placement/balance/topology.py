@@ -120,7 +120,6 @@ class Topology:
 
     @cached_property
     def alive_W(self) -> Bools:
-        """Whether each GPU serves."""
         return np.ones(self.gpus, bool) if self.alive is None else np.asarray(self.alive, bool)
 
     @cached_property
@@ -130,7 +129,6 @@ class Topology:
 
     @cached_property
     def node_W(self) -> Ints:
-        """Node of each GPU."""
         return np.arange(self.gpus) // (self.gpus // self.nodes)
 
     @cached_property
@@ -180,7 +178,6 @@ class Sites:
 
     @cached_property
     def site_P(self) -> Ints:
-        """Site of each slot."""
         return np.repeat(np.arange(self.num_gpus), self.slots_W)
 
     @cached_property

@@ -144,7 +144,6 @@ class OneSidedBufferSlot(BufferSlot):
             self.exchange.failure_of = self.heap.failure_of
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
-        """The windows of all ranks."""
         return open_heap(comm, FLAGS_OF_RANK * comm.size, self.region.data_bytes(comm.size), now)
 
     def serve(self, comm: Communicator) -> None:

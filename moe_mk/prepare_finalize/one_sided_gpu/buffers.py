@@ -118,7 +118,6 @@ def _reasons_against(notes: list[str]) -> str:
 
 
 def _exchanged(comm: Communicator, text: str) -> list[str]:
-    """The text of every rank."""
     encoded = text.encode()[:NOTE_BYTES]
     note = torch.tensor([list(encoded.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
     rows = wait(comm.all_gather(note, [1] * comm.size, PHASE))
