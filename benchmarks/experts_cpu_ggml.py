@@ -19,7 +19,7 @@ from experts_cpu_peers import Experts
 from torch import Tensor
 
 from moe_mk.kernels.native import Isa
-from moe_mk.quant.gguf import mxfp4_to_gguf
+from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant.tensor import QuantTensor
 
 TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "mxfp4": 39}

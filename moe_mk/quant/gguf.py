@@ -130,13 +130,3 @@ def mxfp4_of_gguf(rows: Tensor) -> QuantTensor:
     blocks = divided(rows, -1, MXFP4_BYTES)
     values = e2m1.pack(MXFP4_CODES.get(blocks).flatten(-2))
     return QuantTensor(values, blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), MXFP4)
-
-
-def mxfp4_to_gguf(q: QuantTensor) -> Tensor:
-    """The inverse of `mxfp4_of_gguf`. Raises ShapeError for other schemes and for partial blocks."""
-    if q.scheme != MXFP4 or q.scales is None or q.shape[-1] != q.scales.shape[-1] * MXFP4.columns:
-        raise ShapeError(f"{q.scheme.name} of {tuple(q.shape)} is no MXFP4 of whole blocks of {MXFP4.columns}")
-    blocks = torch.zeros((*q.scales.shape, MXFP4_BYTES), dtype=torch.uint8, device=q.device)
-    blocks[..., 0] = q.scales.view(torch.uint8)
-    MXFP4_CODES.put(blocks, divided(e2m1.unpack(q.values), -1, MXFP4.columns))
-    return blocks.flatten(-2)

@@ -19,7 +19,6 @@ from moe_mk.weights.expert_weights import (
     Weights,
     expect_one_width,
 )
-from moe_mk.weights.names import OFFICIAL, Part, Role
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class LayerWeights:
             *(self.latent or ()), *(self.input_norm or ()), self.image_bias_E,
         )  # fmt: skip
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
-        shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
+        shared = 0 if self.shared is None else sum(q.num_bytes for _, q in matrices_of(self.shared))
         return plain + shared + self.experts.num_bytes
 
 
@@ -118,55 +117,10 @@ def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:
     return MappedExpertWeights(tuple(stacked.slot(index) for index in range(stacked.num_slots)), stacked.scheme)
 
 
-def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors under their official names, as views. Loading them again gives equal weights.
-
-    prefix: the part of names before "experts.0...", for instance "model.layers.3.mlp.".
-    Raises ConfigError for a tensor-parallel shard, because official names denote whole tensors.
-    """
-    if weights.facts.tp_size != 1:
-        raise ConfigError(
-            f"these weights are shard {weights.facts.tp_rank} of {weights.facts.tp_size}, and an official name stands "
-            "for a whole tensor; load with tp_size=1"
-        )
-    if any(q.scheme.family in ("wna16", "gguf") for slot in weights.experts.slots for _, q in _matrices(slot)):
-        raise ConfigError(
-            f"official names hold no packed {weights.experts.scheme.name} experts; `moe-mk convert` writes them"
-        )
-    out = {OFFICIAL.spell(Part(Role.ROUTER)): weights.gate_EH}
-    if weights.bias_E is not None:
-        out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
-    if weights.shared_gate_H is not None:
-        out[OFFICIAL.spell(Part(Role.SHARED_GATE))] = weights.shared_gate_H[None]
-    for which, projection in zip(("down", "up", "norm"), weights.latent or (), strict=False):
-        out[OFFICIAL.spell(Part(Role.LATENT, which))] = projection
-    for which, weight_H in zip(("experts", "router"), weights.input_norm or (), strict=False):
-        out[OFFICIAL.spell(Part(Role.INPUT_NORM, which))] = weight_H
-    if weights.expert_scale_E is not None:
-        out[OFFICIAL.spell(Part(Role.EXPERT_SCALE))] = weights.expert_scale_E
-    if weights.image_bias_E is not None:
-        out[OFFICIAL.spell(Part(Role.IMAGE_BIAS))] = weights.image_bias_E
-    if weights.table_XK is not None:
-        out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
-    for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):
-        out |= _named(slot, Role.EXPERT, expert)
-    if weights.shared is not None:
-        out |= _named(weights.shared, Role.SHARED, None)
-    return {prefix + name: tensor for name, tensor in out.items()}
-
-
-def _matrices(slot: SlotWeights) -> list[tuple[str, QuantTensor]]:
+def matrices_of(slot: SlotWeights) -> list[tuple[str, QuantTensor]]:
+    """The matrices that an expert has, by projection."""
     named = (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI))
     return [(projection, q) for projection, q in named if q is not None]
-
-
-def _named(slot: SlotWeights, role: Role, expert: int | None) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for projection, q in _matrices(slot):
-        out[OFFICIAL.spell(Part(role, projection, expert))] = q.values
-        if q.scales is not None:
-            out[OFFICIAL.spell(Part(role, projection, expert, is_scale=True))] = q.scales
-    return out
 
 
 def _stack(slots: list[list[QuantTensor]], device: torch.device) -> QuantTensor:

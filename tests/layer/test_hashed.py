@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_mk import ConfigError, DeepseekV3MoE, MoEConfig, ShapeError, UnsupportedError, WeightError
+from moe_mk.lab.checkpoints import official_state_dict
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.router.hashed import HashRouter
 from moe_mk.weights.inspect import inspect_checkpoint
-from moe_mk.weights.layer_weights import official_state_dict
 
 VOCABULARY, EXPERTS, TOP_K, HIDDEN, INNER = 11, 4, 2, 32, 16
 CONFIG = {

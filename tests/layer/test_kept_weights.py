@@ -23,10 +23,10 @@ from torch import Tensor
 from moe_mk import DeepseekV3MoE, ExpertMap, MoELayer, ParallelGroups, WeightError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, official_state_dict, write_checkpoint
 from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS, GGUF_FILES
 from moe_mk.layer.hot_swap import swap_backends
-from moe_mk.weights import load_layer, official_state_dict
+from moe_mk.weights import load_layer
 from moe_mk.weights.expert_weights import MappedExpertWeights, digest
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.safetensors_header import TensorEntry

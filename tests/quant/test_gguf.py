@@ -11,8 +11,9 @@ from torch import Tensor
 from moe_mk.errors import ShapeError
 from moe_mk.experts.held import requantised
 from moe_mk.kernels.reference.ggml_blocks import BLOCK_TYPES
+from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.lab.verify.dense import SIZES
-from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf, mxfp4_to_gguf
+from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor

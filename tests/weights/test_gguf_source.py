@@ -19,12 +19,12 @@ from moe_mk.errors import ConfigError, FallbackWarning, WeightError
 from moe_mk.external.gguf_file import read_gguf
 from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
-from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, gguf_from_hf, write_gguf
+from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, gguf_from_hf, mxfp4_to_gguf, write_gguf
 from moe_mk.lab.checkpoints.synthesize import is_complete
 from moe_mk.lab.verify.dense import decoded
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.oracle.expected_error import error_of
-from moe_mk.quant.gguf import GGUF, mxfp4_to_gguf
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_metadata import hf_from_gguf

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape, official_state_dict, write_checkpoint
 from moe_mk.quant import Fp8Block, QuantTensor, weight_scheme
 from moe_mk.weights import (
     LayerSpec,
@@ -18,7 +18,6 @@ from moe_mk.weights import (
     SlotWeights,
     as_mapped,
     load_layer,
-    official_state_dict,
     to_stacked,
 )
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.config.hf import settings_from_hf
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.external.library import find
-from moe_mk.quant.gguf import mxfp4_to_gguf
+from moe_mk.kernels.reference import e2m1
+from moe_mk.kernels.reference.ggml_blocks import MXFP4_BYTES, MXFP4_CODES, divided
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -161,3 +162,13 @@ def write_gguf(
         total += data.nbytes
     writer.close()
     return total
+
+
+def mxfp4_to_gguf(q: QuantTensor) -> Tensor:
+    """The inverse of `mxfp4_of_gguf`. Raises ShapeError for other schemes and for partial blocks."""
+    if q.scheme != MXFP4 or q.scales is None or q.shape[-1] != q.scales.shape[-1] * MXFP4.columns:
+        raise ShapeError(f"{q.scheme.name} of {tuple(q.shape)} is no MXFP4 of whole blocks of {MXFP4.columns}")
+    blocks = torch.zeros((*q.scales.shape, MXFP4_BYTES), dtype=torch.uint8, device=q.device)
+    blocks[..., 0] = q.scales.view(torch.uint8)
+    MXFP4_CODES.put(blocks, divided(e2m1.unpack(q.values), -1, MXFP4.columns))
+    return blocks.flatten(-2)
