@@ -8,6 +8,7 @@ have different values of; what no table of `config.keys` lists is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,6 @@ DEEPSEEK_LIKE = (
 )  # fmt: skip
 SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
-_QWEN3 = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
-PLAIN_SOFTMAX = (*_QWEN3, *SHARED_GATED, "mixtral", "olmoe")
-SHARED_WIDTHS = {
-    **dict.fromkeys(SHARED_GATED, "shared_expert_intermediate_size"),
-    **dict.fromkeys(("step3p5", "step3p7"), "share_expert_dim"),
-    "nemotron_h": "moe_shared_expert_intermediate_size", "minimax_m3": "shared_intermediate_size",
-}  # fmt: skip
-"""The key of the width of the shared experts, in families that state one."""
 MINIMAX = ("minimax_m2", "minimax_m3")
 STEP = ("step3p5", "step3p7")
 RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP, "gemma4")
@@ -41,67 +34,20 @@ RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP, "gemma4")
 ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4", "cohere2_moe")
 """`intermediate_size` is that of an expert: there are no dense layers, or theirs has another key."""
 LONGCAT = ("longcat_flash", "longcat_flash_ngram")
-FAMILIES = (
-    *DEEPSEEK_LIKE, "deepseek_v4", *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *MINIMAX, "gpt_oss", *STEP, "llama4", "gemma4",
-    *LONGCAT, "cohere2_moe",
-)  # fmt: skip
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 """What describes the layers of multimodal models, whatever their own model type."""
 SECOND = "hf_quant_config.json"
 """The file in which modelopt states formats, next to config.json or in place of its quantization_config."""
 
-_V3 = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1}
+_TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("families.json").read_text(encoding="utf-8")
+)
+"""By model type, what is stated besides `_COMMON`: "keys" that are read; "defaults" of its class that differ from
+`_ONE`; keys that are "renamed" to the one with their meaning in other families; "shared_width", the key of the width of
+the shared experts where there is one; keys of "other_parts" of the model among those whose names suggest an effect."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
-_OF_STEP = {
-    "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "moe_router_activation": "scoring_func",
-    "moe_router_scaling_factor": "routed_scaling_factor", "use_moe_router_bias": "use_routing_bias",
-}  # fmt: skip
-_OF_KIMI = {
-    "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
-    "moe_router_activation_func": "scoring_func", "routed_expert_hidden_size": "moe_latent_size",
-}  # fmt: skip
-_OF_LING = {"num_shared_experts": "n_shared_experts", "score_function": "scoring_func",
-            "moe_router_enable_expert_bias": "use_routing_bias"}  # fmt: skip
-_OF_LONGCAT = {"moe_topk": "num_experts_per_tok", "expert_ffn_hidden_size": "moe_intermediate_size"}
-_RENAMED: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _OF_KIMI), "bailing_moe": _OF_LING,
-    **dict.fromkeys(STEP, _OF_STEP),
-    "gemma4": {"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
-    **dict.fromkeys(LONGCAT, _OF_LONGCAT),
-    "cohere2_moe": {"num_shared_experts": "n_shared_experts"},
-}  # fmt: skip
-"""Keys of a family with the meaning of a key that others have, and that key."""
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(FAMILIES, _ONE),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _V3),
-    "glm4_moe": _ONE | {"n_shared_experts": 1},
-    "nemotron_h": _ONE | {"n_shared_experts": 1, "mlp_hidden_act": "relu2"},
-    "glm_moe_dsa": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    **dict.fromkeys(SHARED_GATED, _ONE | {"n_shared_experts": 1, "norm_topk_prob": False}),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
-    "qwen3_vl_moe": _ONE | {"norm_topk_prob": True},
-    "minimax_m2": _ONE | {"use_routing_bias": True},
-    "minimax_m3": _ONE | {"n_shared_experts": 1, "use_routing_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
-                          "routed_scaling_factor": 2.0},
-    "deepseek_v2": _ONE | {"n_shared_experts": 2, "topk_method": "greedy"},
-    "deepseek_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.5},
-    **dict.fromkeys(STEP, _ONE | {"n_shared_experts": 1, "use_routing_bias": True}),
-    "kimi_linear": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.446, "latent_moe_use_norm": False,
-                           "activation_situ_beta": 1.0},
-    "mistral4": _ONE | {"n_shared_experts": 1, "topk_method": "group_limited_greedy"},
-    "llama4": _ONE | {"n_shared_experts": 1},
-    "glm5_next": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0},
-    "hy_v4": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0},
-    "bailing_hybrid": _V3, "bailing_moe": _ONE | {"use_routing_bias": False, "scoring_func": "softmax"},
-    "glm4_moe_lite": _ONE | {"n_shared_experts": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True},
-    **dict.fromkeys(("glm4v_moe", "solar_open"), _ONE | {"n_shared_experts": 1, "norm_topk_prob": True}),
-    "gpt_oss": _ONE | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-    "cohere2_moe": _ONE | {"shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax",
-                           "norm_topk_prob": True},
-    "gemma4": _ONE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
-    **dict.fromkeys(LONGCAT, _ONE | {"routed_scaling_factor": 6.0, "zero_expert_num": 256, "norm_topk_prob": False}),
-}  # fmt: skip
+FAMILIES = tuple(_TABLE)
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
 """Of each family's configuration class."""
 
 _SILU: Kind = ("'silu'", lambda v: v in ("silu", "swish"))
@@ -109,31 +55,6 @@ _COMMON = (
     "model_type hidden_size hidden_act num_experts_per_tok n_routed_experts num_experts num_local_experts "
     "num_hidden_layers first_k_dense_replace quantization_config compression_config torch_dtype dtype scoring_func "
 )
-_ROUTED = "moe_intermediate_size norm_topk_prob routed_scaling_factor "
-_GROUPED = f"{_ROUTED}n_shared_experts n_group topk_group topk_method "
-_KEYS: Mapping[str, str] = {
-    **dict.fromkeys((*DEEPSEEK_LIKE, *SOFTMAX_GROUPED), _GROUPED),
-    "deepseek_v4": f"{_ROUTED}n_shared_experts topk_method swiglu_limit expert_dtype",
-    **dict.fromkeys(_QWEN3, "moe_intermediate_size norm_topk_prob"), "glm_moe_dsa": f"{_GROUPED}moe_router_dtype",
-    **dict.fromkeys(SHARED_GATED, "moe_intermediate_size norm_topk_prob shared_expert_intermediate_size"),
-    "bailing_moe": f"{_GROUPED}use_routing_bias moe_shared_expert_intermediate_size router_dtype",
-    "nemotron_h": f"{_GROUPED}moe_latent_size mlp_hidden_act moe_shared_expert_intermediate_size "
-                  "hybrid_override_pattern layers_block_type",
-    "minimax_m2": "intermediate_size use_routing_bias", "olmoe": "intermediate_size norm_topk_prob",
-    "minimax_m3": "intermediate_size moe_intermediate_size use_routing_bias routed_scaling_factor n_shared_experts "
-                  "shared_intermediate_size dense_intermediate_size swiglu_limit swiglu_alpha",
-    **dict.fromkeys(STEP, "moe_intermediate_size share_expert_dim n_shared_experts use_routing_bias "
-                          "routed_scaling_factor norm_expert_weight swiglu_limits swiglu_limits_shared"),
-    "kimi_linear": f"{_GROUPED}moe_latent_size latent_moe_use_norm rms_norm_eps activation_situ_beta "
-                   "activation_situ_linear_beta use_grouped_topk", "mixtral": "intermediate_size",
-    **dict.fromkeys(("glm5_next", "hy_v4"), f"{_GROUPED}swiglu_limit"),
-    "llama4": "intermediate_size interleave_moe_layer_step moe_layers",
-    "gemma4": "moe_intermediate_size enable_moe_block rms_norm_eps",
-    **dict.fromkeys(LONGCAT, f"{_ROUTED}zero_expert_num zero_expert_type router_dtype disable_quant_module"),
-    "cohere2_moe": "intermediate_size n_shared_experts norm_topk_prob shared_expert_combination_strategy "
-                   "expert_selection_fn",
-    "gpt_oss": "intermediate_size swiglu_limit swiglu_alpha experts_per_token",
-}  # fmt: skip
 _OWN_KINDS: Mapping[str, Mapping[str, Kind]] = {
     **{family: {"hidden_act": _SILU} for family in ("deepseek_v4", *STEP, "glm5_next", "hy_v4")},
     **{family: {"hidden_act": _SILU, "norm_topk_prob": ("false", lambda v: v is False)} for family in LONGCAT},
@@ -142,21 +63,10 @@ _OWN_KINDS: Mapping[str, Mapping[str, Kind]] = {
     "kimi_linear": {"hidden_act": one_of("silu", "situ")},
 }  # fmt: skip
 _READ: Mapping[str, Mapping[str, Kind]] = {
-    family: {**{key: KINDS[key] for key in (_COMMON + words).split()}, **_OWN_KINDS.get(family, {})}
-    for family, words in _KEYS.items()
+    family: {**{key: KINDS[key] for key in (*_COMMON.split(), *each["keys"])}, **_OWN_KINDS.get(family, {})}
+    for family, each in _TABLE.items()
 }
 """The keys that are read, by family; those of other families are refused where they have a value."""
-_OTHER_PARTS = {
-    "nemotron_h": ("n_groups", "use_bias", "use_conv_bias", "rescale_prenorm_residual", "time_step_limit",
-                   "moe_shared_expert_overlap"),
-    "minimax_m3": ("sparse_attention_config",),
-    **dict.fromkeys(STEP, ("moe_layers_enum", "moe_every_n_layer", "need_fp32_gate", "use_moe", "mlp_bias",
-                           "use_head_wise_attn_gate")),
-    "llama4": ("intermediate_size_mlp", "floor_scale"), "gemma4": ("use_double_wide_mlp",),
-    "bailing_hybrid": ("layer_group_size", "kda_safe_gate"), **dict.fromkeys(LONGCAT, ("ffn_hidden_size",)),
-    "cohere2_moe": ("prefix_dense_intermediate_size",),
-}  # fmt: skip
-"""Keys of a family without effect on its experts."""
 _TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, "deepseek_v4"), "greedy": ("deepseek_v2",),
                  "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
@@ -165,10 +75,6 @@ _SAME = (
     ("quantization_config", "compression_config"),
 )  # fmt: skip
 """Keys of one meaning, which may not differ."""
-_READ_BY_ROUTERS = {
-    "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
-    "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
-}  # fmt: skip
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -204,7 +110,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     """
     if hf.get(KEY) is not None:
         return _by_equation(hf, where, layer)
-    family = _family_of(hf)
+    family = family_of(hf)
     if (section := section_of(hf)) is not None:
         return settings_from_hf(_of_wrapper(hf, section, where), where, layer)
     if family not in FAMILIES:
@@ -213,8 +119,8 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
             f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; or declare it "
             "by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
         )
-    hf, problems = _renamed(hf, family)
-    harmless = keys.CONFIG_JSON | set(_OTHER_PARTS.get(family, ()))
+    hf, problems = renamed(hf, family)
+    harmless = keys.CONFIG_JSON | set(_TABLE[family].get("other_parts", ()))
     problems += keys.wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless)
     problems += _contradictions(hf, family)
     if problems:
@@ -259,29 +165,15 @@ def first_layer(hf: Mapping[str, Any]) -> int:
     return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)
 
 
-def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
-    """The router's settings as read, each with its key in a config.json or the family whose default it is."""
-    if KEY in hf:
-        router = settings_from_hf(hf, where)["router"]
-        return {ours: (router[ours], FILE) for ours in _READ_BY_ROUTERS if ours in router}
-    hf = text_of(hf)
-    family, router = _family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
-    hf = _renamed(hf, family)[0]
-    return {
-        ours: (router[ours], key if hf.get(key) is not None else f"default of {family}")
-        for ours, key in _READ_BY_ROUTERS.items()
-    }
-
-
-def _family_of(hf: Mapping[str, Any]) -> str:
+def family_of(hf: Mapping[str, Any]) -> str:
     """The model type, of a text_config that of the model itself."""
     family = str(hf.get("model_type", "")).removesuffix("_text")
     return {"bailing_moe_v2": "bailing_moe", "minimax_m3_vl": "minimax_m3"}.get(family, family)
 
 
-def _renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+def renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
     """The configuration with the keys that others have, and keys that then have two values."""
-    known = _RENAMED.get(family, {})
+    known = _TABLE.get(family, {}).get("renamed", {})
     found = {key: value for key, value in hf.items() if key not in known or value is None}
     stated = {key: hf[key] for key in known if hf.get(key) is not None}
     differ = [
@@ -296,7 +188,7 @@ def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, An
     """The text model of a multimodal wrapper, with the quantisation that the wrapper states."""
     text = text_of(hf)
     outer = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
-    read = _READ.get(_family_of(text), {})
+    read = _READ.get(family_of(text), {})
     differing = [
         f"{key} is {value!r} and {section} has {text[key]!r}"
         for key, value in hf.items()
@@ -360,8 +252,8 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
-    apart = family in SHARED_WIDTHS and hf["n_shared_experts"]
-    shared = {"shared_intermediate_size": _first(hf, where, SHARED_WIDTHS[family])} if apart else {}
+    apart = _TABLE[family].get("shared_width") if hf["n_shared_experts"] else None
+    shared = {"shared_intermediate_size": _first(hf, where, apart)} if apart else {}
     return {
         "name": family, **clamped, **shared, "gated": family != "nemotron_h", "expert_bias": family == "gpt_oss",
         "input_norm": hf["rms_norm_eps"] if family == "gemma4" else None,

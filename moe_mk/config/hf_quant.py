@@ -1,10 +1,11 @@
 """From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
 
 Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8)
-and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, AutoAWQ 0.2 and NVIDIA modelopt
-(NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see `weights.input_scales`.
-Lists of modules are matched as their writers do: compressed-tensors by name or "re:", modelopt by glob, AutoAWQ by a
-part of the name, transformers by a regular expression at the start or a name at the end.
+and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, GPTQModel 5, AutoAWQ 0.2, AutoRound 0.12, AMD Quark 0.11
+and NVIDIA modelopt (NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see
+`weights.input_scales`. Lists of modules are matched as their writers do: compressed-tensors by name or "re:", Quark by
+glob or "re:", modelopt by glob, AutoAWQ and AutoRound by a part of the name, transformers by an expression at the start
+or a name at the end.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from moe_mk.quant.grouped import GROUPS, kind_of
 Said = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
 _ROOTS = (
-    "model.layers", "language_model.model.layers", "model.language_model.layers", "layers", "backbone.layers"
+    "model.layers", "language_model.model.layers", "model.language_model.layers", "layers", "backbone.layers",
+    "thinker.model.layers",
 )  # fmt: skip
-_BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer")
+_BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer", "feed_forward")
 _PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 _SHARED = ("shared_experts", "shared_expert")
 _ENDS = ("", *(f".{word}" for words in _PROJECTIONS for word in words))
@@ -58,8 +60,8 @@ def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int 
     if problems:
         raise ConfigError(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
-            "in e4m3 with weight_block_size and dynamic activations, 'mxfp4', 'compressed-tensors' with 8 bits or "
-            "packed integers, 'gptq', 'awq' of version 'gemm', and 'modelopt' NVFP4, MXFP8 or FP8"
+            "in e4m3, 'mxfp4', 'compressed-tensors' with 8 bits, packed integers or 4-bit floats, 'gptq', 'awq' of "
+            "version 'gemm', 'auto-round' in their layouts, 'quark' MXFP4, FP8 or INT8, 'modelopt' NVFP4, MXFP8 or FP8"
         )
     return settings
 
@@ -91,11 +93,24 @@ def layers_with_experts(hf: Said, layer: int | None = None) -> list[int]:
 def _matches(style: str, pattern: str, name: str) -> bool:
     if style == "part":
         return pattern in name
+    if style in ("name", "quark") and pattern.startswith("re:"):
+        return bool(re.match(pattern[3:], name))
     if style == "name":
-        return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else pattern == name
+        return pattern == name
+    if style == "quark":
+        return fnmatchcase(name, pattern)
     if style == "glob":
         return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
     return bool(re.match(pattern, name)) or name.endswith(pattern)
+
+
+def _modules(layers: list[int], role: str) -> list[list[str]]:
+    """The names that each projection of the experts of the layers may have; of routed experts those of the first."""
+    roles = ("experts.0",) if role == "experts" else _SHARED
+    return [
+        [f"{root}.{n}.{block}.{role}.{w}" for root in _ROOTS for block in _BLOCKS for role in roles for w in words]
+        for n in layers for words in _PROJECTIONS
+    ]  # fmt: skip
 
 
 def _covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -> bool:
@@ -103,23 +118,21 @@ def _covered(style: str, patterns: Iterable[str], layers: list[int], role: str) 
 
     Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
     """
-    patterns, inners = tuple(patterns), ("experts.0",) if role == "experts" else (role, role.removesuffix("s"))
+    patterns = tuple(patterns)
     return bool(patterns) and all(
-        any(
-            _matches(style, pattern, f"{root}.{layer}.{block}.{inner}.{word}")
-            for pattern in patterns for root in _ROOTS for block in _BLOCKS for inner in inners for word in words
-        )
-        for layer in layers for words in _PROJECTIONS
-    )  # fmt: skip
+        any(_matches(style, pattern, name) for pattern in patterns for name in names)
+        for names in _modules(layers, role)
+    )
 
 
 def _ignored(quant: Said, method: str, layers: list[int]) -> dict[str, bool]:
     """Whether the lists of a section leave routed and shared experts as they are."""
-    style = {"compressed-tensors": "name", "modelopt": "glob", "awq": "part"}.get(method, "start")
+    styles = {"compressed-tensors": "name", "modelopt": "glob", "quark": "quark"}
+    style = {**styles, "awq": "part", "auto-round": "part"}.get(method, "start")
     inner = quant.get("quantization")
     found: list[str] = []
     for section in (quant, inner if isinstance(inner, Mapping) else {}):
-        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
+        for key in ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
             found += section.get(key) or ()
     return {role: _covered(style, found, layers, role) for role in ("experts", "shared_experts")}
 
@@ -130,15 +143,15 @@ def _others(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str
 
 
 def _fp8(quant: Said, layers: list[int]) -> Found:
+    in_blocks = bool(quant.get("weight_block_size")) or quant.get("expert_dtype") == "fp4"
     problems = _others(quant, {
-        "fmt": ("e4m3", "float8_e4m3fn", None), "activation_scheme": ("dynamic", None),
-        "scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None),
+        "fmt": ("e4m3", "float8_e4m3fn", None), "scale_fmt": ("ue8m0", "float", None) if in_blocks else ("float", None),
+        "activation_scheme": ("dynamic", None) if in_blocks else ("dynamic", "static"),
+        "expert_dtype": ("fp4", "fp8", None),
     })  # fmt: skip
     if quant.get("expert_dtype") == "fp4":
         return {"weights": "mxfp4", "activations": "mxfp8", **_shared_fp8(quant)}, problems
-    if not quant.get("weight_block_size"):
-        return {}, [*problems, "weight_block_size is not given"]
-    return {"weights": "fp8_block", **_blocks(quant)}, problems
+    return {"weights": "fp8_block", **_blocks(quant)} if in_blocks else {"weights": "fp8_tensor"}, problems
 
 
 def _blocks(quant: Said) -> dict[str, Any]:
@@ -294,8 +307,6 @@ def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
         rest = {"strategy": ("group", "tensor_group"), "actorder": (None, False), "scale_dtype": _SCALES[kind]}
         problems += _others(weights, held | rest, "weights.")
         problems += [] if is_empty(tokens) else _others(tokens or {}, held, "input_activations.")
-        if kind == "mxfp4" and not is_empty(tokens):
-            problems.append(f"input_activations are {tokens!r} with MXFP4 weights")
         return {"weights": kind, "activations": "none" if is_empty(tokens) else kind}, problems
     if formats == {"pack-quantized"}:
         return _pack_quantized(weights, tokens)
@@ -348,30 +359,142 @@ def _integers(bits: object, columns: object, *, symmetric: bool) -> Found:
     return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
 
 
+def _of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
+    """The settings of the experts from those of their modules, by names; none where they are left as they are."""
+    found: dict[str, list[dict[str, Any]]] = {"experts": [], "shared_experts": []}
+    problems: dict[str, None] = {}
+    for role, formats in found.items():
+        for settings, more in map(of, _modules(layers, role)):
+            formats += [settings] * (settings not in formats)
+            problems |= dict.fromkeys(more)
+        if len(formats) > 1:
+            problems[f"{role} have the formats {' and '.join(map(str, formats))}"] = None
+    experts, shared = (formats[0] for formats in found.values())
+    if shared == experts or not experts:
+        return experts, list(problems)
+    if shared.get("weights") == experts.get("weights"):
+        problems[f"shared experts have {shared}, routed ones {experts}"] = None
+    return {**experts, "shared": shared.get("weights", "plain")}, list(problems)
+
+
+def _packed(module: Said, own: Said, *, zeros: bool = False) -> Found:
+    """Integers in groups of one module. zeros: whether symmetric weights have zero points too."""
+    module = {**module, **own}
+    problems = section_problems(own, "module") + _others(module, {"act_bits": (16, None)})
+    if own.get("bits") == 16:
+        return {}, problems
+    size, symmetric = module.get("group_size"), module.get("sym") is not False and not zeros
+    settings, more = _integers(module.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
+    return settings, problems + more + _others(module, {"data_type": ("int", None)})
+
+
 def _gptq(quant: Said, layers: list[int]) -> Found:
-    size = quant.get("group_size")
-    symmetric = quant.get("sym") is not False
-    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
+    rules = quant.get("dynamic") or {}
+
+    def of(names: list[str]) -> Found:
+        """By the first rule that fits; "-:" leaves a module as it is."""
+        fits = (rule for rule in rules if any(re.match(re.sub("^[-+]:", "", rule), name) for name in names))
+        rule = next(fits, "")
+        own = {"bits": 16} if rule.startswith("-:") else rules.get(rule)
+        return _packed(quant, own if isinstance(own, Mapping) else {})
+
+    settings, problems = _of_roles(layers, of)
     named = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
-    stored = " and ".join(sorted(named))
-    if stored not in ("gptq", "gptq_v2") and (len(named) > 1 or not symmetric):
+    stored, has_zeros = " and ".join(sorted(named)), settings.get("weights", "").endswith("_zp")
+    if stored not in ("gptq", "gptq_v2") and (len(named) > 1 or has_zeros):
         problems.append(f"checkpoint_format is {stored!r} with zero points (supported are gptq and gptq_v2)")
-    if stored == "gptq_v2" and not symmetric:
-        settings["gptq_v2"] = True
-    if not is_empty(quant.get("dynamic")):
-        problems.append("dynamic gives modules formats of their own")
-    return settings, problems
+    return {**settings, "gptq_v2": True} if stored == "gptq_v2" and has_zeros else settings, problems
 
 
 def _awq(quant: Said, layers: list[int]) -> Found:
-    size = quant.get("group_size")
-    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=False)
     gemm = ("gemm", "GEMM", None)
+    settings, problems = _packed(quant, {}, zeros=True)
     problems += _others(quant, {"version": gemm, "format": gemm, "zero_point": (True, None), "bits": (4,)})
     return settings, problems
 
 
+def _auto_round(quant: Said, layers: list[int]) -> Found:
+    """Integers in the tensors of GPTQ or AWQ. `extra_config` states modules by name, or by an expression anywhere."""
+    packing = str(quant.get("packing_format") or "auto_round:auto_gptq")
+    stored, extra = packing.removeprefix("auto_round:").removeprefix("auto_"), quant.get("extra_config") or {}
+    rules = [key for key in extra if "layers." not in key or set(key) & set("*+?^$()[]{}|\\")]
+    blocks = quant.get("block_name_to_quantize") or quant.get("to_quant_block_names") or ()
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    starts = tuple(f"{each}." for part in blocks for each in (part if isinstance(part, list) else [part]))
+
+    def of(names: list[str]) -> Found:
+        inside = not starts or any(name.startswith(starts) for name in names)
+        fits = (rule for rule in rules if extra[rule] and any(re.search(rule, name) for name in names))
+        own = extra.get(next((name for name in names if name in extra), None) or next(fits, None), {})
+        return _packed(quant, own if inside else {"bits": 16, **own}, zeros=stored == "awq")
+
+    if stored not in ("gptq", "awq"):
+        return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq and auto_round:auto_awq)"]
+    settings, problems = _of_roles(layers, of)
+    if stored == "awq":
+        eight = [kind for kind in settings.values() if kind.startswith("int8")]
+        problems += [f"packing_format is {packing!r} with {kind}, AWQ holds 4 bits" for kind in eight]
+    return settings, problems
+
+
+_QUARK: Mapping[object, tuple[str, Mapping[str, tuple[object, ...]]]] = {
+    ("fp4", "per_group"): ("mxfp4", {"group_size": (32,), "scale_format": ("e8m0",), "ch_axis": (-1, 1)}),
+    ("fp8_e4m3", "per_group"): ("mxfp8", {"group_size": (32,), "scale_format": ("e8m0",), "ch_axis": (-1, 1)}),
+    ("fp8_e4m3", "per_tensor"): ("fp8_tensor", {}), ("fp8_e4m3", "per_channel"): ("fp8_channel", {"ch_axis": (0,)}),
+    ("fp8_e4m3", "per_block"): ("fp8_block", {}), ("int8", "per_channel"): ("int8", {"ch_axis": (0,)}),
+}  # fmt: skip
+"""The kind of weights of a (dtype, qscheme) of Quark, and what else they must state."""
+
+
+def _quark(quant: Said, layers: list[int]) -> Found:
+    """The first of `layer_quant_config` that fits states a module, then its class, then `global_quant_config`."""
+    written = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
+    problems = _others(quant.get("export") or {}, written, "export.")
+    algorithms = quant.get("algo_config") or []
+    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
+        problems += _others(each, {"name": ("awq", "gptq", "smooth", "autosmoothquant", "qronos")}, "algo_config.")
+        if each.get("desc_act") and not each.get("static_groups"):
+            problems.append("algo_config.desc_act is true without static_groups, which orders columns by activation")
+    by_class, rules = quant.get("layer_type_quant_config") or {}, quant.get("layer_quant_config") or {}
+    problems += [f"layer_type_quant_config is for {key}" for key in by_class if key not in ("Linear", "Embedding")]
+
+    def of(names: list[str]) -> Found:
+        fits = (rules[rule] for rule in rules if any(_matches("quark", rule, name) for name in names))
+        return _of_quark(next(fits, by_class.get("Linear", quant.get("global_quant_config"))))
+
+    settings, more = _of_roles(layers, of)
+    return settings, problems + more
+
+
+def _of_quark(stated: Any) -> Found:
+    """The settings of one section of Quark; none for weights that are left as they are."""
+    if is_empty(stated) or is_empty(stated.get("weight")):
+        return {}, []
+    weight, tokens = stated["weight"], stated.get("input_tensors") or {}
+    if not (isinstance(weight, Mapping) and isinstance(tokens, Mapping)):
+        return {}, [f"weight and input_tensors are {weight!r} and {tokens!r}, one scale each is supported"]
+    problems = [*section_problems(stated, "quark module"), *section_problems(weight, "quark tensor")]
+    if (key := (weight.get("dtype"), weight.get("qscheme"))) not in _QUARK:
+        return {}, [*problems, f"weight.dtype is {key[0]!r} with qscheme {key[1]!r}, which is not supported"]
+    kind, held = _QUARK[key]
+    settings: dict[str, Any] = {"weights": kind, "activations": "auto" if tokens else "none"}
+    problems += _others(weight, {"is_dynamic": (False, None), "symmetric": (True, None), **held}, "weight.")
+    if kind == "fp8_block":
+        settings["block"] = weight.get("block_size") or (128, 128)
+    if not tokens:
+        return settings, problems
+    name, also = _QUARK.get((tokens.get("dtype"), tokens.get("qscheme")), ("", {}))
+    if kind in ("mxfp4", "mxfp8"):
+        settings["activations"] = name
+        problems += _others(tokens, {"is_dynamic": (True,), **also}, "input_tensors.")
+    fitting = {"mxfp4": name in ("mxfp4", "mxfp8"), "mxfp8": name == "mxfp8"}
+    if not fitting.get(kind, tokens.get("dtype") == key[0]):
+        problems.append(f"input_tensors are {tokens.get('dtype')} {tokens.get('qscheme')} with {kind} weights")
+    problems += section_problems(tokens, "quark tensor")
+    return settings, problems + _others(tokens, {"symmetric": (True, None)}, "input_tensors.")
+
+
 _READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
     "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "gptq": _gptq,
-    "awq": _awq,
+    "awq": _awq, "auto-round": _auto_round, "quark": _quark,
 }  # fmt: skip

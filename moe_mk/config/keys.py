@@ -105,8 +105,11 @@ _CALIBRATION = frozenset({
     "quantizer", "lm_head", "model_file_base_name", "model_name_or_path", "is_marlin_format", "pack_dtype",
     "do_fuse", "fuse_max_seq_len",
     "modules_to_fuse", "exllama_config", "use_exllama", "disable_exllama", "use_cuda_fp16", "max_memory",
+    "autoround_version", "iters", "seqlen", "nsamples", "lr", "minmax_lr", "amp", "enable_quanted_input", "model_free",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "scale_dtype",
+    "supported_types", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "vllm_backend",
 })  # fmt: skip
-"""Of AutoGPTQ and AutoAWQ: how the weights were found, and with which kernels they were to run."""
+"""Of AutoGPTQ, AutoAWQ and AutoRound: how the weights were found, and with which kernels they were to run."""
 _METHOD: dict[str, Kind] = {"quant_method": ANY}
 _FP8 = _METHOD | _MODULES | {
     "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
@@ -132,9 +135,31 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "gptq": (
         _METHOD | _MODULES | {
             "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "desc_act": FLAG, "checkpoint_format": WORD,
-            "format": WORD, "dynamic": ANY,
+            "format": WORD, "dynamic": SECTION,
         },
         _CALIBRATION,
+    ),
+    "auto-round": (
+        _METHOD | _MODULES | {
+            "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "packing_format": WORD, "data_type": WORD,
+            "act_bits": COUNT, "extra_config": SECTIONS, "block_name_to_quantize": ANY, "to_quant_block_names": ANY,
+        },
+        _CALIBRATION,
+    ),
+    "module": (
+        {"bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "data_type": WORD, "act_bits": COUNT}, _CALIBRATION,
+    ),
+    "quark": (
+        _METHOD | {"global_quant_config": SECTION, "exclude": NAMES, "export": SECTION, "algo_config": ANY,
+                   "layer_quant_config": SECTIONS, "layer_type_quant_config": SECTIONS},
+        _WRITER | {"kv_cache_quant_config", "kv_cache_post_rope", "quant_mode", "version"},
+    ),
+    "quark module": ({"weight": ANY, "input_tensors": ANY}, frozenset({"target_device"})),
+    "quark tensor": (
+        {"dtype": WORD, "qscheme": WORD, "ch_axis": ANY, "group_size": COUNT, "block_size": PAIR, "symmetric": FLAG,
+         "is_dynamic": FLAG, "scale_format": WORD},
+        frozenset({"round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
+                   "max_input_numel", "zero_point_type"}),
     ),
     "awq": (
         _METHOD | _MODULES | {

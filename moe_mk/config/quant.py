@@ -14,19 +14,21 @@ from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, activation_group, scheme_of_kind
-from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
 
-Stored = Literal[
-    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
+Integers = Literal[
     "int4_g32", "int4_g64", "int4_g128", "int4_row", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int4_row_zp",
     "int8_g32", "int8_g64", "int8_g128", "int8_row", "int8_g32_zp", "int8_g64_zp", "int8_g128_zp", "int8_row_zp",
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs",
+]  # fmt: skip
+Stored = Literal[
+    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
+    Integers, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs",
 ]  # fmt: skip
 _ROUNDED: Mapping[str, tuple[str, ...]] = {
     "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
-    "mxfp8": ("mxfp8",), "mxfp4": ("none", "fp8", "mxfp8"), "nvfp4": ("nvfp4",),
+    "mxfp8": ("mxfp8",), "mxfp4": ("none", "fp8", "mxfp8", "mxfp4"), "nvfp4": ("nvfp4",),
     **dict.fromkeys(WEIGHT_ONLY_KINDS, ("none", "int8")),
 }  # fmt: skip
 """The activation types of each weight type other than "none", the default first."""
@@ -42,9 +44,11 @@ class QuantConfig(Settings):
     """Of fp8_block, and of FP8 activations with mxfp4."""
     down: Stored | None = None
     """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
-    shared: Literal["same", "bf16", "fp16", "fp32", "fp8_block", "mxfp8"] = "same"
-    """The type of shared experts: that of the routed ones, plain numbers, FP8 blocks of `block` with `scale`, MXFP8."""
-    activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
+    shared: Literal[
+        "same", "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", Integers
+    ] = "same"  # fmt: skip
+    """The type of shared experts: that of the routed ones, or another one; FP8 blocks of `block` with `scale`."""
+    activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "mxfp4", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
     one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128. fp8
@@ -118,7 +122,8 @@ class QuantConfig(Settings):
     def shared_activations(self) -> QuantScheme | None:
         """What shared experts of a stated type round activations to; None for the layer's own dtype."""
         blocks = activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
-        return {"fp8_block": blocks, "mxfp8": MXFP8}.get(self.shared)
+        tokens = dict.fromkeys(("fp8_channel", "fp8_tensor"), FP8_TOKEN)
+        return {"fp8_block": blocks, "mxfp8": MXFP8, **tokens}.get(self.shared)
 
     @property
     def activation_scheme(self) -> QuantScheme | None:
@@ -137,7 +142,7 @@ class QuantConfig(Settings):
             return nvfp4_tokens(self.input_scale or 1.0)
         if rounded == "int8" and self.weights in WEIGHT_ONLY_KINDS:
             return int8_groups(activation_group(self.weight_scheme), activation_group(self.down_scheme))
-        return MXFP8 if rounded == "mxfp8" else INT8_TOKEN
+        return {"mxfp8": MXFP8, "mxfp4": MXFP4}.get(rounded, INT8_TOKEN)
 
     @property
     def edges(self) -> tuple[int, int]:

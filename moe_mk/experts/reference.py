@@ -33,7 +33,7 @@ class ReferenceExperts(FusedExperts):
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
         mixed_weights=True,
         weight_only_computes=("int8", "plain"),
-        computes=("fp8", "int8", "mxfp8", "nvfp4", "plain"),
+        computes=("fp8", "int8", "mxfp8", "mxfp4", "nvfp4", "plain"),
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
         biases=True,
         definition=True,

@@ -16,6 +16,7 @@ from moe_mk.external.library import emulated, installed
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.plain import plain
 from moe_mk.router.hashed import HashRouter, ImageRouter
 from moe_mk.router.router import Router
@@ -218,8 +219,11 @@ def _shared_type(config: MoEConfig, path: str | PathLike[str], layer: int, prefi
     dtypes = {source.entry(name).dtype for name in spelled if name in names}
     found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     if "fp8" not in quant.weights:
-        found[torch.float8_e4m3fn] = "mxfp8" if quant.shared == "mxfp8" else "fp8_block"
-    shared = next((found[dtype] for dtype in dtypes if dtype in found), "same")
+        found[torch.float8_e4m3fn] = (
+            quant.shared if quant.shared in ("mxfp8", "fp8_channel", "fp8_tensor") else "fp8_block"
+        )
+    packed = quant.shared if quant.shared in GROUPED else "same"
+    shared = next((found[dtype] for dtype in dtypes if dtype in found), packed)
     if shared == quant.shared:
         return config
     return config.with_(quant={**quant.model_dump(), "shared": shared})

@@ -42,7 +42,7 @@ def load_layer(
     spec.slice_of(spec.intermediate_size, tp_rank, tp_size)
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     local = local_names(source.names(), prefix)
-    convention = recognise(local)
+    convention = recognise(local, fits=lambda names: not unnamed_parts(spec, names))
     expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
     if nameless := unnamed_parts(spec, convention):

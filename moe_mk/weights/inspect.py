@@ -157,8 +157,10 @@ def describe_block(
     zero: how many of the scored experts have no weights.
     """
     local = local_names(source.names(), prefix)
-    convention = recognise(local)
     entries, unreadable = _entries(source, prefix, local)
+    # Integers of compressed-tensors have the names of its four-bit floats.
+    words = any(entry.dtype is torch.int32 for name, entry in entries.items() if name.endswith("weight_packed"))
+    convention = recognise(local, fits=lambda names: words == (names.packing == "compressed_tensors"))
     parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
     if convention.packing:
         spec, why_not = _guess_packed(parts, convention, quantization)
@@ -257,7 +259,7 @@ def _guess(
         shared_scheme = quant.plain(plain_dtype)
     elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2 and shared is not None:
         theirs = {replace(part, role=Role.EXPERT): e for part, e in parts.items() if part.role is Role.SHARED}
-        shared_scheme = _scheme(plain_dtype, shared.shape, theirs, block or (128, 128))
+        shared_scheme = _scheme(plain_dtype, shared.shape, theirs, block)
     per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
@@ -302,8 +304,14 @@ def _guess_packed(
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
         schemes = (integers, integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
-    shared_scheme = None if shared is None or shared.dtype not in FLOATS else quant.plain(shared.dtype)
     width = _shared_width(parts, convention, shared)
+    theirs = {replace(part, role=Role.EXPERT): entry for part, entry in parts.items() if part.role is Role.SHARED}
+    shared_scheme: quant.QuantScheme | None = None
+    if shared is not None and shared.dtype in FLOATS:
+        shared_scheme = quant.plain(shared.dtype)
+    elif width and convention.packing != "gguf":
+        own = _integers(theirs, convention, (None, hidden, width), quantization)
+        shared_scheme = own if own != schemes[0] else None
     try:
         spec = LayerSpec(
             num_experts, hidden, inner, schemes[0], int(width > 0), width,

@@ -236,10 +236,8 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     shared = spec.scheme_of(Role.SHARED, "up")
     above_shared = spec.num_shared_experts > 0 and isinstance(shared, BlockedScheme) and shared.has_global_scale
     packed = scheme.family in ("wna16", "gguf")
-    if packed and not convention.packing:
-        return [
-            f"{convention.name} names hold no packed {scheme.name}; those of compressed-tensors, GPTQ, AWQ, GGUF do"
-        ]
+    if not convention.packing and (which := next((s for s in (scheme, shared) if s.family in ("wna16", "gguf")), None)):
+        return [f"{convention.name} names hold no packed {which.name}; those of compressed-tensors, GPTQ, AWQ, GGUF do"]
     if convention.packing and not (packed or convention.packing == "gguf"):
         return [f"{convention.name} names hold packed integers, and the layer is to have {scheme.name} experts"]
     asked = {

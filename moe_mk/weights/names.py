@@ -9,7 +9,7 @@ compressed-tensors and modelopt (`weight_scale`), GPTQ and AWQ (`qweight`), llam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -337,10 +337,17 @@ def _compile(template: str, words: Mapping[str, str]) -> re.Pattern[str]:
     return re.compile(pattern.replace(r"\{p\}", f"(?P<p>{'|'.join(words)})"))
 
 
-def recognise(local_names: Iterable[str], among: Sequence[Convention] = ()) -> Convention:
-    """The convention that defines most of the local names of a block; the earlier one in a tie. among: () is all."""
+def recognise(
+    local_names: Iterable[str],
+    among: Sequence[Convention] = (),
+    fits: Callable[[Convention], bool] = lambda convention: True,
+) -> Convention:
+    """The convention that defines most of the local names of a block; in a tie one that fits, then the earlier one.
+
+    among: () is all.
+    """
     names = list(local_names)
-    return max(among or CONVENTIONS.values(), key=lambda c: sum(c.parse(name) is not None for name in names))
+    return max(among or CONVENTIONS.values(), key=lambda c: (sum(c.parse(name) is not None for name in names), fits(c)))
 
 
 def block_prefixes(names: Iterable[str]) -> list[str]:

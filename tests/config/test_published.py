@@ -23,11 +23,12 @@ from moe_mk.lab.verify.dense import decoded, dense_layer
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
-from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.layer_weights import LayerWeights, matrices_of
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 REFUSED = {"sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'"}
 FORMATS = {
+    "MXFP4": "mxfp4", "-static": "fp8_tensor", "-ptpc": "fp8_channel", "g64-asym": "int4_g64_zp", "-int4": "int4_g128",
     "AWQ-4bit": "int4_g32_zp", "AWQ": "int4_g128_zp", "GPTQ": "int4_g128", "K2-Thinking": "int4_g32",
     "Air-FP8": "fp8_channel", "MiMo": "fp8_block", "-NVFP4": "nvfp4", "Super-120B-A12B-FP8": "fp8_tensor",
     "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
@@ -84,7 +85,7 @@ def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_p
     facts = inspect_checkpoint(folder)
     problems = [*facts.problems, *facts.layers[0].problems, *config_problems(folder, facts)]
     assert not problems, problems
-    rearranged = any(f"'quant_method': '{method}'" in str(PUBLISHED[name]) for method in ("awq", "gptq"))
+    rearranged = any(f"'quant_method': '{method}'" in str(PUBLISHED[name]) for method in ("awq", "gptq", "auto-round"))
     assert any(each.endswith("qweight") for each in open_source(folder).names()) == rearranged
     stated(config_of(folder, number), folder, number)  # with input scales, which plain activations do not need
     layer = DeepseekV3MoE.from_checkpoint(folder, number, activations="plain")
@@ -95,6 +96,51 @@ def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_p
     ids_TK, y_TH = layer.route(x_TH).ids_TK, layer(x_TH)
     expected = dense_layer(x_TH, layer.config, whole, ids_TK.numpy().astype("int64")).y_TH
     assert float((y_TH.double() - expected).norm() / expected.norm()) < 0.01
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The position of the nibble of each of eight rows."""
+
+
+def independent(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The values of one module in f64 by the definition of its format, (outputs, inputs)."""
+    if "qweight" in parts:
+        words, zeros, scales = parts["qweight"].long(), parts["qzeros"].long(), parts["scales"].double()
+        is_awq = words.shape[1] < scales.shape[1]
+        bits = 32 * (words.shape[1] if is_awq else zeros.shape[1]) // scales.shape[1]
+        shifts = [bits * at for at in (AWQ_ORDER if is_awq else range(32 // bits))]
+        zero = torch.stack([zeros >> shift & 2**bits - 1 for shift in shifts], 2).flatten(1) + (not is_awq)
+        axis = 2 if is_awq else 1
+        codes = torch.stack([words >> shift & 2**bits - 1 for shift in shifts], axis).flatten(axis - 1, axis)
+        of = torch.arange(len(codes)) // (len(codes) // len(scales))
+        return ((codes - zero[of]) * scales[of]).T
+    values, scales = parts.get("weight_packed", parts.get("weight")), parts["weight_scale"]
+    assert values is not None
+    if values.dtype is torch.uint8:
+        values, scales = E2M1[torch.stack([values & 15, values >> 4], 2).flatten(1).long()], scales.view(torch.uint8)
+        return values * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
+    scales = scales.double().view(len(scales), -1) if scales.numel() > 1 else scales.double()
+    if scales.numel() > 1 and len(scales) < len(values):
+        scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return values.double() * scales
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith(("quark", "auto-", "compressed-"))])
+def test_weights_are_those_of_an_independent_decoder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    folder = tmp_path / "small"
+    number = write_like(folder, written(tmp_path / "published", name))
+    source = open_source(folder)
+    weights = load_layer(source, number, layer_spec_of(stated(config_of(folder, number), folder, number)), owned=[1])
+    modules = {name.rpartition(".")[0] for name in source.names() if "expert" in name and "expert_gate" not in name}
+    words = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+    for role, slot in {".experts.1.": weights.experts.slots[0], ".shared_expert": weights.shared}.items():
+        for projection, q in matrices_of(slot) if slot is not None else ():
+            module = next(each for each in modules if role in each and each.endswith(words[projection]))
+            parts = {name.rpartition(".")[2]: source.open(name) for name in source.names() if f"{module}." in name}
+            expected = parts["weight"].double() if len(parts) == 1 else independent(parts)
+            assert torch.equal(decoded(q), expected.float().double()), module
 
 
 BLOCKS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,65 +23,12 @@ def test_what_we_write_is_what_we_read(kind: str) -> None:
     assert settings == QuantConfig(weights=kind) and settings.kind == kind  # type: ignore[arg-type]
 
 
-def compressed(weights: dict[str, Any], tokens: dict[str, Any] | None) -> dict[str, Any]:
-    group = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel", **weights}, "input_activations": tokens}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-
-
-def mixed(**algorithms: str) -> dict[str, Any]:
-    layers = {f"model.layers.0.mlp.{name.replace('__', '.')}": {"quant_algo": a} for name, a in algorithms.items()}
-    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-
-
-def in_fours(tokens: dict[str, Any] | None) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    return {**compressed(weights, tokens), "format": "mxfp4-pack-quantized"}
-
-
-@pytest.mark.parametrize(
-    "stated,expected",
-    [
-        (mixed(experts="NVFP4", shared_experts="MXFP8"), {"weights": "nvfp4", "shared": "mxfp8"}),
-        (mixed(experts="FP8", shared_experts="FP8"), {"weights": "fp8_tensor"}),
-        (
-            mixed(experts__0__gate_proj="W4A16_NVFP4", experts__0__down_proj="W4A16_NVFP4"),
-            {"weights": "nvfp4", "activations": "none", "shared": "bf16"},
-        ),
-        (in_fours(None), {"weights": "mxfp4", "activations": "none"}),
-        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, {"weights": "mxfp4"}),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, {"weights": "mxfp4", "activations": "mxfp8"}),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {"weights": "nvfp4"}),
-    ],
-)
-def test_other_ways_of_saying_it(stated: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert quant_from_hf(stated, "here", ONE_LAYER) == expected
-
-
-def test_weight_only_int8_rounds_no_activations() -> None:
-    assert quant_from_hf(compressed({}, None), "here") == {"weights": "int8", "activations": "none"}
-
-
-@pytest.mark.parametrize(
-    "stated,problem",
-    [
-        (compressed({"num_bits": 4}, None), r"weights\.num_bits is 4"),
-        ({**compressed({"num_bits": 3}, None), "format": "pack-quantized"}, "3 bits in groups of"),
-        (
-            {**compressed({"group_size": 32, "actorder": "group"}, None), "format": "pack-quantized"},
-            r"weights\.actorder is 'group'",
-        ),
-        (compressed({"strategy": "group"}, None), r"weights\.strategy is 'group', not one of channel, block"),
-        (compressed({"symmetric": False}, None), r"weights\.symmetric is False"),
-        (compressed({}, {"num_bits": 8, "type": "float"}), r"input_activations are 8-bit 'float'"),
-        ({"quant_method": "compressed-tensors"}, "config_groups has no groups but None, one is expected"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
-        (mixed(experts="NVFP4", shared_experts="FP8"), "quantized_layers states 'FP8' for shared experts"),
-        (mixed(experts__0__up_proj="NVFP4", experts__0__w2="FP8"), "states NVFP4 and FP8 for experts"),
-        (in_fours({"num_bits": 4, "type": "float", "group_size": 32}), "input_activations are .* with MXFP4 weights"),
-    ],
-)
-def test_what_is_not_supported_is_named(stated: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+@pytest.mark.parametrize("stated,expected", json.loads(Path(__file__).with_name("quant_sections.json").read_text()))
+def test_a_section_is_read_or_what_is_not_supported_is_named(stated: dict[str, Any], expected: Any) -> None:
+    if not isinstance(expected, str):
+        assert quant_from_hf(stated, "here", ONE_LAYER) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
         quant_from_hf(stated, "here", ONE_LAYER)
 
 

@@ -25,6 +25,7 @@ from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.quant import BlockedScheme, Plain
+from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
 from moe_mk.weights.packed_layouts import pack
@@ -171,7 +172,10 @@ def _style_of(hf: Mapping[str, Any]) -> str:
     groups = (quant, *(each for each in (quant.get("config_groups") or {}).values() if isinstance(each, Mapping)))
     if any(each.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") for each in groups):
         return "packed"
-    return {"gptq": "gptq", "awq": "awq"}.get(str(quant.get("quant_method")), "")
+    method = str(quant.get("quant_method"))
+    if method == "auto-round":
+        method = "awq" if str(quant.get("packing_format")).endswith("awq") else "gptq"
+    return {"gptq": "gptq", "awq": "awq", "quark": "scaled", "compressed-tensors": "scaled"}.get(method, "")
 
 
 def convention_of(config: MoEConfig, style: str = "") -> Convention:
@@ -182,10 +186,10 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
         start = f"{name}_" if name in ("gemma4", "longcat") else start
-        return CONVENTIONS[f"{start}{style or 'compressed_tensors'}{one_shared}"]
+        return CONVENTIONS[f"{start}{style if style in ('gptq', 'awq') else 'compressed_tensors'}{one_shared}"]
     if style == "packed" and name != "kimi_linear":
         return CONVENTIONS[_SCALED.get(name, "scaled").replace("scaled", "packed")]
-    if not isinstance(scheme, Plain) and scheme.family not in ("fp8_block", "mxfp4"):
+    if not isinstance(scheme, Plain) and (style == "scaled" or quant.weights not in ("fp8_block", "mxfp4")):
         return CONVENTIONS[_SCALED.get(name, "scaled")]
     if name == "kimi_linear" and scheme.family == "mxfp4":
         return CONVENTIONS["kimi_k3"]
@@ -210,6 +214,8 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
                 made[name] = _normal(random, each.shape, 0.1).to(torch.bfloat16)
             elif each.part.extra == "input":  # such that values up to 16 can be represented
                 scheme = spec.scheme_of(each.part.role, each.part.projection)
+                if kind_of_scheme(scheme) not in ("nvfp4", "fp8_tensor"):  # whose tokens have scales of their own
+                    continue
                 scale = 16 / (6 * 448 if scheme.per_byte == 2 else 448)
                 scale = 1 / scale if convention.divides else scale
                 made[name] = torch.full(each.shape, scale, dtype=torch.float32, device="cpu")

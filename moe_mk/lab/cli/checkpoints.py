@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from moe_mk.config.hf import read_config, router_keys
+from moe_mk.config.equation import FILE, KEY
+from moe_mk.config.hf import family_of, first_layer, read_config, renamed, settings_from_hf, text_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
@@ -23,6 +26,10 @@ from moe_mk.weights.gguf_source import GgufSource, is_gguf
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts
 
 FULL = CheckpointShape()
+_READ_BY_ROUTERS = {
+    "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
+    "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,20 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
                 text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
                 found[f"{what}: {text}"] = None
     return list(found)
+
+
+def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
+    """The router's settings as read, each with its key in a config.json or the family whose default it is."""
+    if KEY in hf:
+        router = settings_from_hf(hf, where)["router"]
+        return {ours: (router[ours], FILE) for ours in _READ_BY_ROUTERS if ours in router}
+    hf = text_of(hf)
+    family, router = family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
+    hf = renamed(hf, family)[0]
+    return {
+        ours: (router[ours], key if hf.get(key) is not None else f"default of {family}")
+        for ours, key in _READ_BY_ROUTERS.items()
+    }
 
 
 def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
