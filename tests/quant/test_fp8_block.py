@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import (
@@ -14,12 +13,9 @@ from moe_mk.quant import (
     activation_scheme,
     weight_scheme,
 )
+from tests.support.draws import normal
 
 ALL = [FP8_128x128, FP8_128x128_UE8M0, FP8_1x128, FP8_1x128_UE8M0]
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
 @pytest.mark.row(96)

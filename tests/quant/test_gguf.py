@@ -18,12 +18,9 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import narrow_columns, narrow_rows
+from tests.support.draws import normal
 
 ALL = pytest.mark.parametrize("scheme", GGUF.values(), ids=list(GGUF))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def random_blocks(scheme: Gguf, rows: int, blocks: int, seed: int) -> Tensor:

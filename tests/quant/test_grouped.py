@@ -8,19 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, Grouped, grouped
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import every_other_row, narrow_columns, narrow_rows
+from tests.support.draws import normal
 
 ALL = pytest.mark.parametrize("scheme", GROUPED.values(), ids=list(GROUPED))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def test_four_bit_values_by_hand() -> None:

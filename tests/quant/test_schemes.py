@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.quant import (
@@ -28,13 +27,10 @@ from moe_mk.quant import (
 )
 from moe_mk.quant.blocked import E2M1, E4M3, INT8, expected_error
 from moe_mk.quant.wire import decode_rows, encode_rows, row_bytes
+from tests.support.draws import normal
 
 BLOCKED = [scheme for scheme in SCHEMES.values() if isinstance(scheme, BlockedScheme)]
 STATIC = fp8_static(0.02)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def test_bytes_of_a_deepseek_v3_row_by_hand() -> None:

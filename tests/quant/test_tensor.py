@@ -6,21 +6,17 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, encode_rows
+from tests.support.draws import normal
 from tests.support.strides import restrided
 
 ALL = [*SCHEMES.values(), *GROUPED.values(), *GGUF.values()]
 PARTS = ("values", "scales", "global_scale", "zeros")
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("scheme", [BF16, FP8_128x128, FP8_128x128_UE8M0], ids=lambda s: s.name)

@@ -9,10 +9,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.router import grouped_topk
 from moe_mk.router.training import balance_loss, coefficient_of_variation, importance, noisy_topk, updated_bias
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+from tests.support.draws import normal
 
 
 @pytest.mark.row(14)

@@ -4,7 +4,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk import Problem, oracle
 from moe_mk.config import device_profile, load_config
@@ -14,13 +13,10 @@ from moe_mk.quant import BF16 as PLAIN_BF16
 from moe_mk.router import GateChoice, choose_gate_tier, gate_logits
 from moe_mk.router import gate as gate_module
 from moe_mk.router.gate import mixed_gemm_problems, small_m_gemm
+from tests.support.draws import normal
 
 BF16, F32 = torch.bfloat16, torch.float32
 INSTALLED = frozenset({"small_m"})
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def choose(

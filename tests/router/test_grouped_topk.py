@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_mk.lab.plan.affinity import nodes_per_token
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router import grouped_topk, topk
-from tests.router.draws import normal, seeded
+from tests.support.draws import normal, seeded
 
 
 def as_map(weights_TK: Tensor, ids_TK: Tensor) -> list[dict[int, float]]:

@@ -8,7 +8,7 @@ import torch
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.router import grouped_topk
 from moe_mk.router.topk import group_problems
-from tests.router.draws import normal
+from tests.support.draws import normal
 
 
 def test_problems_at_the_edges() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_mk.router import grouped_topk
-from tests.router.draws import normal
+from tests.support.draws import normal
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

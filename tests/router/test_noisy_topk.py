@@ -2,20 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.router import gate_logits, topk
 from moe_mk.router.training import keep_top_k, noisy_topk
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float32)
-
+from tests.support.draws import normal, seeded
 
 X, GATE, NOISE = normal(64, 12), normal(16, 12, seed=1), normal(16, 12, seed=2)
 

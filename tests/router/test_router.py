@@ -4,15 +4,10 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.router import Router, grouped_topk, topk
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-
+from tests.support.draws import normal
 
 DEEPSEEK = Router(4, 8, 3, "sigmoid", True, 2.5)
 

@@ -12,10 +12,7 @@ from moe_mk.layer.gate import route_natively
 from moe_mk.router import Router, gate_logits, grouped_topk, topk
 from moe_mk.router.router import Simulation
 from moe_mk.router.topk import IDS
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+from tests.support.draws import normal
 
 
 def test_mixtral_routing_by_hand() -> None:

@@ -28,13 +28,10 @@ from moe_mk.quant.plain import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.source import MappingSource
+from tests.support.draws import normal
 
 PREFIX, EXPERTS, HIDDEN, INNER = "model.layers.3.mlp.", 4, 64, 32
 SHAPES = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def tensors() -> dict[str, Tensor]:

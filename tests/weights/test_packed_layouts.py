@@ -18,7 +18,6 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.dialects import quantization_config
-from moe_mk.lab.verify.dense import decoded
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED, grouped
 from moe_mk.quant.microscaling import MXFP4
@@ -26,6 +25,7 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import LayerWeights, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
 from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.packed_layouts import Unpacked, pack, packed_shapes, unpack
+from tests.support.draws import normal
 from tests.support.strides import restrided
 from tests.weights.one_layer import load_written, wide
 
@@ -33,10 +33,6 @@ EXPERTS, HIDDEN, INNER = 4, 128, 256
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
 KINDS = ("int4_g32", "int4_row", "int8_g64_zp", "int4_g128_zp", "gptq", "awq")
 PACKINGS = ("compressed_tensors", "gptq", "awq")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def named(tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
@@ -181,43 +177,6 @@ def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
     for scheme, columns in ((GGUF["q4_k"], 300), (MXFP4, 48), (GROUPED["int4_g32"], 64)):
         with pytest.raises(ConfigError, match=str(columns)):
             packed_shapes("gguf", scheme, 8, columns)
-
-
-@pytest.mark.row(167)
-@pytest.mark.parametrize("quant", KINDS)
-def test_a_format_is_written_described_and_read(quant: str, written: Callable[[str], Path]) -> None:
-    folder = written(quant)
-    facts = inspect_checkpoint(folder)
-    assert facts.sound, [*facts.problems, *facts.layers[0].problems]
-    config = MoEConfig.from_hf(folder)
-    kind = {"gptq": "int4_g128", "awq": "int4_g128_zp"}.get(quant, quant)
-    assert config.model.quant.weights == facts.layers[0].kind == kind
-    assert config.model.quant.shared == (facts.layers[0].shared or "same")
-    weights = load_written(folder)
-    for matrix in wide(weights.experts.slots[0]):
-        gain = 1.7 if matrix.shape[1] == HIDDEN else 0.9
-        assert float(matrix.std()) * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.5)
-    for q in (weights.experts.slots[1].gate_IH, weights.experts.slots[1].down_HI):
-        assert q is not None and torch.equal(decoded(q), q.dequantize(torch.float32).double()), "two decoders agree"
-    assert weights.shared is not None and weights.shared.up_IH.shape == (INNER, HIDDEN)
-
-
-@pytest.mark.parametrize("quant", KINDS)
-def test_slices_of_tensor_parallel_ranks_are_the_whole(quant: str, written: Callable[[str], Path]) -> None:
-    whole, halves = (
-        load_written(written(quant)),
-        [load_written(written(quant), tp_rank=rank, tp_size=2) for rank in (0, 1)],
-    )
-    gate, up, down = wide(whole.experts.slots[1])
-    parts = [wide(half.experts.slots[1]) for half in halves]
-    assert torch.equal(torch.cat([part[0] for part in parts]), gate)
-    assert torch.equal(torch.cat([part[1] for part in parts]), up)
-    assert torch.equal(torch.cat([part[2] for part in parts], dim=1), down)
-
-
-def test_a_slice_that_cuts_a_group_is_refused_with_the_sizes_that_do_not(written: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"tp_size=4 cannot cut .* 1x128 blocks; possible: 1, 2$"):
-        load_written(written("gptq"), tp_size=4)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

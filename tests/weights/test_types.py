@@ -14,8 +14,10 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.experts.held import held_as
 from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
+from moe_mk.lab.verify.dense import decoded
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
 from moe_mk.weights import (
@@ -34,27 +36,35 @@ from tests.weights.one_layer import load_written, wide
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, INNER = 4, 128, 256
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
-QUANTISED = [quant for quant in FORMATS if quant in KINDS and quant != "bf16"]
+QUANTISED = [quant for quant in FORMATS if quant in KINDS and quant != "bf16" and quant not in GROUPED]
+PACKED = {quant: quant for quant in ("int4_g32", "int4_row", "int8_g64_zp", "int4_g128_zp")}
+PACKED |= {"gptq": "int4_g128", "awq": "int4_g128_zp"}
+"""Integers packed into words, with the kind that each is described as."""
 
 
 @pytest.mark.row(101)
-@pytest.mark.parametrize("quant", QUANTISED)
+@pytest.mark.row(167)
+@pytest.mark.parametrize("quant", [*QUANTISED, *PACKED])
 def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str], Path]) -> None:
     folder = written(quant)
     facts = inspect_checkpoint(folder)
     assert facts.sound, [*facts.problems, *facts.layers[0].problems]
-    config = MoEConfig.from_hf(folder)
-    scheme = scheme_of_kind(quant)
-    assert config.model.quant.weights == facts.layers[0].kind == quant and config.model.quant.weight_scheme == scheme
+    config, kind = MoEConfig.from_hf(folder), PACKED.get(quant, quant)
+    scheme = scheme_of_kind(kind)
+    assert config.model.quant.weights == facts.layers[0].kind == kind and config.model.quant.weight_scheme == scheme
+    assert config.model.quant.shared == (facts.layers[0].shared or "same")
     assert (facts.layers[0].hidden_size, facts.layers[0].intermediate_size) == (HIDDEN, INNER)
     weights = load_written(folder)
-    for matrix in wide(weights.experts.slots[0]):
+    for matrix, q in zip(wide(weights.experts.slots[0]), three(weights.experts.slots[0]), strict=True):
         # Normals of a known size: a wrong scale, order or half of a byte would change it.
         gain = 1.7 if matrix.shape[1] == HIDDEN else 0.9
         assert float(matrix.std()) * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.5)
         assert torch.isfinite(matrix).all() and abs(float(matrix.mean())) < 0.01
+        assert torch.equal(decoded(q).float(), matrix), "two decoders agree"
     matrices = 3 * (EXPERTS + 1) * scheme.num_bytes(INNER, HIDDEN)
-    assert weights.experts.num_bytes + sum(q.num_bytes for q in three(weights.shared)) <= matrices * 1.01
+    assert weights.shared is not None and weights.shared.up_IH.shape == (INNER, HIDDEN)
+    if facts.layers[0].shared is None:
+        assert weights.experts.num_bytes + sum(q.num_bytes for q in three(weights.shared)) <= matrices * 1.01
 
 
 def three(slot: SlotWeights | None) -> list[QuantTensor]:
@@ -62,7 +72,7 @@ def three(slot: SlotWeights | None) -> list[QuantTensor]:
     return [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
 
 
-@pytest.mark.parametrize("quant", QUANTISED)
+@pytest.mark.parametrize("quant", [*QUANTISED, *PACKED])
 def test_slices_of_tensor_parallel_ranks_are_the_whole(quant: str, written: Callable[[str], Path]) -> None:
     folder = written(quant)
     whole, halves = load_written(folder), [load_written(folder, tp_rank=rank, tp_size=2) for rank in (0, 1)]
@@ -74,7 +84,9 @@ def test_slices_of_tensor_parallel_ranks_are_the_whole(quant: str, written: Call
         assert torch.equal(torch.cat([part[2] for part in parts], dim=1), down)
 
 
-@pytest.mark.parametrize("quant,size,legal", [("mxfp4", 16, "1, 2, 4, 8"), ("nvfp4", 32, "1, 2, 4, 8, 16")])
+@pytest.mark.parametrize(
+    "quant,size,legal", [("mxfp4", 16, "1, 2, 4, 8"), ("nvfp4", 32, "1, 2, 4, 8, 16"), ("gptq", 4, "1, 2")]
+)
 def test_a_slice_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(
     quant: str, size: int, legal: str, written: Callable[[str], Path]
 ) -> None:

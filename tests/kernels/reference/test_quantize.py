@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_mk.kernels.reference.quantize import (
     AMAX_FLOOR,
@@ -24,13 +23,10 @@ from moe_mk.kernels.reference.quantize import (
     round_up_to_power_of_two,
     scales_of,
 )
+from tests.support.draws import normal
 
 F32_MAX = torch.finfo(torch.float32).max
 BELOW_FLOOR = float(torch.tensor(AMAX_FLOOR, dtype=torch.float32))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def test_a_row_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Logits that are the same on every run."""
+"""Normal numbers that are the same on every run."""
 
 import torch
 from torch import Tensor
