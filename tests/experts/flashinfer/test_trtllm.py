@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.experts import ExpertsContext
+from moe_mk.experts import ExpertsContext, FusedExperts
+from moe_mk.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from moe_mk.experts.flashinfer.trtllm import ORDERS, FlashInferTrtllmExperts, in_order, out_of_order
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.testing.conformance import check_experts
@@ -71,9 +72,6 @@ def same(one: QuantTensor | None, other: QuantTensor | None) -> bool:
     parts = [(one.values, other.values), (one.scales, other.scales), (one.global_scale, other.global_scale)]
     there = [(a, b) for a, b in parts if b is not None]
     return all(a is not None and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in there)
-
-
-SHAPES = [*((*each.values, (256, 128)) for each in TYPES), (MXFP4, BF16, (160, 96))]
 
 
 @pytest.mark.row(110)
@@ -149,8 +147,9 @@ def test_a_pick_that_goes_nowhere_adds_nothing_and_weights_count() -> None:
     assert torch.allclose(backend.run(tripled, backend.relayout(stack)).y[1].float(), 3 * got[1], rtol=2**-7)
 
 
-def test_an_output_that_is_given_is_filled_and_no_rows_are_no_call() -> None:
-    backend, stack = FlashInferTrtllmExperts(context()), random_experts(BF16, 2, 256, 128, CPU)
+@pytest.mark.parametrize("cls", [FlashInferTrtllmExperts, FlashInferCutlassExperts])
+def test_an_output_that_is_given_is_filled_and_no_rows_are_no_call(cls: type[FusedExperts]) -> None:
+    backend, stack = cls(context()), random_experts(BF16, 2, 256, 128, CPU)
     weights, given = backend.relayout(stack), tokens()
     expected = backend.run(given, weights).y
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""How the oracle takes FlashInfer's TRT-LLM experts: every limit as it is stated, and two ranks that exchange codes."""
+"""How the oracle selects the experts of FlashInfer: every limit as it is stated, and two ranks that exchange codes."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.experts import random_experts
-from moe_mk.oracle import Parts, assemble
+from moe_mk.oracle import Parts, Verdict, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.quant.microscaling import MXFP8
@@ -43,7 +43,7 @@ def problem(device: str, *, emulated: bool = False, installed: bool = True, **ot
 
 ODD = {"hidden_size": 200, "moe_intermediate_size": 96}
 OAI = {"activation": "swiglu_oai", "swiglu_limit": 7.0}
-LIMITS: list[tuple[str, dict[str, Any], list[str]]] = [
+LIMITS: dict[str, list[tuple[str, dict[str, Any], list[str]]]] = {"flashinfer_trtllm": [
     *[("b200", {"weights": name}, []) for name in ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4")],
     ("b200", {"weights": "mxfp4", "activations": "mxfp8"}, []),
     ("b200", {"weights": "mxfp4", "model": OAI | {"expert_bias": True}}, []),
@@ -92,13 +92,47 @@ LIMITS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["has silu, swiglu_limit, swiglu_oai, the model needs gelu"],
     ),
     ("mi300x", {"weights": "bf16"}, ["runs on cuda, this device is rocm"]),
-]  # fmt: skip
+], "flashinfer_cutlass": [
+    ("h200", {"weights": "bf16"}, []),
+    ("b200", {"weights": "bf16"}, []),
+    ("h200", {"weights": "fp8_block"}, []),
+    ("b200", {"weights": "fp8_block"}, ["has fp8_128x128 kernels up to sm_90, this device is sm_100"]),
+    ("h200", {"weights": "fp8_tensor", "input_scale": 0.1}, []),
+    (
+        "h200", {"weights": "fp8_tensor"},
+        ["needs a calibrated scale of activations, the checkpoint finds one a token [model.quant.input_scale = ...]"],
+    ),
+    ("b200", {"weights": "nvfp4"}, []),
+    ("h200", {"weights": "nvfp4"}, ["has nvfp4 kernels from sm_100 on, this device is sm_90"]),
+    ("b200", {"weights": "mxfp4", "activations": "mxfp8"}, []),
+    ("b200", {"weights": "mxfp4"}, ["multiplies mxfp4 weights with MXFP8 activations only"]),
+    (
+        "h200", {"weights": "int8"},
+        ["reads fp8_block, fp8_tensor, mxfp4, nvfp4, plain weights, the experts are int8_channel"],
+    ),
+    ("mi300x", {"weights": "bf16"}, ["runs on cuda, this device is rocm"]),
+    (
+        "b200", {"weights": "nvfp4", "model": {"hidden_size": 192}},
+        ["needs sizes that are multiples of 128 for nvfp4 weights, the hidden size is 192"],
+    ),
+]}  # fmt: skip
+CASES = [
+    pytest.param(name, *each, id=f"{name}-{n}") for name, limits in LIMITS.items() for n, each in enumerate(limits)
+]
 
 
-@pytest.mark.parametrize("device,asked,stated", LIMITS, ids=[f"{n}-{each[0]}" for n, each in enumerate(LIMITS)])
-def test_every_limit_is_stated(device: str, asked: dict[str, Any], stated: list[str]) -> None:
-    found = [str(reason) for reason in EXPERTS["flashinfer_trtllm"].reasons_against(problem(device, **asked))]
-    assert found == stated
+@pytest.mark.parametrize("name,device,asked,stated", CASES)
+def test_every_limit_is_stated(name: str, device: str, asked: dict[str, Any], stated: list[str]) -> None:
+    assert [str(reason) for reason in EXPERTS[name].reasons_against(problem(device, **asked))] == stated
+
+
+@pytest.mark.parametrize("name", ["flashinfer_cutlass", "flashinfer_trtllm"])
+@pytest.mark.parametrize("weights", ["fp16", "fp32"])
+def test_plain_weights_of_another_dtype_than_the_layer_are_refused(name: str, weights: str) -> None:
+    # Their bits would be read as bf16.
+    found = EXPERTS[name].reasons_against(problem("b200", weights=weights))
+    assert [str(r) for r in found] == [f"reads plain weights in the layer's bf16 alone, the experts are {weights}"]
+    assert EXPERTS[name].reasons_against(problem("b200", weights="bf16")) == []
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"])
@@ -110,18 +144,17 @@ def test_every_type_has_its_architectures_and_sizes(weights: str) -> None:
     assert [text.split(", ")[-1] for text in found[1:]] == sizes, "MXFP4 is filled up"
 
 
-def test_the_emulation_serves_only_where_it_is_allowed() -> None:
-    def of(asked: Problem) -> Any:
-        return {v.experts: v for v in oracle.select(asked).verdicts if v.prepare_finalize == "no_ep"}[
-            "flashinfer_trtllm"
-        ]
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_emulation_serves_only_where_it_is_allowed(name: str) -> None:
+    def of(asked: Problem) -> Verdict:
+        return next(v for v in oracle.select(asked).verdicts if (v.prepare_finalize, v.experts) == ("no_ep", name))
 
-    allowed = of(problem("cpu", emulated=True, installed=False, weights="mxfp8"))
+    allowed = of(problem("cpu", emulated=True, installed=False, weights="nvfp4"))
     assert not allowed.reasons and allowed.emulated and allowed.cost_source == "model; never run on a device"
-    refused = of(problem("cpu", installed=False, weights="mxfp8"))
+    refused = of(problem("cpu", installed=False, weights="nvfp4"))
     assert {reason.code for reason in refused.reasons} == {"device", "library"}
     with pytest.raises(LibraryMissing, match=r"flashinfer.*is not installed"):
-        FlashInferTrtllmExperts(replace(context(), device=torch.device("meta")))
+        EXPERTS[name](replace(context(), device=torch.device("meta")))
 
 
 @pytest.mark.parametrize("weights", ["fp8_block", "mxfp8"])
