@@ -18,6 +18,7 @@ from moe_mk.lab.trace.traffic import NodesPerToken
 from moe_mk.placement.eplb import Topology, plan
 from tests.cli.conftest import moe_mk
 from tests.support.routing_cases import group_limited
+from tests.support.trees import Runs
 
 # Two layers of four experts; the hot one takes half of all tokens.
 LOADS = [[6, 2, 2, 2], [1, 1, 1, 3]]
@@ -71,13 +72,6 @@ def test_a_recording_of_sglang_is_read_as_data(tmp_path: Path) -> None:
     windows = torch.tensor([LOADS, LOADS])
     torch.save({"rank": 0, "logical_count": windows, "average_utilization_rate_over_window": None}, tmp_path / "a.pt")
     assert read_loads(tmp_path / "a.pt").tolist() == windows.tolist()
-
-
-class Runs:
-    """What a pickle can do to its reader."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (Path("/nonexistent/never"),)
 
 
 def test_a_recording_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm
+from tests.support.worlds import world_of
 
 NAMES = ["one_sided", "one_sided_network"]
 TIMEOUT_S, HELPER_S = 30.0, 60
@@ -110,10 +111,7 @@ def test_a_child_has_pages_of_its_own_in_the_place_of_shared_ones() -> None:
     assert memory.bytes.unique().tolist() == [7]
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def files_of_a_child(rank: int) -> list[list[str]]:

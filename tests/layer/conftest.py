@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_mk import MoEConfig
+from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.lab.testing.transports import virtual_groups
 
 NUM_TOKENS = 24
 
@@ -25,6 +26,11 @@ class Twin:
 
     def config(self, **overrides: object) -> MoEConfig:
         return MoEConfig.from_hf(self.path, **({"router_dtype": "float32"} | overrides))
+
+    def layers(self, ep: int = 1, tp: int = 1, **overrides: object) -> list[DeepseekV3MoE]:
+        """Loaded layers on virtual ranks, in f32."""
+        made = [DeepseekV3MoE(self.config(**overrides), dtype=torch.float32, groups=g) for g in virtual_groups(ep, tp)]
+        return [layer.load_from_safetensors(self.path, 0) for layer in made]
 
     @torch.no_grad()
     def run(self, x_TH: Tensor) -> Tensor:

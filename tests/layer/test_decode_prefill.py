@@ -19,15 +19,8 @@ from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
 from tests.layer.conftest import Twin
 
+TWO = {"experts": "torch_cpu", "max_num_tokens": 64}
 DECODE, PREFILL = {"prepare_finalize": "all_gather"}, {"prepare_finalize": "all_to_all"}
-
-
-def layers_of(twin: Twin, ranks: int) -> list[DeepseekV3MoE]:
-    config = twin.config(experts="torch_cpu", max_num_tokens=64)
-    return [
-        DeepseekV3MoE(config, dtype=torch.float32, groups=groups).load_from_safetensors(twin.path, 0)
-        for groups in virtual_groups(ranks)
-    ]
 
 
 def served(twin: Twin, made: list[DecodePrefillMoE], counts: list[int]) -> list[str]:
@@ -43,7 +36,7 @@ def served(twin: Twin, made: list[DecodePrefillMoE], counts: list[int]) -> list[
 
 @pytest.mark.row(64)
 def test_few_tokens_take_one_transport_and_many_the_other_over_one_copy_of_the_weights(twin: Twin) -> None:
-    made = [DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL, crossover=4) for layer in layers_of(twin, 4)]
+    made = [DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL, crossover=4) for layer in twin.layers(4, **TWO)]
     laid_out = [moe.layer.state.laid_out for moe in made]
     for counts, transport in (([1, 0, 3, 2], "all_gather"), ([4, 0, 1, 1], "all_to_all"), ([0, 0, 0, 1], "all_gather"),
                               ([1, 2, 5, 0], "all_to_all")):  # fmt: skip
@@ -55,13 +48,13 @@ def test_few_tokens_take_one_transport_and_many_the_other_over_one_copy_of_the_w
 
 @pytest.mark.row(64)
 def test_the_crossover_is_where_the_model_finds_the_other_pair_cheaper(twin: Twin) -> None:
-    (layer, *_) = layers_of(twin, 4)
+    (layer, *_) = twin.layers(4, **TWO)
     moe = DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL)
     costs = {kind: [moe._cost_us(moe._decision(kind), n) for n in range(1, 65)] for kind in ("decode", "prefill")}
     cheaper = [prefill < decode for decode, prefill in zip(costs["decode"], costs["prefill"], strict=True)]
     assert moe.crossover == (cheaper.index(True) + 1 if any(cheaper) else 65)
     assert [moe.kind_of(n) == "prefill" for n in range(1, 65)] == cheaper
-    turned = DecodePrefillMoE(layers_of(twin, 4)[0], decode=PREFILL, prefill=DECODE)
+    turned = DecodePrefillMoE(twin.layers(4, **TWO)[0], decode=PREFILL, prefill=DECODE)
     assert turned.crossover in (1, 65), "the other way round it is cheaper everywhere or nowhere"
 
 
@@ -81,7 +74,7 @@ def test_experts_with_a_layout_of_their_own_are_held_once(tmp_path: Path) -> Non
 
 
 def test_it_follows_a_change_of_placement(twin: Twin) -> None:
-    made = [DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL, crossover=4) for layer in layers_of(twin, 2)]
+    made = [DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL, crossover=4) for layer in twin.layers(2, **TWO)]
     assert served(twin, made, [5, 1]) == ["all_to_all"] * 2
     swapped = ExpertMap(made[0].layer.expert_map.experts_of_rank[::-1], 16)
     slots = {rank: made[1 - rank].layer.state.weights.experts.slots for rank in range(2)}
@@ -93,16 +86,16 @@ def test_it_follows_a_change_of_placement(twin: Twin) -> None:
 
 
 def test_ranks_must_be_given_the_same_number(twin: Twin) -> None:
-    made = DecodePrefillMoE(layers_of(twin, 2)[0], decode=DECODE, prefill=PREFILL, crossover=4)
+    made = DecodePrefillMoE(twin.layers(2, **TWO)[0], decode=DECODE, prefill=PREFILL, crossover=4)
     x_TH: Tensor = twin.x_TH[:3]
     with pytest.raises(ConfigError, match="2 ranks choose alike only by most_tokens"):
         made(x_TH)
     with pytest.raises(ConfigError, match="most_tokens=2 is fewer than the 3 tokens"):
         made(x_TH, most_tokens=2)
     with pytest.raises(ConfigError, match="crossover=0"):
-        DecodePrefillMoE(layers_of(twin, 1)[0], decode={}, prefill={"experts": "reference"}, crossover=0)
+        DecodePrefillMoE(twin.layers(1, **TWO)[0], decode={}, prefill={"experts": "reference"}, crossover=0)
     with pytest.raises(WeightError):
         DecodePrefillMoE(DeepseekV3MoE(twin.config(), dtype=torch.float32), decode={}, prefill={"experts": "reference"})
-    alone = DecodePrefillMoE(layers_of(twin, 1)[0], decode={}, prefill={"experts": "reference"}, crossover=2)
+    alone = DecodePrefillMoE(twin.layers(1, **TWO)[0], decode={}, prefill={"experts": "reference"}, crossover=2)
     torch.testing.assert_close(alone(x_TH), twin.run(x_TH), atol=1e-6, rtol=0)
     assert alone.layer.decision.chosen.experts == "reference"

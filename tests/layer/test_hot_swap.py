@@ -12,7 +12,7 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.on_ranks import RankWorld
-from moe_mk.lab.testing.transports import run_together, virtual_groups
+from moe_mk.lab.testing.transports import run_together
 from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
@@ -20,14 +20,6 @@ from tests.support.layers import live_method
 from tests.support.worlds import world_of
 
 LIMIT, TOP_K = 1e-6, 4
-
-
-def layers_of(twin: Twin, ep: int, tp: int = 1, **settings: object) -> list[DeepseekV3MoE]:
-    config = twin.config(**settings)
-    return [
-        DeepseekV3MoE(config, dtype=torch.float32, groups=groups).load_from_safetensors(twin.path, 0)
-        for groups in virtual_groups(ep, tp)
-    ]
 
 
 def swapped(
@@ -47,7 +39,7 @@ def check_serves(twin: Twin, layers: list[DeepseekV3MoE], tokens: list[Tensor]) 
 
 @pytest.mark.row("N14")
 def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None:
-    layers = layers_of(twin, 4, prepare_finalize="all_to_all", experts="reference")
+    layers = twin.layers(4, prepare_finalize="all_to_all", experts="reference")
     tokens = [part.clone() for part in twin.x_TH[:9].split([0, 5, 1, 3])]
     check_serves(twin, layers, tokens)
     steps: list[dict[str, object]] = [
@@ -70,7 +62,7 @@ def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None
 @pytest.mark.row("N14")
 @pytest.mark.parametrize("ep,tp", [(2, 2), (1, 2), (1, 1)])
 def test_grids_with_slices_and_single_ranks_are_swapped_too(twin: Twin, ep: int, tp: int) -> None:
-    layers = layers_of(twin, ep, tp, experts="reference")
+    layers = twin.layers(ep, tp, experts="reference")
     tokens = [twin.x_TH[: 3 + rank // tp] for rank in range(ep * tp)]
     assert all(report.swapped for report in swapped(layers, tokens, experts="torch_cpu"))
     for y_TH, x_TH in zip(run_together(layers, tokens), tokens, strict=True):
@@ -79,7 +71,7 @@ def test_grids_with_slices_and_single_ranks_are_swapped_too(twin: Twin, ep: int,
 
 @pytest.mark.row("N14")
 def test_a_call_that_is_open_ends_with_the_pair_that_it_began_with(twin: Twin) -> None:
-    layers = layers_of(twin, 2, prepare_finalize="all_to_all", experts="reference")
+    layers = twin.layers(2, prepare_finalize="all_to_all", experts="reference")
     tokens = [twin.x_TH[:4], twin.x_TH[4:6]]
     run_together(layers, tokens)
     started = [int(layer.expert_load.sum()) for layer in layers]
@@ -101,7 +93,7 @@ def test_a_call_that_is_open_ends_with_the_pair_that_it_began_with(twin: Twin) -
 @pytest.mark.row("N14")
 @pytest.mark.parametrize("ep,tp,failed", [(4, 1, 2), (2, 2, 1), (1, 2, 0)])
 def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, ep: int, tp: int, failed: int) -> None:
-    layers = layers_of(twin, ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
+    layers = twin.layers(ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
     tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
     def refuse(*_: object, **__: object) -> None:
@@ -124,7 +116,7 @@ def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_liste
     twin: Twin, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], call: int
 ) -> None:
     # The first call is that of the old pair, the second one of the new pair, which serves already.
-    (layer,) = layers_of(twin, 1, experts="reference")
+    (layer,) = twin.layers(1, experts="reference")
     heard: list[object] = []
     layer.on_routing = listener = heard.append
     layer(twin.x_TH[:3])
@@ -149,7 +141,7 @@ def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_liste
 
 @pytest.mark.row("N14")
 def test_a_limit_of_zero_takes_equal_bits_and_nothing_else(twin: Twin) -> None:
-    (layer,) = layers_of(twin, 1, experts="reference")
+    (layer,) = twin.layers(1, experts="reference")
     layer(twin.x_TH[:3])
     same = swap_backends(layer, twin.x_TH, limit=0.0, experts="reference")
     assert same.swapped and same.error == 0.0 and layer.routing.tokens == 3
@@ -169,7 +161,7 @@ class Silent:
 
 @pytest.mark.row("N14")
 def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin) -> None:
-    layers = layers_of(twin, 4, prepare_finalize="all_to_all", experts="reference")
+    layers = twin.layers(4, prepare_finalize="all_to_all", experts="reference")
     tokens = [twin.x_TH[:3], twin.x_TH[3:4], twin.x_TH[:0], twin.x_TH[4:6]]
     first = run_together(layers, tokens)
     heard: list[object] = []
@@ -197,7 +189,7 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin) -> None:
 
 @pytest.mark.row("N14")
 def test_settings_that_nothing_serves_or_that_are_no_settings_are_refused_and_the_layer_serves_on(twin: Twin) -> None:
-    (layer,) = layers_of(twin, 1)
+    (layer,) = twin.layers(1)
     for settings, words in (({"experts": "triton"}, "triton"), ({"top_k": 2}, "no settings of kernel")):
         report = swap_backends(layer, twin.x_TH[:2], **settings)
         assert report.failed_ranks == (0,) and words in report.reason and report.new == ""

@@ -27,13 +27,6 @@ LIMIT = 1e-6
 TRANSPORTS = ["all_to_all", "all_gather"]
 
 
-def layers_of(twin: Twin, ep: int = 1, tp: int = 1, **overrides: object) -> list[DeepseekV3MoE]:
-    return [
-        DeepseekV3MoE(twin.config(**overrides), dtype=torch.float32, groups=groups).load_from_safetensors(twin.path, 0)
-        for groups in virtual_groups(ep, tp)
-    ]
-
-
 def uneven(x_TH: Tensor, ranks: int) -> list[Tensor]:
     """Cut tokens into parts of different lengths, the first of them empty where there are several."""
     if ranks == 1:
@@ -56,7 +49,7 @@ def test_one_rank_equals_transformers(twin: Twin, experts: str) -> None:
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "inside"])
 @pytest.mark.parametrize("ep", [2, 4])
 def test_expert_parallel_ranks_with_their_own_tokens_equal_transformers(twin: Twin, ep: int, transport: str) -> None:
-    layers = layers_of(twin, ep=ep, prepare_finalize=transport)
+    layers = twin.layers(ep=ep, prepare_finalize=transport)
     parts = uneven(twin.x_TH, ep)
     assert [layer.expert_map.num_slots(layer.ep.rank) for layer in layers] == [16 // ep] * ep
     assert [len(layer.weights.experts.slots) for layer in layers] == [16 // ep] * ep
@@ -70,7 +63,7 @@ def test_expert_parallel_ranks_with_their_own_tokens_equal_transformers(twin: Tw
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sliced_experts_on_a_tensor_parallel_pair_equal_transformers(twin: Twin, transport: str) -> None:
     # {0, 1} hold the first tokens, {2, 3} the others; each pair slices its experts, each rank routes by itself.
-    layers = layers_of(twin, ep=2, tp=2, prepare_finalize=transport)
+    layers = twin.layers(ep=2, tp=2, prepare_finalize=transport)
     first, second = twin.x_TH[:9], twin.x_TH[9:]
     got = run_together(layers, [first, first, second, second])
     for y_TH, x_TH in zip(got, [first, first, second, second], strict=True):
@@ -83,7 +76,7 @@ def test_sliced_experts_on_a_tensor_parallel_pair_equal_transformers(twin: Twin,
 @pytest.mark.row(29)
 @pytest.mark.parametrize("ep,tp", [(2, 1), (4, 1), (2, 2)])
 def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep: int, tp: int) -> None:
-    layers = layers_of(twin, ep=ep, tp=tp, tokens="replicated")
+    layers = twin.layers(ep=ep, tp=tp, tokens="replicated")
     for y_TH in run_together(layers, [twin.x_TH] * (ep * tp)):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
     assert {phase for layer in layers for phase in layer.ep.traffic.calls_by_phase} == {"agreement", "late reduce"}
@@ -94,8 +87,8 @@ def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep:
 
 @pytest.mark.row(29)
 def test_replicated_tokens_give_what_all_to_all_gives(twin: Twin) -> None:
-    exchanged = run_together(layers_of(twin, ep=4, prepare_finalize="all_to_all"), [twin.x_TH] * 4)
-    replicated = run_together(layers_of(twin, ep=4, tokens="replicated"), [twin.x_TH] * 4)
+    exchanged = run_together(twin.layers(ep=4, prepare_finalize="all_to_all"), [twin.x_TH] * 4)
+    replicated = run_together(twin.layers(ep=4, tokens="replicated"), [twin.x_TH] * 4)
     for one, other in zip(exchanged, replicated, strict=True):
         torch.testing.assert_close(one, other, atol=LIMIT, rtol=0)
 
@@ -104,7 +97,7 @@ def test_replicas_on_replicated_tokens_are_computed_exactly_once(twin: Twin) -> 
     # Every expert twice, on ranks 0 and 1, or 2 and 3: ranks that chose replicas by themselves would both compute
     # a token's expert, or neither.
     placement = (*range(8), *range(8), *range(8, 16), *range(8, 16))
-    layers = layers_of(twin, ep=4, tokens="replicated", placement=placement)
+    layers = twin.layers(ep=4, tokens="replicated", placement=placement)
     for y_TH in run_together(layers, [twin.x_TH] * 4):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
 
@@ -112,7 +105,7 @@ def test_replicas_on_replicated_tokens_are_computed_exactly_once(twin: Twin) -> 
 @pytest.mark.parametrize("placement", ["round_robin", (*range(15, -1, -1),), (*range(16), *range(0, 16, 2))])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_any_placement_of_experts_gives_the_same_output(twin: Twin, placement: object, transport: str) -> None:
-    layers = layers_of(twin, ep=4, placement=placement, prepare_finalize=transport)
+    layers = twin.layers(ep=4, placement=placement, prepare_finalize=transport)
     for y_TH, x_TH in zip(run_together(layers, uneven(twin.x_TH, 4)), map(twin.run, uneven(twin.x_TH, 4)), strict=True):
         torch.testing.assert_close(y_TH, x_TH, atol=LIMIT, rtol=0)
 
@@ -124,11 +117,11 @@ def test_a_transport_without_tables_is_refused_for_any_placement_but_linear(
     monkeypatch.setattr(AllToAll, "traits", replace(AllToAll.traits, tables=False))
     for placement in ("round_robin", (*range(15, -1, -1),)):
         with pytest.raises(UnsupportedError, match=r"has no placement tables(.|\n)*parallel\.placement = linear"):
-            layers_of(twin, ep=4, placement=placement, prepare_finalize="all_to_all")
+            twin.layers(ep=4, placement=placement, prepare_finalize="all_to_all")
     assert "parallel.placement is round_robin" in str(
-        layers_of(twin, ep=4, placement="round_robin")[0].explain().verdicts
+        twin.layers(ep=4, placement="round_robin")[0].explain().verdicts
     ), "another transport is chosen, with the reason against this one"
-    layers = layers_of(twin, ep=2, prepare_finalize="all_to_all")
+    layers = twin.layers(ep=2, prepare_finalize="all_to_all")
     for layer in layers:
         layer.live.set_placement(ExpertMap.linear(16, 2))
         with pytest.raises(UnsupportedError, match="no placement tables"):  # as a rebalance asks for
@@ -141,7 +134,7 @@ def test_a_transport_without_tables_is_refused_for_any_placement_but_linear(
 @pytest.mark.parametrize("tokens", ["sharded", "replicated"])
 @pytest.mark.parametrize("ep,tp", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
 def test_scaling_and_shared_experts_count_exactly_once_on_every_grid(twin: Twin, ep: int, tp: int, tokens: str) -> None:
-    layers = layers_of(twin, ep=ep, tp=tp, tokens=tokens)
+    layers = twin.layers(ep=ep, tp=tp, tokens=tokens)
     # Ranks that may bring their own tokens do: EP rank r leaves out the first r. Neighbours in TP bring the same ones.
     skipped = [0 if tokens == "replicated" else rank // tp for rank in range(ep * tp)]
     got = run_together(layers, [twin.x_TH[skip:] for skip in skipped])
@@ -219,7 +212,7 @@ MISTAKES: dict[str, Callable[[LayerWeights], LayerWeights]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_the_weights_would_be_seen(twin: Twin, mistake: str) -> None:
-    layer = layers_of(twin)[0]
+    layer = twin.layers()[0]
     layer.take(MISTAKES[mistake](layer.weights))
     assert float((layer(twin.x_TH) - twin.y_TH).abs().max()) > 1000 * LIMIT
 
@@ -239,5 +232,5 @@ def test_a_mistake_in_the_settings_would_be_seen(twin: Twin, setting: dict[str, 
 
 
 def test_an_output_one_percent_too_large_would_be_seen(twin: Twin) -> None:
-    got = layers_of(twin)[0](twin.x_TH)
+    got = twin.layers()[0](twin.x_TH)
     assert float((1.01 * got - twin.y_TH).abs().max()) > 1000 * LIMIT

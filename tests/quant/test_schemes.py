@@ -26,6 +26,7 @@ from moe_mk.quant import (
     nvfp4_tokens,
 )
 from moe_mk.quant.blocked import E2M1, E4M3, INT8, expected_error
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.wire import decode_rows, encode_rows, row_bytes
 from tests.support.draws import normal
 
@@ -56,13 +57,13 @@ def test_mxfp8_activations_have_a_scale_for_32() -> None:
     assert q.num_bytes / q.values.numel() == 1.03125
 
 
-@pytest.mark.parametrize("scheme", BLOCKED, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [*BLOCKED, *GROUPED.values()], ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", [(4, 256), (130, 200), (1, 2), (3, 130, 72), (0, 256)])
 def test_bytes_are_those_that_were_promised(scheme: BlockedScheme, shape: tuple[int, ...]) -> None:
     q = scheme.quantize(normal(*shape))
     assert q.shape == shape, "the shape is the logical one, whatever the packing"
-    matrices = math.prod(shape[:-2])
-    assert q.num_bytes == matrices * scheme.num_bytes(*shape[-2:])
+    assert q.num_bytes == math.prod(shape[:-2]) * scheme.num_bytes(*shape[-2:])
+    assert (q.zeros is not None) == (scheme in GROUPED.values() and scheme.has_zeros)
     if len(shape) == 3:
         for part in range(shape[0]):
             alone = scheme.quantize(normal(*shape)[part]).dequantize(torch.float32)

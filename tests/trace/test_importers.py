@@ -12,6 +12,7 @@ import torch
 from moe_mk.lab.trace.importers import from_arrays, from_router_tensors, import_trace
 from moe_mk.lab.trace.routing import TraceError
 from tests.support.routing_cases import by_hand, equal
+from tests.support.trees import Runs
 
 # Three layers, the first without experts; 4 logical experts in 6 slots, other slots in each layer.
 PHYSICAL = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
@@ -73,13 +74,6 @@ def test_what_is_no_recording_per_token_is_reported(tmp_path: Path) -> None:
         torch.save(content, file)
         with pytest.raises(TraceError, match=states):
             import_trace(file)
-
-
-class Runs:
-    """What a pickle can do to its reader."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return pytest.fail, ("a pickle was opened",)
 
 
 def test_files_that_would_run_code_are_refused(tmp_path: Path) -> None:

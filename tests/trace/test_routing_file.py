@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts, TraceFolder
 from tests.support.routing_cases import by_hand, drawn, equal
+from tests.support.trees import Runs
 
 
 def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
@@ -111,13 +112,6 @@ def test_what_is_no_trace_is_reported(tmp_path: Path) -> None:
         RoutingTrace.read(tmp_path / "new.safetensors")
     with pytest.raises(TraceError, match="cannot be written"):
         by_hand().write(tmp_path / "no folder" / "a.safetensors")
-
-
-class Runs:
-    """What a pickle can do to its reader."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return pytest.fail, ("a pickle was opened",)
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:

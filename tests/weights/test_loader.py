@@ -100,6 +100,13 @@ def test_any_order_gives_the_bits_of_the_file_in_every_format(quant: str, tmp_pa
     assert same(taken[0], wanted)
 
 
+def expect_bits_of_file(state: StateDict, spec: LayerSpec, tp: tuple[int, int]) -> None:
+    wanted = load_layer(MappingSource(state), 0, spec, owned=(1, 2), tp_rank=tp[0], tp_size=tp[1], prefix="mlp.")
+    loader, taken = loader_of(spec, "mlp.", (1, 2), tp)
+    fed(loader, state).finish()
+    assert same(taken[0], wanted)
+
+
 @pytest.mark.parametrize("tp", [(0, 1), (1, 2)], ids=["whole", "share"])
 def test_interleaved_experts_with_biases(tp: tuple[int, int]) -> None:
     spec = LayerSpec(4, 64, 64, MXFP4, has_expert_bias=True, has_logit_bias=True)
@@ -108,19 +115,13 @@ def test_interleaved_experts_with_biases(tp: tuple[int, int]) -> None:
         f"mlp.{name}": torch.randint(1, 99, each.shape, generator=draw).to(each.dtypes[0])
         for name, each in expected_tensors(spec, CONVENTIONS["gpt_oss"]).items()
     }
-    wanted = load_layer(MappingSource(state), 0, spec, owned=(1, 2), tp_rank=tp[0], tp_size=tp[1], prefix="mlp.")
-    loader, taken = loader_of(spec, "mlp.", (1, 2), tp)
-    fed(loader, state).finish()
-    assert same(taken[0], wanted)
+    expect_bits_of_file(state, spec, tp)
 
 
 def test_shares_of_experts_whose_factors_are_divided_by() -> None:
     spec = LayerSpec(4, 64, 64, NVFP4, 1, 64)
     state = {f"mlp.{name}": each for name, each in tensors_of(spec, CONVENTIONS["packed"], seed=1).items()}
-    wanted = load_layer(MappingSource(state), 0, spec, owned=(1, 2), tp_rank=1, tp_size=2, prefix="mlp.")
-    loader, taken = loader_of(spec, "mlp.", (1, 2), (1, 2))
-    fed(loader, state).finish()
-    assert same(taken[0], wanted)
+    expect_bits_of_file(state, spec, (1, 2))
 
 
 def test_a_table_of_experts_by_token_id(tmp_path: Path) -> None:

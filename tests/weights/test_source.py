@@ -94,10 +94,13 @@ def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_blobs(tmp_path: Pa
     assert SafetensorsSource(snapshot).open("a").tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', "{not json"])
+NO_INDEX = ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', "{not json", "[" * 100_000, "1" * 5000]
+
+
+@pytest.mark.parametrize("text", [*NO_INDEX, '{"weight_map": {"\\ud800": "a"}}'], ids=range(len(NO_INDEX) + 1))
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(WeightError, match="is not an index with a weight_map"):
+    with pytest.raises(WeightError, match="is not an index with a weight_map|has 1 names that are no text"):
         SafetensorsSource(tmp_path)
 
 

@@ -24,6 +24,7 @@ from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import opened
+from tests.support.worlds import world_of
 
 ORPHAN = """
 import os, signal, sys
@@ -43,10 +44,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    with RankWorld(2) as ranks:
-        yield ranks
+world = world_of(2)
 
 
 def names_in(folder: Path) -> list[str]:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.flags import LIBATOMIC, AtomicWords
 from moe_mk.comm.symmetric.memory import FOLDER, SharedMemory, attach, create
 from moe_mk.comm.symmetric.setup import open_heap
@@ -20,15 +18,10 @@ from moe_mk.errors import CommError
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.symmetric.heaps import row
+from tests.support.one_sided_ranks import world_comm
 from tests.support.worlds import world_of
 
 world = world_of(2)
-
-
-def world_comm(timeout_s: float = 20.0) -> DistributedCommunicator:
-    group = dist.group.WORLD
-    assert group is not None
-    return DistributedCommunicator(group, timeout_s=timeout_s, layer="layers.3")
 
 
 def exchange_randomly(rank: int, epochs: int, use_libatomic: bool) -> dict[str, int]:

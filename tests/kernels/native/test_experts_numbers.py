@@ -120,22 +120,19 @@ def test_every_fp8_code_is_exact_at_every_position(isa_here: IsaHere) -> None:
         assert torch.equal(y.float(), wanted[rows])
 
 
-def test_more_rows_than_a_block_on_one_expert(isa_here: IsaHere) -> None:
+@pytest.mark.parametrize(
+    ("slots", "hidden", "inter", "rows"),
+    [(2, 96, 64, 300), (1, 12000, 32, 40)],
+    ids=["more rows than a block", "gathered in several chunks of k"],
+)
+def test_many_rows_or_many_inputs_on_one_expert(
+    isa_here: IsaHere, slots: int, hidden: int, inter: int, rows: int
+) -> None:
     native, isa = isa_here
-    layer = Layer(2, 96, 64)
-    x, ids, weights = batch(300, 96, 2, 1)
-    ids[:290] = 1
+    layer = Layer(slots, hidden, inter)
+    x, ids, weights = batch(rows, hidden, slots, 1)
+    ids[:290] = slots - 1
     y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, threads=2)
-    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit()
-
-
-def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here: IsaHere) -> None:
-    # 40 rows of 12 000 inputs are gathered in several chunks of k.
-    native, isa = isa_here
-    layer = Layer(1, 12000, 32)
-    x, ids, weights = batch(40, 12000, 1, 1)
-    ids.zero_()
-    y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa)
     assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit()
 
 

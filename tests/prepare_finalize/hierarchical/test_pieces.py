@@ -21,9 +21,10 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.tokens import Routing
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
+from tests.support.one_sided_ranks import there_and_back
 from tests.support.tiers import thorough
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 256, 16, 3, 8
@@ -43,15 +44,6 @@ def transports(
         for comm in comms
     ]  # fmt: skip
     return [Hierarchical(context) for context in made]
-
-
-def there_and_back(transport: Hierarchical, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-    """Experts that scale a row by the sum of its local weights, and round."""
-    tokens = yield from transport.prepare(x_TH, routing)
-    assert isinstance(tokens, RowTokens)
-    y_RH = tokens.x_RH.dequantize(torch.float32) * tokens.weights_RK.sum(dim=1, keepdim=True)
-    output = ExpertOutput(y_RH.bfloat16(), OutputStage.REDUCED)
-    return (yield from transport.finalize(output, tokens))
 
 
 def rows(count: int, seed: int) -> Tensor:

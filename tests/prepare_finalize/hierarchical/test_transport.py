@@ -13,7 +13,7 @@ from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, No
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
-from moe_mk.flight import Flight, interleave, wait
+from moe_mk.flight import interleave, wait
 from moe_mk.lab.plan.exchange import Flow, RowBytes, all_gather_flow, all_to_all_flow, hierarchical_flow, one_sided_flow
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.conformance import check_transport
@@ -21,7 +21,7 @@ from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.oracle import cost
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16, FP32
@@ -32,6 +32,7 @@ from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
+from tests.support.one_sided_ranks import there_and_back
 from tests.support.worlds import world_of
 
 CPU, HIDDEN, EXPERTS, TOP_K = torch.device("cpu"), 256, 16, 3
@@ -45,15 +46,6 @@ def context(
     return TransportContext(
         comm, expert_map, expert_map.tables(CPU), wire, dtype, hidden, top_k, CPU, ranks_per_node=per_node
     )
-
-
-def there_and_back(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-    """Experts that scale a row by the sum of its local weights."""
-    tokens = yield from transport.prepare(x_TH, routing)
-    assert isinstance(tokens, RowTokens)
-    y_RH = tokens.x_RH.dequantize(torch.float32) * tokens.weights_RK.sum(dim=1, keepdim=True)
-    output = ExpertOutput(y_RH.to(transport.context.dtype.dtype), OutputStage.REDUCED)
-    return (yield from transport.finalize(output, tokens))
 
 
 def test_rows_relays_and_sums_by_hand() -> None:

@@ -59,6 +59,17 @@ def buffer_of(transport: OneSided, way: str) -> OneSidedBufferSlot:
     return buffer
 
 
+def dispatching(
+    way: str, wire: QuantScheme = FP32, dtype: Plain = FP32
+) -> tuple[list[OneSided], list[Flight[Any]], OneSidedBufferSlot]:
+    """Two ranks that have sent their tokens and not received, and the buffer of rank 1."""
+    made = two_ranks(wire, dtype)
+    flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
+    for flight in flights:
+        next(flight)
+    return made, flights, buffer_of(made[1], way)
+
+
 def refusal(word: int, in_limits: str) -> str:
     """How a flag is refused that a peer fills with an int32: 24 bits of rows below 8 of the layer's number, here 0."""
     if word == FAILED:
@@ -73,11 +84,7 @@ def refusal(word: int, in_limits: str) -> str:
 
 @pytest.mark.parametrize("value", [ROOM + 1, COUNT_MASK, INT_MAX, -1, INT_MIN])
 def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int) -> None:
-    made = two_ranks()
-    flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
-    for flight in flights:
-        next(flight)
-    buffer = buffer_of(made[1], way)
+    _, flights, buffer = dispatching(way)
     buffer.heap.signal(0, 1, buffer.epoch, value & FAILED)
     text = refusal(value & FAILED, f"sent {value} rows into a region of {ROOM}")
     with pytest.raises(CommError) as caught:
@@ -86,11 +93,7 @@ def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int
 
 
 def test_a_full_region_is_no_error(way: str) -> None:
-    made = two_ranks()
-    flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
-    for flight in flights:
-        next(flight)
-    buffer = buffer_of(made[1], way)
+    _, flights, buffer = dispatching(way)
     buffer.heap.signal(0, 1, buffer.epoch, ROOM)
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and tokens.x_RH.values.shape[0] >= ROOM
@@ -135,11 +138,8 @@ def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
 def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantScheme, dtype: Plain) -> None:
     draw = random.Random(0)
     for value in (SLOTS, INT_MAX, -2, INT_MIN, *(draw.randrange(SLOTS, INT_MAX) for _ in range(3))):
-        made = two_ranks(wire, dtype)
-        flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
-        for flight in flights:
-            next(flight)
-        buffer, size = buffer_of(made[1], way), made[1]._size
+        made, flights, buffer = dispatching(way, wire, dtype)
+        size = made[1]._size
         row, k = (
             draw.randrange(buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF),
             draw.randrange(TOP_K),
