@@ -38,13 +38,13 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 30,
+    "short ones, no plugins": 29,
     "circles": 0,
     "orphans": 0,
     "core lines": 26_910,
-    "library lines": 52_465,
-    "test lines": 70_190,
-    "tool and benchmark lines": 11_167,
+    "library lines": 52_451,
+    "test lines": 69_865,
+    "tool and benchmark lines": 11_152,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
