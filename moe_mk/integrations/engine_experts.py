@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import ParallelGroups
@@ -26,7 +27,7 @@ from moe_mk.external.library import installed
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import LayerCall, Stage
-from moe_mk.layer.checks import FLOATS
+from moe_mk.layer.checks import FLOATS, has_tangent
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.layer.forward import can_be_called, layer_call
 from moe_mk.layer.grid import Grid
@@ -208,7 +209,7 @@ class EngineExperts:
         """
         if is_untraced(hidden_states):
             return self.run(hidden_states, topk_weights, topk_ids)
-        if not isinstance(hidden_states, Tensor) or hidden_states.requires_grad:
+        if not isinstance(hidden_states, Tensor) or hidden_states.requires_grad or forward_ad._current_level >= 0:
             self._check(hidden_states, topk_weights, topk_ids)
         out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
         return out
@@ -226,7 +227,7 @@ class EngineExperts:
             and weights_TK.dtype in FLOATS
             and weights_TK.shape == ids_TK.shape
             and weights_TK.device == ids_TK.device == x_TH.device
-            and not (x_TH.requires_grad or weights_TK.requires_grad)
+            and not (x_TH.requires_grad or weights_TK.requires_grad or forward_ad._current_level >= 0)
         ):
             return
         expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
@@ -234,7 +235,8 @@ class EngineExperts:
         expect("topk_weights", weights_TK, "T K", FLOATS, x_TH.device)
         if weights_TK.shape != ids_TK.shape:
             raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
-        if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
+        followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
+        if followed or has_tangent(x_TH) or has_tangent(weights_TK):
             raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
 
     def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -243,10 +245,11 @@ class EngineExperts:
         fits = plain and x_TH.shape[1] == self.hidden_size and x_TH.is_cpu and can_be_called(x_TH, ids_TK, weights_TK)
         if not fits or x_TH.requires_grad:
             self._check(x_TH, weights_TK, ids_TK)
-        x_TH = x_TH if x_TH.is_contiguous() else x_TH.contiguous()
+        x_TH = x_TH.resolve_neg().contiguous()
         if self._routed is not None and x_TH.is_cpu:
             if not fits:
                 ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
+                ids_TK, weights_TK = ids_TK.resolve_neg(), weights_TK.resolve_neg()
             if fits or can_be_called(x_TH, ids_TK, weights_TK):
                 return self._routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
         with torch.no_grad():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.shapes import expect, expect_dense
@@ -26,12 +27,18 @@ def check_hidden_states(
             f"hidden_states has T={hidden_states.shape[0]} tokens, kernel.max_num_tokens={max_num_tokens}; "
             "raise the setting or split the batch"
         )
-    if hidden_states.requires_grad and torch.is_grad_enabled():
+    if (hidden_states.requires_grad and torch.is_grad_enabled()) or has_tangent(hidden_states):
         raise UnsupportedError("gradients through the layer", ["it serves inference; call it under torch.no_grad()"])
 
 
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation (`torch.func.jvp`) follows a tensor, which a kernel would drop."""
+    unpack_dual: Any = forward_ad.unpack_dual  # has no annotations
+    return forward_ad._current_level >= 0 and unpack_dual(tensor).tangent is not None
+
+
 def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
-    """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
+    """The tokens if the layer can run on them, contiguous and not negated lazily: a kernel reads their memory."""
     config = layer.state.backends.config
     hidden_size, max_num_tokens = config.model.hidden_size, config.kernel.max_num_tokens
     if type(hidden_states) is not Tensor:
@@ -44,11 +51,12 @@ def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
         or hidden_states.shape[1] != hidden_size
         or hidden_states.shape[0] > max_num_tokens
         or hidden_states.requires_grad
+        or forward_ad._current_level >= 0
     ):
         if layer.device.type == "meta":
             _ = layer.weights  # raises WeightError
         check_hidden_states(hidden_states, layer.dtype, layer.device, hidden_size, max_num_tokens)
-    return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+    return hidden_states.resolve_neg().contiguous()
 
 
 def check_routing(
@@ -61,7 +69,7 @@ def check_routing(
     num_tokens, top_k, num_experts = sizes
     expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", FLOATS, device, T=num_tokens, K=top_k)
-    if topk_weights.requires_grad and torch.is_grad_enabled():
+    if (topk_weights.requires_grad and torch.is_grad_enabled()) or has_tangent(topk_weights):
         raise UnsupportedError("gradients through topk_weights", ["inference only; call it under torch.no_grad()"])
     if not read_ids or not topk_ids.numel():
         return

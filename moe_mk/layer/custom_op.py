@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from moe_mk.errors import ShapeError, UnsupportedError
@@ -95,11 +96,11 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 
 
 def is_untraced(x_TH: Tensor) -> bool:
-    """Whether this is a plain tensor outside of tracing, dispatch modes and functorch: else use the torch operator."""
+    """Whether this is a plain tensor outside of tracing, dispatch modes and torch.func: else use the torch operator."""
     if type(x_TH) is not Tensor or is_compiling():
         return False
     followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    return not followed and torch._C._functorch.peek_interpreter_stack() is None
+    return not followed and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def run_operator(

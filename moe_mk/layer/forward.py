@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.flight import Flight
@@ -238,4 +239,5 @@ def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
     if not plain or not typed or ids_TK.dim() != 2 or weights_TK.dim() != 2:
         return False
     fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
-    return fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    as_stored = not (ids_TK.is_neg() or weights_TK.is_neg()) and forward_ad._current_level < 0
+    return fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()

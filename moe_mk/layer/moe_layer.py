@@ -28,7 +28,7 @@ from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
-from moe_mk.layer.checks import check_routing, checked_tokens
+from moe_mk.layer.checks import check_routing, checked_tokens, has_tangent
 from moe_mk.layer.custom_op import LAYERS, is_untraced, moe_layer, run_operator
 from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, can_be_called, steps
 from moe_mk.layer.gate import Gate
@@ -329,7 +329,7 @@ class MoELayer(WithoutParameters):
         # layers: one graph serves all of them.
         if is_compiling() or not is_untraced(hidden_states):
             expect_dense("hidden_states", hidden_states)
-            if hidden_states.requires_grad:
+            if hidden_states.requires_grad or (not is_compiling() and has_tangent(hidden_states)):
                 hidden_states = self.checked(hidden_states)
             out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T, active_T)
             return out
@@ -417,7 +417,7 @@ class MoELayer(WithoutParameters):
         if self.kernel.routes_inside:
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
-        routing = Routing(topk_ids.to(torch.int32), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
+        routing = Routing(topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
         return self.run(x_TH, load_E, given=routing) if untraced else wait(self.steps(x_TH, load_E, given=routing))
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:

@@ -55,7 +55,7 @@ class SharedExperts:
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
             same = x_TH.dtype is self.dtype.dtype
-            x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
+            x = QuantTensor(x_TH.resolve_neg(), None, self.dtype) if same else self.dtype.quantize(x_TH)
             tokens = permute(RowTokens(x, ids_TK, self.row_weights(x_TH), 1), self.experts.traits.consumes)
             output = self.experts(tokens, self.weights)
             return weight_and_reduce(output, tokens, until=OutputStage.REDUCED).y

@@ -352,7 +352,7 @@ def _stack_of_engine(
     if isinstance(scheme, BlockedScheme):
         dtypes = VALUE_DTYPES[scheme.element.dtype]
     expect(name, values, letters, dtypes, None, **dict(zip(letters.split(), shape, strict=True)))
-    values = values.detach()
+    values = values.detach().resolve_neg()
     if not isinstance(scheme, BlockedScheme):
         if scales is not None or above is not None:
             without = "a format; state it with quant=" if isinstance(scheme, Plain) else "separate scales"

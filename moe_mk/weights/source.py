@@ -134,8 +134,8 @@ class MappingSource(TensorSource):
         return TensorEntry(name, dtype, DTYPE_NAMES.get(dtype, str(dtype)), tuple(tensor.shape), size)
 
     def open(self, name: str) -> Tensor:
-        """The tensor itself, detached."""
-        return self._tensors[name].detach()
+        """The tensor itself, detached; a copy where it is negated lazily, since readers take its memory."""
+        return self._tensors[name].detach().resolve_neg()
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """No effect: the tensor is in memory."""

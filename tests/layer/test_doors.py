@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
     "every_other": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
     "flipped_twice": lambda t: t.flip(0).flip(0),
     "a_parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
+    "negated_twice": lambda t: torch._neg_view(-t),
     "inside_others": lambda t: torch.cat((t, t), 1)[:, : t.shape[1]],
 }
 """The same numbers; one of them must give the same results."""
@@ -74,11 +75,11 @@ def layer(experts: str) -> MoELayer:
 
 
 @cache
-def engine(experts: str) -> EngineExperts:
+def engine(experts: str, change: Callable[[Tensor], Tensor] = torch.clone) -> EngineExperts:
     named = tensors(EXPERTS, shared=1, dtype=BACKENDS[experts])
     w13 = [torch.cat([named[f"experts.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(EXPERTS)]
     down = [named[f"experts.{e}.down_proj.weight"] for e in range(EXPERTS)]
-    weights = EngineWeights(torch.stack(w13), torch.stack(down))
+    weights = EngineWeights(change(torch.stack(w13)), change(torch.stack(down)))
     return EngineExperts("engine", weights, top_k=TOP_K, settings={"experts": experts})
 
 
@@ -174,6 +175,18 @@ def test_what_is_no_weight_is_refused_when_it_is_loaded(name: str) -> None:
         for call in (load, feed):
             with pytest.raises(MoEMKError):
                 call({**good, name: OTHERS[other](good[name])})
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("experts", BACKENDS)
+def test_weights_of_any_layout_are_the_same_weights(experts: str) -> None:
+    given, (x_TH, *routed) = tensors(EXPERTS, shared=1, dtype=BACKENDS[experts]), doors(experts)["forward_routed"][1]
+    for layout, change in LAYOUTS.items():
+        made = MoELayer(layer(experts).config, dtype=BACKENDS[experts])
+        made.load_weights({name: change(tensor) for name, tensor in given.items()})
+        torch.testing.assert_close(made(x_TH), layer(experts)(x_TH), rtol=2**-7, atol=1e-3, msg=layout)
+    of_engine = engine(experts, LAYOUTS["negated_twice"])(x_TH, *routed)
+    assert torch.equal(of_engine, engine(experts)(x_TH, *routed))
 
 
 @NEEDS_COMPILER

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import wait
@@ -48,6 +50,12 @@ def test_gradients_are_refused_and_not_dropped(made: MoELayer) -> None:
         made(x_TH)
     with torch.no_grad():
         assert made(x_TH).shape == (3, HIDDEN)
+        x_TH, weights_TK, ids_TK = x_TH.detach(), torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int32)
+        for call in (made, made.route, partial(made.forward_routed, topk_weights=weights_TK, topk_ids=ids_TK)):
+            with pytest.raises(UnsupportedError, match="gradients through the layer"):
+                torch.func.jvp(call, (x_TH,), (x_TH,))
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="gradients through topk_weights"):
+            made.forward_routed(x_TH, forward_ad.make_dual(weights_TK, weights_TK), ids_TK)
 
 
 def test_warming_up_runs_each_number_of_tokens_once_and_counts_nothing(

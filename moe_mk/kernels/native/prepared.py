@@ -81,8 +81,8 @@ def route(
     a biased score of -inf is dropped, as in router.grouped_topk.
     """
     check_gate(x_TH, gate_EH, bias_E, mode)
-    bias_E = None if bias_E is None else bias_E.contiguous()
-    return RouteCall(native, gate_EH.contiguous(), bias_E, mode, isa)(x_TH, threads)
+    bias_E = None if bias_E is None else bias_E.contiguous().resolve_neg()
+    return RouteCall(native, gate_EH.contiguous().resolve_neg(), bias_E, mode, isa)(x_TH.resolve_neg(), threads)
 
 
 class ExpertsCall:
