@@ -114,12 +114,18 @@ def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -
     made = here.pop()
     here.insert(next((at for at, each in enumerate(here) if "Torch" in each.__name__), len(here)), made)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(made)  # a registry without a function
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if packs_bf16():
         module = import_module(UTILS)
         setattr(module, DISPATCH, partial(_unquantised, getattr(module, DISPATCH), say, release))
     for name in REQUANTISING:
         module = import_module(f"{QUANTIZATION}.{name}")
         setattr(module, REQUANTISE, partial(_one_scale, getattr(module, REQUANTISE)))
+
+
+def packs_bf16() -> bool:
+    """Whether linear layers in bf16 are computed here: faster by benchmarks/engines.py, except with AMX."""
+    has_product = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not has_product or (torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported())
 
 
 def _missing() -> str | None:

@@ -191,11 +191,14 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
 
 
 @NEEDS_COMPILER
-def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_product", "avx512_bf16", "amx"), [(False, False, False), (True, True, False)])
+def test_layers_in_bf16_are_multiplied_here_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, has_product: bool, avx512_bf16: bool, amx: bool
+) -> None:
     settings: dict[str, Any] = {"experts": "torch_cpu"}
     host = Vllm(["moe_mk"], {"moe_mk": settings})
     put_in(monkeypatch, host.modules)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    processor_is(monkeypatch, has_product, avx512_bf16, amx)
     assert door.register()
     dispatch = getattr(sys.modules[vllm_linear.UTILS], vllm_linear.DISPATCH)
     x, bias = torch.randn(5, 128).bfloat16(), torch.randn(72).bfloat16()
@@ -222,11 +225,19 @@ def test_layers_in_bf16_are_multiplied_here_where_onednn_has_no_product(monkeypa
         assert prepared(w).left == [True]
     monkeypatch.setattr(host.modules["vllm"]["envs"], "VLLM_DISABLED_KERNELS", ["MoeMkLinearKernel"])
     assert prepared(w, False).left == [False]
-    other = Vllm(["moe_mk"], CPU_ONLY)
-    put_in(monkeypatch, other.modules)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    assert door.register()
-    assert other.modules[vllm_linear.UTILS].items() <= vars(sys.modules[vllm_linear.UTILS]).items(), "as it was"
+    for processor in ((True, False, False), (True, True, True)):
+        other = Vllm(["moe_mk"], CPU_ONLY)
+        put_in(monkeypatch, other.modules)
+        processor_is(monkeypatch, *processor)
+        assert door.register()
+        assert other.modules[vllm_linear.UTILS].items() <= vars(sys.modules[vllm_linear.UTILS]).items(), "as it was"
+
+
+def processor_is(monkeypatch: pytest.MonkeyPatch, has_product: bool, avx512_bf16: bool, amx: bool) -> None:
+    """A processor with these, as torch sees it."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_product)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
 
 
 def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
@@ -319,7 +330,7 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
         if not torch.cpu._is_amx_tile_supported():
-            of_bf16 = 0 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (3 if name in PLAIN else 1) * layers + 1
+            of_bf16 = (3 if name in PLAIN else 1) * layers + 1 if vllm_linear.packs_bf16() else 0
             others = 0 if name in PLAIN else 2 * layers
             assert calls["linear"] == others + of_bf16, "q, k and v as one, o, and the router of each layer; the head"
 
