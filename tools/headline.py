@@ -35,6 +35,8 @@ ENGINES = {
     "transformers": ("transformers", "transformers, grouped_mm, bf16"),
 }
 """With moe_mk, and alone, by the names of benchmarks/engines.py."""
+PARTS = {"": "", "+linears": " with packed linear layers"}
+"""What moe_mk computes besides experts."""
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
     "DeepSeek": "DeepSeek's implementation",
@@ -42,12 +44,12 @@ PLANNERS = {
     "SGLang vectorised": "SGLang's vectorised implementation",
 }
 FIRST = (
-    ("`moe_mk`, qwen3-30b-a3b, 4 layers, bf16", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 2 layers, bf16", "vLLM, bf16"),
     ("`moe_mk` with AVX2, qwen3-30b-a3b, 3 layers, bf16", "vLLM, bf16"),
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, fp8", "vLLM, bf16"),
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4", "vLLM, bf16"),
     ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch, bf16"),
-    ("transformers and `moe_mk`", "transformers, grouped_mm, bf16"),
+    ("transformers and `moe_mk` with packed linear layers, ", "transformers, grouped_mm, bf16"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
     ("with AVX2, FP8", "vLLM's bf16 path"),
     ("with AMX, FP8", "vLLM's FP8 path"),
@@ -109,9 +111,10 @@ def _engines(results: Path) -> Iterator[Line]:
         model, where = f"{found['model']}, {found['layers']} layers", " with AVX2" * ("avx2" in path.stem)
         for name, rate in rates.items():
             engine, _, form = name.partition(":")
-            alone = engine.removesuffix("+moe_mk")
-            if alone in ENGINES and alone != engine and alone in rates:
-                what = f"{ENGINES[alone][0]} and `moe_mk`{where}, {model}, {form or 'bf16'}, tokens per second"
+            alone, ours, more = engine.partition("+moe_mk")
+            if ours and more in PARTS and alone in ENGINES and alone in rates:
+                with_ours = f"{ENGINES[alone][0]} and `moe_mk`{PARTS[more]}{where}"
+                what = f"{with_ours}, {model}, {form or 'bf16'}, tokens per second"
                 ratios = [rate[case] / rates[alone][case] for case in found["cases"]]
                 yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 

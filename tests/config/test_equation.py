@@ -81,7 +81,7 @@ def test_the_command_runs_it_and_headers_describe_it(tmp_path: Path) -> None:
     assert [(each.layer, each.num_experts, each.kind) for each in facts.layers] == [(1, E, "fp32")]
     assert config_problems(tmp_path, facts) == []
     assert "scale 1.5 (layer_equation.json)" in reading_of(MoEConfig.from_hf(tmp_path), tmp_path)
-    done = moe_mk("run", tmp_path, "--dtype", "float32", "--experts", "torch_cpu")
+    done = moe_mk("run", tmp_path, "--dtype", "float32", "--experts", "torch_cpu", "--tokens", 8)
     assert done.exit_code == 0, done.output
 
 
