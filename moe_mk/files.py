@@ -41,7 +41,7 @@ MOST_VALUES = 100_000
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
     """All bytes of a regular file. Raises OSError, and ValueError for one of more than `most_bytes` bytes."""
-    size = _size_of(path)
+    size = size_of(path)
     if size > most_bytes:
         raise ValueError(f"it has {size} bytes, the limit is {most_bytes}")
     with path.open("rb") as file:
@@ -62,37 +62,12 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(str(problem)) from problem
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file one by one, `LINE_BYTES` each at most. Raises OSError or ValueError."""
-    _size_of(path)
-    with path.open("rb") as file:
-        while line := file.readline(LINE_BYTES + 1):
-            if len(line) > LINE_BYTES:
-                raise ValueError(f"it has a line of more than {LINE_BYTES} bytes, the limit")
-            yield line
-
-
 def parse_json(text: str | bytes) -> Any:
     """A value of JSON, in UTF-8 where it is bytes; raises ValueError, for values nested too deep as well."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError as problem:
         raise ValueError("its values are nested too deep") from problem
-
-
-def expect_small_header(path: Path) -> None:
-    """Refuse a safetensors file whose header is above `HEADER_BYTES`, before a library reads it.
-
-    Raises OSError, and ValueError with the size and the limit. Source: the format description of
-    github.com/huggingface/safetensors (8 bytes of length, JSON, data).
-    """
-    _size_of(path)
-    with path.open("rb") as file:
-        announced = int.from_bytes(file.read(8), "little")
-    if announced > NO_HEADER:
-        raise ValueError("it is not a safetensors file: it does not begin with the size of a header")
-    if announced > HEADER_BYTES:
-        raise ValueError(f"its header has {announced} bytes, the limit is {HEADER_BYTES}")
 
 
 def resolved(path: Path) -> Path:
@@ -138,7 +113,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Raises ValueError for what is no regular file: a pipe keeps its reader waiting, a device never ends."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):

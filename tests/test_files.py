@@ -35,15 +35,14 @@ from moe_mk.files import (
     MOST_LEVELS,
     MOST_VALUES,
     YAML_BYTES,
-    expect_small_header,
     read_bytes,
     read_json,
-    read_lines,
     read_yaml,
 )
 from moe_mk.lab.cli.certify import _read as read_certificate
 from moe_mk.lab.cli.inputs import read_token_ids
 from moe_mk.lab.cli.loads import read_loads
+from moe_mk.lab.files import expect_small_header, read_lines
 from moe_mk.lab.trace.foreign import read_pt
 from moe_mk.lab.trace.importers import from_router_tensors, import_trace
 from moe_mk.lab.tuning.vllm import read_vllm

@@ -38,7 +38,7 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 29,
+    "short ones, no plugins": 30,
     "circles": 0,
     "orphans": 0,
     "core lines": 26_910,

@@ -29,10 +29,6 @@ SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 MINIMAX = ("minimax_m2", "minimax_m3")
 STEP = ("step3p5", "step3p7")
-RENORMALISED = ("mixtral", "gpt_oss", *MINIMAX, "qwen3_5_moe", *STEP, "gemma4")
-"""Whatever the configuration states."""
-ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss", *MINIMAX, "llama4", "cohere2_moe")
-"""`intermediate_size` is that of an expert: there are no dense layers, or theirs has another key."""
 LONGCAT = ("longcat_flash", "longcat_flash_ngram")
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 """What describes the layers of multimodal models, whatever their own model type."""
@@ -44,7 +40,8 @@ _TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
 )
 """By model type, what is stated besides `_COMMON`: "keys" that are read; "defaults" of its class that differ from
 `_ONE`; keys that are "renamed" to the one with their meaning in other families; "shared_width", the key of the width of
-the shared experts where there is one; keys of "other_parts" of the model among those whose names suggest an effect."""
+the shared experts where there is one; keys of "other_parts" of the model among those whose names suggest an effect;
+"width", the key of that of an expert; whether weights are "renormalised" whatever the configuration states."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
 FAMILIES = tuple(_TABLE)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
@@ -234,7 +231,7 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
 
 def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) -> dict[str, Any]:
     activation = keys.ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
-    width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
+    width = _TABLE[family].get("width", "moe_intermediate_size")
     clamped = {}
     if family in ("gpt_oss", "minimax_m3"):
         activation, clamped = "swiglu_oai", {key: hf[key] for key in ("swiglu_limit", "swiglu_alpha")}
@@ -272,7 +269,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "top_k": _first(hf, where, "num_experts_per_tok", "experts_per_token"),
         "num_expert_group": hf["n_group"],
         "topk_group": hf["topk_group"],
-        "renormalize": family in RENORMALISED
+        "renormalize": _TABLE[family].get("renormalised", False)
         or hf.get("expert_selection_fn") == "softmax"
         or (family != "llama4" and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"] * hf["part"],

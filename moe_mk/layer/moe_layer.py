@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Progress = Callable[[str, int, int], None]
-STRIDED = torch.strided
 
 
 class MoELayer(WithoutParameters):

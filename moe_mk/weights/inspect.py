@@ -262,7 +262,7 @@ def _guess(
         shared_scheme = _scheme(plain_dtype, shared.shape, theirs, block)
     per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
-    biased = Part(Role.EXPERT, "down", extra="bias") in parts
+    biased = any(part.role is Role.EXPERT and part.extra == "bias" for part in parts)
     try:
         spec = LayerSpec(
             num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width, has_expert_bias=biased,
@@ -302,7 +302,7 @@ def _guess_packed(
         integers = _integers(parts, convention, (first, hidden, inner), quantization)
         if integers is None:
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
-        schemes = (integers, integers)
+        schemes = (integers, _integers(parts, convention, (first, hidden, inner), quantization, "down") or integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
     width = _shared_width(parts, convention, shared)
     theirs = {replace(part, role=Role.EXPERT): entry for part, entry in parts.items() if part.role is Role.SHARED}
@@ -335,10 +335,11 @@ def _integers(
     convention: Convention,
     known: tuple[int | None, int, int],
     quantization: dict[str, object],
+    of: str = "up",
 ) -> quant.QuantScheme | None:
-    """The scheme of packed projections and their scales; None if unsupported. known: (expert, hidden, intermediate)."""
+    """The scheme of a packed projection and its scales; None if unsupported. known: (expert, hidden, intermediate)."""
     expert, by_row = known[0], convention.packing == "compressed_tensors"
-    sizes, up = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, "up", expert)]
+    sizes, values = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, of, expert)]
     groups = []
     for projection, columns in sizes.items():
         scales = parts.get(Part(Role.EXPERT, projection, expert, is_scale=True))
@@ -348,8 +349,8 @@ def _integers(
     # One scale of a row is that of a group as long as the row, if the other projection has several.
     wide, columns = max(groups)
     group = columns // wide if wide > 1 or quantization.get("group_size") == columns else quant.WHOLE
-    bits = 4 if convention.packing == "awq" else 32 * up.shape[1 if by_row else 0] // sizes["up"]
-    zeros = Part(Role.EXPERT, "up", expert, extra="zeros") in parts
+    bits = 4 if convention.packing == "awq" else 32 * values.shape[1 if by_row else 0] // sizes[of]
+    zeros = Part(Role.EXPERT, of, expert, extra="zeros") in parts
     if convention.packing == "gptq":
         zeros = zeros and quantization.get("sym") is not True
     return grouped(bits, group, zeros=zeros) if group in GROUPS and bits in (4, 8) else None

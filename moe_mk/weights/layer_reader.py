@@ -206,7 +206,7 @@ class LayerReader:
     def _quantised(self, part: Part, row: int | None) -> tuple[tuple[str, str], QuantTensor]:
         """A whole matrix as a view, in the shapes of its scheme, and the names of its values and scales."""
         scheme = self.spec.scheme_of(part.role, part.projection)
-        is_plain = isinstance(scheme, Plain) and self.convention.holds(part.role, "plain")
+        is_plain = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
         name, values = self._open(replace(part, extra="plain") if is_plain else part, row)
         if not isinstance(scheme, BlockedScheme):
             is_turned = self.spec.stacks_transposed and row is not None

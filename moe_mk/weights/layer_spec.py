@@ -285,7 +285,9 @@ class _Matrices:
         n, k = scheme.value_shape(rows, columns)
         group = scheme.columns // scheme.per_byte
         apart = ((*stack, n, k // group, group),) if self.convention.blocks_apart and k % group == 0 else ()
-        values = Expected(part, (*stack, n, k), VALUE_DTYPES[scheme.element.dtype], apart)
+        whole = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
+        named = replace(part, extra="plain") if whole else part
+        values = Expected(named, (*stack, n, k), VALUE_DTYPES[scheme.element.dtype], apart)
         return [values, *self._scales(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
 
     def _packed(

@@ -263,6 +263,14 @@ LLAMA4 = replace(
     FUSED, name="llama4", prefix="language_model.model.layers.{N}.feed_forward.", router="router.weight",
     shared="shared_expert.{p}.weight", shared_scale="shared_expert.{p}.weight_scale_inv",
 )  # fmt: skip
+_LLAMA4 = tuple(
+    replace(
+        _renamed(f"llama4_{like.name}", like, {"shared_experts.": "shared_expert."}), prefix=LLAMA4.prefix,
+        router="router.weight",
+    )
+    for like in (OFFICIAL, SCALED, COMPRESSED, PACKED, AWQ, GPTQ)
+)  # fmt: skip
+"""Quantised experts are modules of their own."""
 _GEMMA4 = tuple(
     replace(
         like, name="gemma4" if like is FUSED else f"gemma4_{like.name}", prefix="model.language_model.layers.{N}.",
@@ -301,7 +309,7 @@ CONVENTIONS: dict[str, Convention] = {
     for c in (
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, PACKED, _MIXTRAL_PACKED, GGUF_NAMES,
         GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
-        *_GEMMA4, *_LONGCAT,
+        *_LLAMA4, *_GEMMA4, *_LONGCAT,
     )
 }  # fmt: skip
 

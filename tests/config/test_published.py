@@ -29,8 +29,9 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("publ
 REFUSED = {"sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'"}
 FORMATS = {
     "MXFP4": "mxfp4", "-static": "fp8_tensor", "-ptpc": "fp8_channel", "g64-asym": "int4_g64_zp", "-int4": "int4_g128",
+    "w4a16": "int4_g128", "FP8-dynamic": "fp8_channel", "-NVFP4": "nvfp4",
     "AWQ-4bit": "int4_g32_zp", "AWQ": "int4_g128_zp", "GPTQ": "int4_g128", "K2-Thinking": "int4_g32",
-    "Air-FP8": "fp8_channel", "MiMo": "fp8_block", "-NVFP4": "nvfp4", "Super-120B-A12B-FP8": "fp8_tensor",
+    "Air-FP8": "fp8_channel", "MiMo": "fp8_block", "Super-120B-A12B-FP8": "fp8_tensor",
     "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
     "MiniMax-M2": "fp8_block", "DeepSeek-V4": "mxfp4", "gpt-oss": "mxfp4", "Kimi-K2.5": "int4_g32",
     "Kimi-K2-": "fp8_block", "Kimi-K3": "mxfp4", "DeepSeek-R1": "fp8_block", "DeepSeek-V3": "fp8_block",
@@ -85,7 +86,8 @@ def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_p
     facts = inspect_checkpoint(folder)
     problems = [*facts.problems, *facts.layers[0].problems, *config_problems(folder, facts)]
     assert not problems, problems
-    rearranged = any(f"'quant_method': '{method}'" in str(PUBLISHED[name]) for method in ("awq", "gptq", "auto-round"))
+    stated_there = [f"'quant_method': '{method}'" for method in ("awq", "gptq")] + ["auto_round:auto_"]
+    rearranged = any(text in str(PUBLISHED[name]) for text in stated_there)
     assert any(each.endswith("qweight") for each in open_source(folder).names()) == rearranged
     stated(config_of(folder, number), folder, number)  # with input scales, which plain activations do not need
     layer = DeepseekV3MoE.from_checkpoint(folder, number, activations="plain")
@@ -118,7 +120,10 @@ def independent(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     values, scales = parts.get("weight_packed", parts.get("weight")), parts["weight_scale"]
     assert values is not None
     if values.dtype is torch.uint8:
-        values, scales = E2M1[torch.stack([values & 15, values >> 4], 2).flatten(1).long()], scales.view(torch.uint8)
+        values, of = E2M1[torch.stack([values & 15, values >> 4], 2).flatten(1).long()], "weight_global_scale"
+        if of in parts:
+            return values * (scales.float() * (1 / parts[of])).double().repeat_interleave(16, 1)
+        scales = scales.view(torch.uint8)
         return values * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
     scales = scales.double().view(len(scales), -1) if scales.numel() > 1 else scales.double()
     if scales.numel() > 1 and len(scales) < len(values):

@@ -82,8 +82,8 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
     # 10, 30 and 90.
     blocks = [[2.0], [2.0], [1.5]]
     experts = [
-        [2.5, 2.5], [2.5, 2.5], [1.5], [2.5], [50.0], *blocks, [2.2], *blocks, [1.5], [5.0], *blocks, [2.0, 4.0], [3.5, 1.5], [6.0],
-        *blocks, [2.5], [3.0],
+        [2.5, 2.5], [2.5, 2.5], [1.5], [2.5], [50.0], *blocks, [2.2], *blocks, [1.5], [5.0], *blocks, [2.0, 4.0],
+        [3.5, 1.5], [6.0], *blocks, [2.5], [3.0],
     ]  # fmt: skip
     assert found == [*experts, [6.0] * 3, [4.5] * 3, [30.0], [30.0], [30.0]]
     assert "| 1.50 |" in str(lines(results)[2]) and "| 50 |" in str(lines(results)[4])

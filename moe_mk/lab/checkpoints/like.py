@@ -53,7 +53,8 @@ _NAMES = {
 _SCALED = {
     "mixtral": "mixtral_scaled", "minimax_m3": "minimax_m3_scaled", "converted": "converted_scaled",
     "official_one_shared": "scaled_one_shared",
-    "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled", "longcat": "longcat_scaled",
+    "fused_one_shared": "scaled_one_shared", "gemma4": "gemma4_scaled", "llama4": "llama4_scaled",
+    "longcat": "longcat_scaled",
 }  # fmt: skip
 """Those of compressed-tensors and modelopt."""
 _PREFIXES = {
@@ -173,6 +174,8 @@ def _style_of(hf: Mapping[str, Any]) -> str:
     if any(each.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") for each in groups):
         return "packed"
     method = str(quant.get("quant_method"))
+    if str(quant.get("packing_format")).endswith("llm_compressor"):
+        return "packed"
     if method == "auto-round":
         method = "awq" if str(quant.get("packing_format")).endswith("awq") else "gptq"
     return {"gptq": "gptq", "awq": "awq", "quark": "scaled", "compressed-tensors": "scaled"}.get(method, "")
@@ -185,7 +188,7 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
-        start = f"{name}_" if name in ("gemma4", "longcat") else start
+        start = f"{name}_" if name in ("gemma4", "llama4", "longcat") else start
         return CONVENTIONS[f"{start}{style if style in ('gptq', 'awq') else 'compressed_tensors'}{one_shared}"]
     if style == "packed" and name != "kimi_linear":
         return CONVENTIONS[_SCALED.get(name, "scaled").replace("scaled", "packed")]
@@ -193,8 +196,8 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
         return CONVENTIONS[_SCALED.get(name, "scaled")]
     if name == "kimi_linear" and scheme.family == "mxfp4":
         return CONVENTIONS["kimi_k3"]
-    if name == "gemma4" and not isinstance(scheme, Plain):
-        return CONVENTIONS["gemma4_official"]
+    if name in ("gemma4", "llama4") and not isinstance(scheme, Plain):
+        return CONVENTIONS[f"{name}_official"]
     if name.startswith("fused") and not isinstance(scheme, Plain):
         name = name.replace("fused", "official")
     return CONVENTIONS[name]

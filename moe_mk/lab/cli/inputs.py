@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig, RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.files import expect_small_header
+from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
 from moe_mk.lab.verify import OwnBlock
 from moe_mk.registry import did_you_mean

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_mk.errors import ConfigError
-from moe_mk.files import INDEX_BYTES, expect_small_header, read_json
+from moe_mk.files import INDEX_BYTES, read_json
+from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy, read_pt
 from moe_mk.lab.trace.importers import import_trace
 from moe_mk.lab.trace.routing import Phase, RoutingTrace, TraceError

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.files import parse_json, read_lines
+from moe_mk.files import parse_json
+from moe_mk.lab.files import read_lines
 from moe_mk.lab.trace.foreign import num_experts_of, read_arrays, read_pt, resized, signed
 from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.lab.trace.routing_file import id_dtype

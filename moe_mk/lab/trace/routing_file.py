@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_mk.errors import unless_signalled
-from moe_mk.files import expect_small_header, parse_json, replacing
+from moe_mk.files import parse_json, replacing
+from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.routing_forward import TraceError
 
 FORMAT, VERSION = "moe_mk routing trace", 1

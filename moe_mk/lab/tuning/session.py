@@ -41,7 +41,8 @@ from moe_mk.config.tuned import Candidate, Case, TunedPoint
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
-from moe_mk.files import parse_json, read_lines, write_text
+from moe_mk.files import parse_json, write_text
+from moe_mk.lab.files import read_lines
 from moe_mk.permute import permute
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme

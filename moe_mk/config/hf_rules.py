@@ -1,0 +1,231 @@
+"""Formats that rules give to modules: lists of names, and the readers of GPTQ, AWQ, AutoRound and Quark sections.
+
+A reader finds the settings of each projection by the names that it may have. Routed experts of a layer have one format,
+shared experts may have another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moe_mk.config.keys import is_empty, section_problems
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.grouped import GROUPED, GROUPS, kind_of
+
+Said = Mapping[str, Any]
+Found = tuple[dict[str, Any], list[str]]
+ROOTS = (
+    "model.layers", "language_model.model.layers", "model.language_model.layers", "layers", "backbone.layers",
+    "thinker.model.layers",
+)  # fmt: skip
+BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer", "feed_forward")
+PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+SHARED = ("shared_experts", "shared_expert")
+
+
+def _matches(style: str, pattern: str, name: str) -> bool:
+    if style == "part":
+        return pattern in name
+    if style in ("name", "quark") and pattern.startswith("re:"):
+        return bool(re.match(pattern[3:], name))
+    if style == "name":
+        return pattern == name
+    if style == "quark":
+        return fnmatchcase(name, pattern)
+    if style == "glob":
+        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    return bool(re.match(pattern, name)) or name.endswith(pattern)
+
+
+def _modules(layers: list[int], role: str) -> list[list[str]]:
+    """The names that each projection of the experts of the layers may have; of routed experts those of the first."""
+    roles = ("experts.0",) if role == "experts" else SHARED
+    return [
+        [f"{root}.{n}.{block}.{role}.{w}" for root in ROOTS for block in BLOCKS for role in roles for w in words]
+        for n in layers for words in PROJECTIONS
+    ]  # fmt: skip
+
+
+def covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -> bool:
+    """Whether the patterns name every projection of the experts of the layers.
+
+    Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
+    """
+    patterns = tuple(patterns)
+    return bool(patterns) and all(
+        any(_matches(style, pattern, name) for pattern in patterns for name in names)
+        for names in _modules(layers, role)
+    )
+
+
+def others_of(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str = "") -> list[str]:
+    """The keys whose value is none of those allowed; null is allowed where None is, or the key is absent."""
+    return [f"{title}{key} is {section.get(key)!r}" for key, fit in allowed.items() if section.get(key) not in fit]
+
+
+def with_shared(experts: dict[str, Any], shared: dict[str, Any], problems: list[str]) -> Found:
+    """The settings of routed experts with the format of shared ones, where it is another one."""
+    if shared == experts or not experts:
+        return experts, problems
+    kind, block = shared.get("weights", "plain"), {key: shared[key] for key in ("block",) if key in shared}
+    if kind not in ("plain", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", *GROUPED) or (
+        "down" in shared or (kind == experts["weights"] and "down" not in experts)
+    ):
+        problems = [*problems, f"shared experts have {shared}, routed ones {experts}, which cannot be combined"]
+    return {**block, **experts, "shared": kind}, problems
+
+
+def integers(bits: object, columns: object, *, symmetric: bool) -> Found:
+    """The settings of integers with a scale for a group of columns."""
+    if bits not in (4, 8) or type(columns) is not int or columns not in GROUPS:
+        sizes = ", ".join(str(group) for group in GROUPS if group != WHOLE)
+        return {}, [f"{bits!r} bits in groups of {columns!r} (supported are 4 and 8 bits in {sizes} or whole rows)"]
+    assert isinstance(bits, int)
+    return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
+
+
+def _of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
+    """The settings of the experts from those of their modules, by names; none where they are left as they are."""
+    found: dict[str, list[dict[str, Any]]] = {"experts": [], "shared_experts": []}
+    problems: dict[str, None] = {}
+    for role, formats in found.items():
+        ends: tuple[list[dict[str, Any]], ...] = ([], [])  # of gate and up, and of down
+        for at, (settings, more) in enumerate(map(of, _modules(layers, role))):
+            of_end = ends[at % len(PROJECTIONS) == 2]
+            of_end += [settings] * (settings not in of_end)
+            problems |= dict.fromkeys(more)
+        (wide, *others), (down, *more_downs) = ends
+        kinds = wide.get("weights"), down.get("weights")
+        if kinds[0] != kinds[1] and {*kinds} <= GROUPED.keys():
+            wide, down = {**wide, "down": kinds[1]}, {**down, "weights": kinds[0], "down": kinds[1]}
+        formats += [wide, *others, *([down] if down != wide else []), *more_downs]
+        if len(formats) > 1:
+            problems[f"{role} have the formats {' and '.join(map(str, formats))}"] = None
+    experts, shared = (formats[0] for formats in found.values())
+    return with_shared(experts, shared, list(problems))
+
+
+def _packed(module: Said, own: Said, *, zeros: bool = False) -> Found:
+    """Integers in groups of one module. zeros: whether symmetric weights have zero points too."""
+    module = {**module, **own}
+    problems = section_problems(own, "module") + others_of(module, {"act_bits": (16, None)})
+    if own.get("bits") == 16:
+        return {}, problems
+    size, symmetric = module.get("group_size"), module.get("sym") is not False and not zeros
+    settings, more = integers(module.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
+    return settings, problems + more + others_of(module, {"data_type": ("int", None)})
+
+
+def gptq(quant: Said, layers: list[int]) -> Found:
+    """Integers of AutoGPTQ or GPTQModel, whose `dynamic` states modules by expressions at the start of the name."""
+    rules = quant.get("dynamic") or {}
+
+    def of(names: list[str]) -> Found:
+        """By the first rule that fits; "-:" leaves a module as it is."""
+        fits = (rule for rule in rules if any(re.match(re.sub("^[-+]:", "", rule), name) for name in names))
+        rule = next(fits, "")
+        own = {"bits": 16} if rule.startswith("-:") else rules.get(rule)
+        return _packed(quant, own if isinstance(own, Mapping) else {})
+
+    settings, problems = _of_roles(layers, of)
+    named = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
+    stored, has_zeros = " and ".join(sorted(named)), settings.get("weights", "").endswith("_zp")
+    if stored not in ("gptq", "gptq_v2") and (len(named) > 1 or has_zeros):
+        problems.append(f"checkpoint_format is {stored!r} with zero points (supported are gptq and gptq_v2)")
+    return {**settings, "gptq_v2": True} if stored == "gptq_v2" and has_zeros else settings, problems
+
+
+def awq(quant: Said, layers: list[int]) -> Found:
+    """Four-bit integers with zero points, as the kernels of version gemm read them."""
+    gemm = ("gemm", "GEMM", None)
+    settings, problems = _packed(quant, {}, zeros=True)
+    problems += others_of(quant, {"version": gemm, "format": gemm, "zero_point": (True, None), "bits": (4,)})
+    return settings, problems
+
+
+def auto_round(quant: Said, layers: list[int]) -> Found:
+    """Integers in the tensors of GPTQ or AWQ. `extra_config` states modules by name, or by an expression anywhere."""
+    packing = str(quant.get("packing_format") or "auto_round:auto_gptq")
+    stored, extra = packing.removeprefix("auto_round:").removeprefix("auto_"), quant.get("extra_config") or {}
+    rules = [key for key in extra if "layers." not in key or set(key) & set("*+?^$()[]{}|\\")]
+    blocks = quant.get("block_name_to_quantize") or quant.get("to_quant_block_names") or ()
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    starts = tuple(f"{each}." for part in blocks for each in (part if isinstance(part, list) else [part]))
+
+    def of(names: list[str]) -> Found:
+        inside = not starts or any(name.startswith(starts) for name in names)
+        fits = (rule for rule in rules if extra[rule] and any(re.search(rule, name) for name in names))
+        own = extra.get(next((name for name in names if name in extra), None) or next(fits, None), {})
+        return _packed(quant, own if inside else {"bits": 16, **own}, zeros=stored == "awq")
+
+    if stored == "llm_compressor" and quant.get("data_type") == "mx_fp" and not extra:
+        problems = others_of(quant, {"bits": (4,), "group_size": (32,), "sym": (True, None), "act_bits": (4, 16, None),
+                                   "act_data_type": ("mx_fp", None)})  # fmt: skip
+        return {"weights": "mxfp4", "activations": "mxfp4" if quant.get("act_bits") == 4 else "none"}, problems
+    if stored not in ("gptq", "awq"):
+        return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq and auto_round:auto_awq)"]
+    settings, problems = _of_roles(layers, of)
+    if stored == "awq":
+        eight = [kind for kind in settings.values() if kind.startswith("int8")]
+        problems += [f"packing_format is {packing!r} with {kind}, AWQ holds 4 bits" for kind in eight]
+    return settings, problems
+
+
+_QUARK: Mapping[object, tuple[str, Mapping[str, tuple[object, ...]]]] = {
+    ("fp4", "per_group"): ("mxfp4", {"group_size": (32,), "scale_format": ("e8m0",), "ch_axis": (-1, 1)}),
+    ("fp8_e4m3", "per_group"): ("mxfp8", {"group_size": (32,), "scale_format": ("e8m0",), "ch_axis": (-1, 1)}),
+    ("fp8_e4m3", "per_tensor"): ("fp8_tensor", {}), ("fp8_e4m3", "per_channel"): ("fp8_channel", {"ch_axis": (0,)}),
+    ("fp8_e4m3", "per_block"): ("fp8_block", {}), ("int8", "per_channel"): ("int8", {"ch_axis": (0,)}),
+}  # fmt: skip
+"""The kind of weights of a (dtype, qscheme) of Quark, and what else they must state."""
+
+
+def quark(quant: Said, layers: list[int]) -> Found:
+    """The first of `layer_quant_config` that fits states a module, then its class, then `global_quant_config`."""
+    written = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
+    problems = others_of(quant.get("export") or {}, written, "export.")
+    algorithms = quant.get("algo_config") or []
+    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
+        problems += others_of(each, {"name": ("awq", "gptq", "smooth", "autosmoothquant", "qronos")}, "algo_config.")
+        if each.get("desc_act") and not each.get("static_groups"):
+            problems.append("algo_config.desc_act is true without static_groups, which orders columns by activation")
+    by_class, rules = quant.get("layer_type_quant_config") or {}, quant.get("layer_quant_config") or {}
+    problems += [f"layer_type_quant_config is for {key}" for key in by_class if key not in ("Linear", "Embedding")]
+
+    def of(names: list[str]) -> Found:
+        fits = (rules[rule] for rule in rules if any(_matches("quark", rule, name) for name in names))
+        return _of_quark(next(fits, by_class.get("Linear", quant.get("global_quant_config"))))
+
+    settings, more = _of_roles(layers, of)
+    return settings, problems + more
+
+
+def _of_quark(stated: Any) -> Found:
+    """The settings of one section of Quark; none for weights that are left as they are."""
+    if is_empty(stated) or is_empty(stated.get("weight")):
+        return {}, []
+    weight, tokens = stated["weight"], stated.get("input_tensors") or {}
+    if not (isinstance(weight, Mapping) and isinstance(tokens, Mapping)):
+        return {}, [f"weight and input_tensors are {weight!r} and {tokens!r}, one scale each is supported"]
+    problems = [*section_problems(stated, "quark module"), *section_problems(weight, "quark tensor")]
+    if (key := (weight.get("dtype"), weight.get("qscheme"))) not in _QUARK:
+        return {}, [*problems, f"weight.dtype is {key[0]!r} with qscheme {key[1]!r}, which is not supported"]
+    kind, held = _QUARK[key]
+    settings: dict[str, Any] = {"weights": kind, "activations": "auto" if tokens else "none"}
+    problems += others_of(weight, {"is_dynamic": (False, None), "symmetric": (True, None), **held}, "weight.")
+    if kind == "fp8_block":
+        settings["block"] = weight.get("block_size") or (128, 128)
+    if not tokens:
+        return settings, problems
+    name, also = _QUARK.get((tokens.get("dtype"), tokens.get("qscheme")), ("", {}))
+    if kind in ("mxfp4", "mxfp8"):
+        settings["activations"] = name
+        problems += others_of(tokens, {"is_dynamic": (True,), **also}, "input_tensors.")
+    fitting = {"mxfp4": name in ("mxfp4", "mxfp8"), "mxfp8": name == "mxfp8"}
+    if not fitting.get(kind, tokens.get("dtype") == key[0]):
+        problems.append(f"input_tensors are {tokens.get('dtype')} {tokens.get('qscheme')} with {kind} weights")
+    problems += section_problems(tokens, "quark tensor")
+    return settings, problems + others_of(tokens, {"symmetric": (True, None)}, "input_tensors.")
