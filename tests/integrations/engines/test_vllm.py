@@ -301,7 +301,7 @@ EAGER = [
     ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
 ]
 PLAIN = frozenset({"bf16", "gpt-oss"})
-"""Models whose linear layers are all in bf16: vLLM's with AVX-512. Others have a router and the head in bf16."""
+"""Models whose linear layers are all in bf16: vLLM's with AMX. Others have a router and the head in bf16."""
 WITHIN = 3.0
 """Limits of a model in bf16: times the root mean square of what bf16 alone changes."""
 
