@@ -2,7 +2,7 @@
 
 `register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels. vLLM's kernels for AMX
 remain first where the processor has it, and those over torch's scaled products last. Layers in bf16 are computed here
-on processors without AVX-512, for which oneDNN has no product in bf16. Read with vLLM 0.32.
+where `packs_bf16()`. Read with vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The linear layers of a model in bf16, by the native kernels.
 
-torch multiplies bf16 with oneDNN, which has no such product for a processor without AVX-512: loops of torch's own run
-there, several times slower at more than one token.
+torch multiplies weights in bf16 as they are stored, by oneDNN, or on processors without AVX-512 by loops of its own.
 """
 
 from __future__ import annotations
