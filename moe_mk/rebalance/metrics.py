@@ -39,7 +39,7 @@ def measure_balance(load_XE: NDArray[np.float64], ledger: Ledger) -> Balance:
     """Judge a load of tokens [layers, experts] under a placement; layers without load count as even."""
     time_XW, speed_W = rank_times(load_XE, ledger), ledger.topology.speed_W[ledger.living]
     # In units of a rank of mean speed, so that equal speeds give plain max over mean.
-    ideal_X = time_XW @ speed_W / speed_W.sum()
+    ideal_X = (time_XW * speed_W).sum(1) / speed_W.sum()
     busiest_X = time_XW.max(1)
     peak_X = np.divide(busiest_X, ideal_X, out=np.ones_like(ideal_X), where=ideal_X > 0)
     cv = [float(coefficient_of_variation(torch.tensor(row, dtype=torch.float64, device="cpu"))) for row in load_XE]

@@ -166,7 +166,9 @@ def changed(
     """Start from the old slots [X, P] (-1: empty): new shares everywhere, new weights only where they pay."""
     base, forced = _kept(old, old_shares, request)
     times = gpu_time(base.experts, base.shares, request.load, request.sites, request.cost)
-    time, ideal = times.max(1), np.maximum(times @ request.sites.speed_W / request.sites.speed_W.sum(), 1e-300)
+    speed_W = request.sites.speed_W
+    # Not by BLAS, whose last bit depends on the processor: plans repeat on all of them.
+    time, ideal = times.max(1), np.maximum((times * speed_W).sum(1) / speed_W.sum(), 1e-300)
     # Nothing beats the ideal: a layer within min_gain of it cannot be improved by that much.
     hopeful = np.flatnonzero((time > ideal * (1 + budget.min_gain)) & (time > 0))
     if hopeful.size == 0:

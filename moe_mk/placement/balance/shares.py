@@ -210,7 +210,10 @@ class _CopyTable:
         system += np.eye(self.num_gpus)
         # An even load has no flow at all: without that part the answer keeps its digits near the end.
         uneven = load - (load.sum(1) / speed.sum())[:, None] * speed
-        tau = np.append(np.linalg.solve(system, uneven[..., None])[..., 0] / speed / (_STIFFNESS * scale[:, None]), 0.0)
+        flow = np.linalg.solve(system, uneven[..., None])[..., 0]
+        grain = np.ldexp(1.0, np.frexp(np.abs(flow).max(1))[1] - 32)[:, None]
+        flow = np.rint(flow / grain) * grain  # the last bits of LAPACK depend on the processor, plans must not
+        tau = np.append(flow / speed / (_STIFFNESS * scale[:, None]), 0.0)
         steps, reach = [], np.ones(self.layers)
         for gpu, held, whole in zip(self.gpu, self.held, self.load, strict=True):
             mean = (held * tau[gpu]).sum(1) / np.where(whole > 0, whole, 1.0)
