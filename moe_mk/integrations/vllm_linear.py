@@ -123,7 +123,7 @@ def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -
 
 
 def packs_bf16() -> bool:
-    """Whether linear layers in bf16 are computed here: faster by benchmarks/engines.py, except with AMX."""
+    """Whether linear layers in bf16 are computed here: faster by benchmarks/engines.py; with AMX not measured."""
     has_product = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return not has_product or (torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported())
 
