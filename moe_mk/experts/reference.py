@@ -59,7 +59,7 @@ class ReferenceExperts(FusedExperts):
         return ExpertOutput(y, OutputStage.RAW)
 
     def _rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
-        y_RH = self._zeros(tokens.x_RH.shape)
+        y_RH = torch.zeros(tokens.x_RH.shape, dtype=torch.float32, device=self.context.device)
         for slot in torch.unique(tokens.ids_RK[tokens.ids_RK >= 0]).tolist():
             row_N, k_N = torch.nonzero(tokens.ids_RK == slot, as_tuple=True)
             y_NH = self._ffn(tokens.x_RH[row_N], weights.slot(slot))
@@ -101,9 +101,6 @@ class ReferenceExperts(FusedExperts):
                 return x.dequantize(torch.float32)
             x = x.dequantize(torch.float32)
         return x if isinstance(compute, Plain) else compute.quantize(x).dequantize(torch.float32)
-
-    def _zeros(self, shape: torch.Size) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=self.context.device)
 
 
 def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:

@@ -19,12 +19,14 @@ from moe_mk.errors import unless_signalled
 
 def describe_window(window: Tensor) -> str:
     """How another process of this host opens a window: (bytes,) uint8 on a GPU, which must outlive its use there."""
-    return json.dumps([_written(part) for part in _storage(window)._share_cuda_()])
+    parts = _storage(window)._share_cuda_()
+    return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts])
 
 
 def open_window(description: str, num_bytes: int) -> Tensor:
     """The window of another process, (bytes,) uint8. Raises RuntimeError where the driver refuses."""
-    parts = [_read(part) for part in json.loads(description)]
+    parts: list[Any] = json.loads(description)
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in parts]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", parts[0])
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
@@ -33,14 +35,6 @@ def open_window(description: str, num_bytes: int) -> Tensor:
 def _storage(window: Tensor) -> Any:
     assert window.device.type == "cuda" and window.dtype == torch.uint8 and window.storage_offset() == 0
     return window.untyped_storage()
-
-
-def _written(part: object) -> object:
-    return {"hex": part.hex()} if isinstance(part, bytes) else part
-
-
-def _read(part: Any) -> Any:
-    return bytes.fromhex(part["hex"]) if isinstance(part, dict) else part
 
 
 MODULE = "torch.distributed._symmetric_memory"

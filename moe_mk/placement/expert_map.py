@@ -274,22 +274,6 @@ class ExpertMap:
         replicas = self.physical_of_logical[expert]
         return [1.0 / len(replicas) if self.shares is None else self.shares[p] for p in replicas]
 
-    def without_rank(self, rank: int) -> ExpertMap:
-        """The map of the ranks that are left, renumbered; shares of surviving replicas grow to make up for the lost."""
-        rows = [experts for r, experts in enumerate(self.experts_of_rank) if r != rank]
-        kept = [p for p, r in enumerate(self.rank_of_physical) if r != rank]
-        logical = self.physical_to_global()
-        parts = dict.fromkeys(range(self.num_experts), 0.0)
-        number = dict.fromkeys(range(self.num_experts), 0)
-        old = self.shares or tuple(1.0 / len(self.physical_of_logical[e]) for e in logical)
-        for p in kept:
-            parts[logical[p]] += old[p]
-            number[logical[p]] += 1
-        # Copies that took nothing while the lost one served share its tokens evenly.
-        shares = tuple(old[p] / parts[e] if parts[e := logical[p]] > 0 else 1.0 / number[e] for p in kept)
-        lost = frozenset(e for e, count in number.items() if count == 0)
-        return ExpertMap(tuple(rows), self.num_experts, shares, lost)
-
     def tables(self, device: torch.device, rank: int | None = None, per_node: int = 1) -> PlacementTables:
         """The placement as small tensors on a device, for routing without a host round trip.
 

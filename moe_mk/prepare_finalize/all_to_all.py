@@ -15,7 +15,7 @@ at a time. `all_to_all_v` gathers a table of all routings first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -99,13 +99,9 @@ class PointToPoint(Communicator):
     def _count_stayed(self, phase: str, rows: Tensor, count: int) -> None:
         """Nothing: messages alone are counted."""
 
-    def _others(self) -> Iterator[tuple[int, int]]:
-        """(to, from) of each round."""
-        for step in range(1, self.size):
-            yield (self.rank + step) % self.size, (self.rank - step) % self.size
-
     def _in_rounds(self, parts: Sequence[Tensor], holes: Sequence[Tensor], phase: str) -> Flight[None]:
-        for to, source in self._others():
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             send, receive = [0] * self.size, [0] * self.size
             send[to], receive[source] = len(parts[to]), len(holes[source])
             holes[source].copy_((yield from self.inner.all_to_all(parts[to], send, receive, phase)))

@@ -115,12 +115,10 @@ class Migration:
         self.retries = self.waited = 0
 
     def _batches(self) -> list[list[int]]:
-        changed = [x for x in range(len(self.layers)) if x in self.moves or self._share_differs(x)]
+        old, new = self.ledger.share, self.message.share
+        changed = [x for x in range(len(self.layers)) if x in self.moves or not np.array_equal(old[x], new[x])]
         still = [x for x in changed if x not in self.moves]
         return [still] * bool(still) + [[x] for x in changed if x in self.moves]
-
-    def _share_differs(self, x: int) -> bool:
-        return not np.array_equal(self.ledger.share[x], self.message.share[x])
 
     def _begin(self) -> ExpertTransfer:
         layer = self.batches[0][0]

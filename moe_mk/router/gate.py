@@ -52,7 +52,7 @@ def choose_gate_tier(
     against: dict[GateTier, list[str]] = {
         "native": _against_native(arch, dtype, router_dtype, available),
         "small_m": _against_small_m(arch, num_tokens, dtype, router_dtype, available),
-        "bf16_to_fp32": _against_bf16_to_fp32(arch, dtype, router_dtype),
+        "bf16_to_fp32": _against_mixed_output(arch, (8, 0), dtype, router_dtype),
         "plain": [],
     }
     chosen = next(tier for tier, reasons in against.items() if not reasons)
@@ -84,10 +84,6 @@ def _against_small_m(
     if "small_m" not in available:
         reasons.append(f"{SMALL_M_LIBRARY} is not installed")
     return reasons
-
-
-def _against_bf16_to_fp32(arch: tuple[int, int] | None, dtype: torch.dtype, router_dtype: str) -> list[str]:
-    return _against_mixed_output(arch, (8, 0), dtype, router_dtype)
 
 
 def _against_mixed_output(

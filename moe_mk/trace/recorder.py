@@ -7,7 +7,7 @@ The ledger holds which object ran each stage, how often and on how many bytes, w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import Array, c_int64
 from dataclasses import dataclass
@@ -173,15 +173,13 @@ WORK = frozenset({"experts", "shared"})
 Range = tuple[float, float]
 
 
-def hidden_share(
-    spans: Sequence[Span], *, communication: Collection[str] = COMMUNICATION, work: Collection[str] = WORK
-) -> float | None:
+def hidden_share(spans: Sequence[Span]) -> float | None:
     """The part of communication time during which experts computed too, from 0 to 1; None without communication.
 
     Time covered by two communication spans counts once. 0: no overlap; 1: communication is fully hidden.
     """
-    under_way = merged((s.start, s.end) for s in spans if s.stage in communication)
-    working = merged((s.start, s.end) for s in spans if s.stage in work)
+    under_way = merged((s.start, s.end) for s in spans if s.stage in COMMUNICATION)
+    working = merged((s.start, s.end) for s in spans if s.stage in WORK)
     whole = sum(end - start for start, end in under_way)
     if whole <= 0:
         return None

@@ -163,7 +163,7 @@ class ExpertStore:
         end = min(start + PIECE, self.record_bytes)
         while start < end:
             try:
-                count = os.preadv(self._fd, [record[start:end]], self._at(expert) + start)
+                count = os.preadv(self._fd, [record[start:end]], self._first + expert * self.record_bytes + start)
             except unless_signalled(OSError) as problem:
                 raise StoreError(f"expert {expert} of {self.path} cannot be read: {problem}") from problem
             if count == 0:
@@ -187,9 +187,6 @@ class ExpertStore:
         for start in self.pieces():
             self.read_piece(expert, start, record)
         self.check(expert, record)
-
-    def _at(self, expert: int) -> int:
-        return self._first + expert * self.record_bytes
 
     def _look(self) -> tuple[int, int]:
         found = os.fstat(self._fd)

@@ -98,18 +98,15 @@ def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
     expect_one_width(weights, "a stack")
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     width = slots[0].up_IH.shape[0]
-    if isinstance(weights.scheme, BlockedScheme) and weights.gated and _straddles(weights.scheme, width):
+    rows = weights.scheme.rows if isinstance(weights.scheme, BlockedScheme) else WHOLE
+    if weights.gated and rows != WHOLE and width % rows:
         raise ConfigError(
-            f"an intermediate size of {width} is no multiple of the {weights.scheme.rows} rows of a scale block, "
+            f"an intermediate size of {width} is no multiple of the {rows} rows of a scale block, "
             "so gate and up cannot lie in one stack; keep the weights mapped"
         )
     w13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
     w2 = [[slot.down_HI] for slot in slots]
     return ExpertWeights(_stack(w13, device), _stack(w2, device), CANONICAL, weights.gated)
-
-
-def _straddles(scheme: BlockedScheme, width: int) -> bool:
-    return scheme.rows != WHOLE and width % scheme.rows != 0
 
 
 def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:

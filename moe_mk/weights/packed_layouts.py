@@ -145,8 +145,9 @@ def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpac
     n, k = values.shape[0], scheme.logical_columns(values.shape[1])
     if "shape" in parts and parts["shape"][1].tolist() != [n, k]:
         raise WeightError(f"{parts['shape'][0]} is {parts['shape'][1].tolist()}, and {name} has {[n, k]} codes")
-    if "order" in parts:
-        _expect_trivial(parts["order"], _group_of(scheme, k))
+    if "order" in parts and _order(parts["order"], _group_of(scheme, k)) is not None:
+        order = parts["order"][0]
+        raise WeightError(f"{order} orders columns by activation (actorder 'group'), which is not supported")
     zeros = None
     if scheme.has_zeros:
         zeros = _codes(parts["zeros"][1].T, scheme.bits).T[:n].contiguous()
@@ -249,11 +250,6 @@ def _order(named: Named, group: int) -> Tensor | None:
             "all groups of a matrix must have the size of quantization_config.group_size"
         )
     return order_K
-
-
-def _expect_trivial(named: Named, group: int) -> None:
-    if _order(named, group) is not None:
-        raise WeightError(f"{named[0]} orders columns by activation (actorder 'group'), which is not supported")
 
 
 @dataclass(frozen=True)

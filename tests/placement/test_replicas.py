@@ -95,18 +95,3 @@ def test_a_map_that_cannot_serve_lists_everything_wrong() -> None:
 def test_a_second_copy_on_a_rank_may_lie_idle() -> None:
     idle = ExpertMap(((0, 0), (1, 2)), 3, (1.0, 0.0, 1.0, 1.0))
     assert idle.shares_of(0) == [1.0, 0.0]
-
-
-def test_losing_a_rank_hands_its_shares_to_other_replicas_and_lists_what_nobody_holds() -> None:
-    # expert:    0    1      0    2      3    0        rank 1 dies: 2 is lost, 0 keeps .25 and .25 of its tokens
-    placed = ExpertMap(((0, 1), (0, 2), (3, 0)), 4, (0.25, 1.0, 0.5, 1.0, 1.0, 0.25))
-    left = placed.without_rank(1)
-    assert left.experts_of_rank == ((0, 1), (3, 0)) and left.lost == {2}
-    assert left.shares == (0.5, 1.0, 1.0, 0.5)
-    assert left.global_to_physical() == [0, 1, -1, 2]
-
-
-def test_copies_that_took_nothing_step_in_when_the_serving_one_dies() -> None:
-    placed = ExpertMap(((0, 1), (0, 2), (0, 1)), 3, (0.0, 1.0, 1.0, 1.0, 0.0, 0.0))
-    left = placed.without_rank(1)
-    assert left.shares == (0.5, 1.0, 0.5, 0.0) and left.lost == {2}

@@ -53,7 +53,8 @@ def test_a_replica_without_share_gets_nothing() -> None:
 
 
 def test_a_lost_expert_goes_nowhere() -> None:
-    left = SHARED.without_rank(1)
+    left = ExpertMap(((0, 1), (0, 3)), 4, (0.625, 1.0, 0.375, 1.0), lost=frozenset({2}))
+    assert left.global_to_physical() == [0, 1, -1, 3]
     ids_TK = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     physical_TK = left.tables(CPU).to_physical(ids_TK, 0)
     assert physical_TK[1].tolist() == [-1, 3] and physical_TK[0, 1] == 1 and physical_TK[0, 0] in (0, 2)

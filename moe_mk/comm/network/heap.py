@@ -224,11 +224,8 @@ class NetworkHeap(SymmetricHeap):
     def quiet(self) -> None:
         """Wait until every peer has all puts and signals of this rank. Raises CommError."""
         super().quiet()
-        waits_for = self._unconfirmed()
-        while waits_for is not None:
-            peer = waits_for
+        while (peer := self._unconfirmed()) is not None:
             self._until(partial(self._is_quiet, peer), "quiet", peer)
-            waits_for = self._unconfirmed()
 
     def _is_quiet(self, peer: int) -> bool:
         return self._unconfirmed() != peer

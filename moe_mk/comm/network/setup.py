@@ -130,8 +130,7 @@ class _Opening:
                     "kernel": host_number(), "problem": problem or mapping,
                 }
             )  # fmt: skip
-            self._check_sizes([int(note["bytes"]) for note in notes])
-            self._check_links([str(note["link"]) for note in notes])
+            self._check_same(notes)
             self._name = str(notes[self.near[0]]["name"])
             attaching = self._tried(lambda: self._attach(self._name))[1]
             own, opening = (b"", "") if attaching else self._tried(lambda: self._open_links(address.host))
@@ -282,15 +281,13 @@ class _Opening:
             self._fail("not all ranks can open windows over the network: " + "; ".join(lines))
         return notes
 
-    def _check_sizes(self, sizes: list[int]) -> None:
-        for peer, size in enumerate(sizes):
-            if size != sizes[self.comm.rank]:
-                self._fail(f"opens windows of {size} bytes in all, this rank {sizes[self.comm.rank]}", peer)
-
-    def _check_links(self, names: list[str]) -> None:
-        for peer, name in enumerate(names):
-            if name != self.network.link:
-                text = f"uses network link {name!r}, this rank {self.network.link!r}"
+    def _check_same(self, notes: list[dict[str, Any]]) -> None:
+        own = notes[self.comm.rank]
+        for peer, note in enumerate(notes):
+            if note["bytes"] != own["bytes"]:
+                self._fail(f"opens windows of {note['bytes']} bytes in all, this rank {own['bytes']}", peer)
+            if note["link"] != own["link"]:
+                text = f"uses network link {note['link']!r}, this rank {own['link']!r}"
                 self._fail(f"{text} [kernel.network_link: the same on all ranks]", peer)
 
     def _fail(self, text: str, peer: int | None = None) -> None:

@@ -197,9 +197,9 @@ def unlink(name: str, folder: Path = FOLDER) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def free_bytes(folder: Path = FOLDER) -> int:
-    """What can still be taken there."""
-    there = os.statvfs(folder)
+def free_bytes() -> int:
+    """What can still be taken of shared memory."""
+    there = os.statvfs(FOLDER)
     return there.f_bavail * there.f_frsize
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from moe_mk.comm.symmetric.flags import (
     reasons_against_words,
     words_of,
 )
-from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
+from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
@@ -51,13 +52,9 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
     shape = WindowShape(comm.size, num_flags, data_bytes)
     if isinstance(comm, LockstepCommunicator):
         memory = _MailedMemory(shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
-        return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, _lockstep_waits(comm.rank))
+        return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, partial(WaitingInLockstep, comm.rank))
     assert isinstance(comm, DistributedCommunicator)
     return _heap_of_processes(comm, shape, clock)
-
-
-def _lockstep_waits(rank: int) -> StartWaiting:
-    return lambda phase, epoch, layer: WaitingInLockstep(rank, phase, epoch, layer)
 
 
 class _MailedMemory(Memory):

@@ -283,7 +283,7 @@ class CpuNativeExperts(FusedExperts):
         by_rows = bool(tuned.points) and len(every) > 1
 
         def mode_of_rows(rows: int) -> native.ExpertsMode:
-            return self._mode_of_rows(scheme, rows, top_k)
+            return self._at(rows, top_k) if self._tuned(scheme, top_k).points else self.mode
 
         stack = native.Stack(weights.w13, weights.w2, None if shared is None else (shared.w13, shared.w2))
         takes_fp8 = self.mode.quantize is not native.Rounding.INT8
@@ -329,10 +329,6 @@ class CpuNativeExperts(FusedExperts):
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)
         return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode
-
-    def _mode_of_rows(self, scheme: QuantScheme, rows: int, choices: int) -> native.ExpertsMode:
-        """The mode for a number of rows and a number of experts per row."""
-        return self._at(rows, choices) if self._tuned(scheme, choices).points else self.mode
 
     def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned[native.Tuning]:
         if self.tuned is None:

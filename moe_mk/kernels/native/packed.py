@@ -329,7 +329,8 @@ def spread_groups(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) -
     dtype, given = layout.format.scale_dtype, ceil(layout.num_inputs / layout.format.group)
     _expect(scales, [(layout.num_outputs, given)], layout, name, "group scales", dtype)
     octets = [s.to(device="cpu").contiguous().view(torch.uint8) for s in scales]
-    bad = sum(int(_is_nan(o, layout.format).sum()) for o in octets)
+    powers = layout.format.scale_dtype is torch.float8_e8m0fnu
+    bad = sum(int((o == 0xFF if powers else (o & 0x7F) == 0x7F).sum()) for o in octets)
     if bad:
         raise WeightError(f"{name}: {bad} of its {layout.format.name} scales are NaN; the checkpoint is damaged")
     fill = 0 if layout.format is Format.NVFP4 else _ONE_E8M0
@@ -369,10 +370,6 @@ def _apart(layout: MatrixLayout, columns: Tensor) -> tuple[Tensor, ...]:
     """The inverse of `_side_by_side`."""
     halves = 2 if layout.gated else 1
     return tuple(part.reshape(-1, columns.shape[-1])[: layout.num_outputs] for part in columns.chunk(halves, dim=1))
-
-
-def _is_nan(octets: Tensor, storage: Format) -> Tensor:
-    return octets == 0xFF if storage.scale_dtype is torch.float8_e8m0fnu else (octets & 0x7F) == 0x7F
 
 
 def _expect(

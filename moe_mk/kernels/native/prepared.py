@@ -143,7 +143,7 @@ class ExpertsCall:
             weights_RK = weights_RK.contiguous()
             call.weights = weights_RK.data_ptr()
         if x_scales_RX is not None:
-            x_scales_RX = _dense_rows(x_scales_RX)
+            x_scales_RX = x_scales_RX if x_scales_RX.stride(-1) == 1 else x_scales_RX.contiguous()
             call.x_scales, call.x_scale_stride = x_scales_RX.data_ptr(), x_scales_RX.stride(0)
         status = self._function(ctypes.byref(call))
         if status != Status.OK:
@@ -154,14 +154,14 @@ class ExpertsCall:
 class ProductCall:
     """Rows times one packed matrix, plus its bias: bf16 [R, K] to bf16 [R, N]. Concurrent calls are allowed."""
 
-    def __init__(self, native: Native, matrix: PackedMatrix, isa: Isa | None = None) -> None:
+    def __init__(self, native: Native, matrix: PackedMatrix) -> None:
         """Raises ShapeError for a matrix that is not one slot of whole steps of inputs."""
         layout = matrix.layout
         if layout.gated or matrix.num_slots != 1 or layout.num_inputs % STEP:
             slots = f"{matrix.num_slots} slots of {layout.num_inputs} inputs, gated={layout.gated}"
             raise ShapeError(f"a product takes one plain matrix with a multiple of {STEP} inputs, not {slots}")
         self._native, self._matrix = native, matrix
-        self._block = experts_block(native, matrix, matrix, None, ExpertsMode(), isa)
+        self._block = experts_block(native, matrix, matrix, None, ExpertsMode())
         self._block.top_k, self._block.x_stride, self._block.out_stride = 1, layout.num_inputs, layout.num_outputs
         self._at, self._function = ctypes.byref(self._block), native.functions["product"]
 
@@ -224,10 +224,6 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 def _slot_size(tensor_LX: torch.Tensor | None) -> int:
     return 0 if tensor_LX is None else tensor_LX.stride(0)
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def experts_rows(

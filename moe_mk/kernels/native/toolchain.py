@@ -79,9 +79,9 @@ class Unit:
     flags: tuple[str, ...]
 
 
-def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COMPILERS) -> Compiler | None:
+def find_compiler(which: Callable[[str], str | None]) -> Compiler | None:
     """Search for a C++ compiler. which: shutil.which or a compatible function."""
-    for name in names:
+    for name in COMPILERS:
         path = which(name)
         if path is None:
             continue

@@ -88,7 +88,8 @@ def group_rows(values: Tensor, scales: Tensor | None, ids_RK: Tensor, weights_RK
     ids_RK: int32, -1: dropped. scales: (R, groups), moved with their rows; None: values have none.
     """
     (rows, top_k), device = ids_RK.shape, ids_RK.device
-    num, given = rows * top_k, [_contiguous(part) for part in (values, scales) if part is not None]
+    parts = [part for part in (values, scales) if part is not None]
+    num, given = rows * top_k, [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
     made = [torch.empty((num, part.shape[1]), dtype=part.dtype, device=device) for part in given]
     counts_L = torch.zeros((num_slots,), dtype=torch.int64, device=device)
     row_N = torch.empty((num,), dtype=torch.int64, device=device)
@@ -107,10 +108,6 @@ def group_rows(values: Tensor, scales: Tensor | None, ids_RK: Tensor, weights_RK
             SCALED=scales is not None, num_warps=4, **chained(),
         )  # fmt: skip
     return found
-
-
-def _contiguous(part: Tensor) -> Tensor:
-    return part if part.stride(-1) == 1 else part.contiguous()
 
 
 @triton.jit

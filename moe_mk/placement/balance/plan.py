@@ -238,7 +238,7 @@ def plan(
         placed = fresh(chosen, way, request)
     else:
         slots = serving[:, sites.slot_P]
-        shares = _old_shares(old, sites.slot_P)
+        shares = old.share[:, sites.slot_P].astype(np.float64) if isinstance(old, PlacementPlan) else None
         before = balance(slots, split_shares(slots, request, shares) if shares is None else shares, request)
         placed = changed(slots, shares, chosen, way, request, Budget(min_gain, max_moves, move_cost))
     return _finished(placed, serving, request, topology, chosen, before, expert_bytes, why)
@@ -322,10 +322,6 @@ def _old_slots(old: PlacementPlan | Load, load: Doubles, topology: Topology) -> 
             f"the old placement names experts {slots.min()}..{slots.max()}, load has 0..{load.shape[1] - 1}"
         )
     return slots
-
-
-def _old_shares(old: PlacementPlan | Load | None, slot_P: Ints) -> Doubles | None:
-    return old.share[:, slot_P].astype(np.float64) if isinstance(old, PlacementPlan) else None
 
 
 def _finished(

@@ -255,9 +255,9 @@ def clusters_of(load: Doubles, copies: Ints, num_gpus: int, slots: int) -> list[
     return [(np.flatnonzero(member == part), int(gpus[part])) for part in range(len(gpus))]
 
 
-def _swap_members(member: Ints, total: Doubles, gpus: Ints, load: Doubles, rounds: int = 200) -> None:
+def _swap_members(member: Ints, total: Doubles, gpus: Ints, load: Doubles) -> None:
     """Best swap between the cluster with most load per GPU and any other, until none helps; in place."""
-    for _ in range(rounds):
+    for _ in range(200):
         worst = int((total / gpus).argmax())
         mine = np.flatnonzero(member == worst)
         moved = load[mine][:, None] - load[None]

@@ -75,15 +75,11 @@ def balance_of(time_XW: Doubles, speed_W: Doubles) -> Doubles:
     return result
 
 
-def poured_shares(
-    phy2log: Ints,
-    load: Doubles,
-    sites: Sites,
-    *,
-    start: Doubles | None = None,
-    sweeps: int = 60,
-    tolerance: float = 1e-6,
-) -> Doubles:
+_SWEEPS, _TOLERANCE = 60, 1e-6
+"""The most sweeps of `poured_shares`, and the part of the largest time that is not worth another one."""
+
+
+def poured_shares(phy2log: Ints, load: Doubles, sites: Sites, *, start: Doubles | None = None) -> Doubles:
     """Shares that make the largest GPU time least for this placement; no weight moves.
 
     One replicated expert after the other pours its load over its GPUs, lowest first, until nothing changes: block
@@ -95,7 +91,7 @@ def poured_shares(
     copies = _CopyTable.build(phy2log, share, load, sites)
     if copies is None:
         return share
-    copies.pour(sweeps, tolerance)
+    copies.pour()
     first = _first_on_gpu(phy2log, sites)
     return normalised(phy2log, np.where(first, copies.shares(share), 0.0), num_experts)
 
@@ -160,20 +156,20 @@ class _CopyTable:
             table.load.append(np.where(live, load[row, expert], 0.0))
         return table
 
-    def pour(self, sweeps: int, tolerance: float) -> None:
+    def pour(self) -> None:
         """Sweep over the experts, forth and back, until no layer's largest time moves by more than the tolerance."""
         before = self._largest()
         turns, quiet = list(range(len(self.slot))), 0
-        for sweep in range(sweeps):
+        for sweep in range(_SWEEPS):
             for turn in turns if sweep % 2 == 0 else reversed(turns):
                 self._pour_one(turn)
             if sweep % 4 == 3:
                 after = self._largest()
-                quiet = quiet + 1 if (np.abs(before - after) <= tolerance * after).all() else 0
+                quiet = quiet + 1 if (np.abs(before - after) <= _TOLERANCE * after).all() else 0
                 if quiet == 2:  # once may be chance: a step can lower the squares and leave the largest where it was
                     return
                 before = after
-                if sweep + 4 < sweeps:
+                if sweep + 4 < _SWEEPS:
                     self._level_chains()
 
     def _largest(self) -> Doubles:

@@ -147,10 +147,8 @@ def _part_twins(placed: Ints, piece: Doubles, sites: Sites) -> None:
                 values[slot], values[other] = values[other], values[slot]
 
 
-def swap_refined(
-    placed: Ints, piece: Doubles, sites: Sites, *, rounds: int = 64, tolerance: float = 1e-4
-) -> tuple[Ints, Doubles]:
-    """Swap, again and again, the pair of slots that lowers the busiest GPU most; all rows at once.
+def swap_refined(placed: Ints, piece: Doubles, sites: Sites) -> tuple[Ints, Doubles]:
+    """Swap, at most 64 times, the pair of slots that lowers the busiest GPU most; all rows at once.
 
     Never puts an expert on a GPU that holds it. Empty slots (-1) take part as items without load.
     """
@@ -160,10 +158,10 @@ def swap_refined(
     held = np.where(valid, np.append(piece, np.zeros((len(piece), 1)), 1)[:, cells], 0.0)
     load = held.sum(2)
     active = np.arange(len(placed))
-    for _ in range(rounds):
+    for _ in range(64):
         time = load[active] / sites.speed_W
         mean = load[active].sum(1) / sites.speed_W.sum()
-        active = active[time.max(1) > mean * (1 + tolerance)]
+        active = active[time.max(1) > mean * (1 + 1e-4)]
         if active.size == 0:
             break
         active = active[_swap_once(active, grid, held, load, sites)]
