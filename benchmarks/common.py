@@ -37,7 +37,6 @@ def with_output(parser: argparse.ArgumentParser, name: str = "--output") -> argp
 
 
 def command() -> str:
-    """How this program was called."""
     return "python " + shlex.join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])
 
 
@@ -52,7 +51,6 @@ def about(options: argparse.Namespace) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and torch."""
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 

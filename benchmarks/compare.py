@@ -60,7 +60,6 @@ def ratios(before: Facts, after: Facts) -> dict[int, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

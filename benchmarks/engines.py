@@ -187,7 +187,6 @@ def run_one(name: str, folder: Path) -> None:
 
 
 def engine_of(name: str) -> str:
-    """The engine of a contestant."""
     return name.partition(":")[0].partition("+")[0]
 
 
@@ -265,7 +264,6 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the model, run the contestants, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="qwen3-30b-a3b, deepseek-v2-lite or gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=4)

@@ -66,7 +66,6 @@ class Anchor:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--deepseek, --vllm and --sglang."""
     for option, (what, tails, _) in KNOWN.items():
         parser.add_argument(
             f"--{option}", type=Path, metavar="FOLDER", help=f"{what}: the folder that holds {tails[0]}"
@@ -287,7 +286,6 @@ def written(report: Report, anchors: dict[str, Anchor]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, print the table, and keep it."""
     parser = parser_of(__doc__)
     add_options(parser)
     parser.add_argument("--json", type=output_file, help="write the table here")

@@ -133,7 +133,6 @@ def sample(probe: Probe, call: Callable[[], object], awake: Callable[[], object]
 
 
 def read_weights(native: Native, weights: Sequence[PackedMatrix], threads: int, way: int) -> None:
-    """Read the packed weights once."""
     folded = ctypes.c_uint64(0)
     for matrix in weights:
         pointer, size = matrix.values_LB.data_ptr(), matrix.values_LB.numel()
@@ -294,7 +293,6 @@ def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__, experts=8, hidden=7168, inter=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
     parser.add_argument("--quant", nargs="*", default=FORMATS, help="other formats of ours to compare with FP8 blocks")
@@ -367,7 +365,6 @@ def rounded(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads:
 
 
 def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> int:
-    """Measure, print, write; 1 with the reasons on a processor without AMX."""
     options = parsed(arguments)
     try:
         results = run(native or load(progress=print), options, "python " + shlex.join(sys.argv))

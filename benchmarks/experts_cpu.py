@@ -85,7 +85,6 @@ def report(
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = with_output(parser_of(__doc__, experts=8, hidden=7168, inter=2048, top_k=8, rounds=7), "--json")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
@@ -164,7 +163,6 @@ def one_case(
 
 
 def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
-    """Where and with what the figures were taken."""
     flags = ("experts", "hidden", "inter", "top_k", "threads", "rounds")
     limit = "" if options.isa is None else " at most"
     return {

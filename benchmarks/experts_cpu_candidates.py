@@ -54,7 +54,6 @@ POOL = 2
 
 
 def scheme_of(kind: str) -> QuantScheme:
-    """The scheme of a name of `--quant`."""
     return GROUPED.get(kind) or GGUF.get(kind) or scheme_of_kind(kind)
 
 
@@ -102,7 +101,6 @@ class Stored:
         return weighted_experts(x, ids, weights, self.exact)
 
     def run(self, native: Native, threads: int, rounding: Rounding) -> Experts:
-        """Our kernels on it."""
         packed: tuple[PackedMatrix, PackedMatrix] = (self.w13, self.w2)
         mode = ExpertsMode(quantize=rounding)
         return lambda x, ids, w: experts_rows(native, x, ids, w, *packed, mode=mode, threads=threads)
@@ -149,7 +147,6 @@ def _slots(stored: Stored) -> list[tuple[QuantTensor, ...]]:
 
 
 def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tuple[PackedMatrix, PackedMatrix]:
-    """Pack the layer for the native kernels."""
     experts, hidden, inter = layer.shape
     w13 = allocate(native, MatrixLayout(inter, hidden, True, storage), experts)
     w2 = allocate(native, MatrixLayout(hidden, inter, False, storage), experts)
@@ -165,7 +162,6 @@ def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tup
 
 
 def ours(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, **options: object) -> Experts:
-    """Return the native experts as a candidate."""
     isa = options.get("isa")
     mode = ExpertsMode(batch_invariant=bool(options.get("batch_invariant")))
     chosen = isa if isinstance(isa, Isa) else None

@@ -102,7 +102,6 @@ def measured(calls: dict[str, Callable[[Tensor], object]], batches: list[Tensor]
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = parser_of(__doc__, experts=16, hidden=7168, inter=2048, top_k=8, rounds=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -39,7 +39,6 @@ def times_ours(line: dict[str, Any], own: dict[str, Any]) -> str:
 
 
 def milliseconds(line: dict[str, Any], clock: str = "wall_ms") -> str:
-    """Wall time with three digits."""
     value = line[clock]
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -209,7 +208,6 @@ def behind_torch(results: dict[str, Any]) -> str:
 
 
 def section(results: dict[str, Any]) -> str:
-    """What a page states of one file."""
     parts = (
         described(results),
         table(results),
@@ -245,7 +243,6 @@ def plot(all_results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Print a section for each file, and draw them all."""
     parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of experts_cpu.py")
     parser.add_argument("--plot", type=Path)

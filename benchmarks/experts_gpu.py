@@ -67,14 +67,12 @@ def experts_of(case: Case, tuned: Tuned[Tile] | None = None) -> TritonExperts:
 
 
 def ours(case: Case, weights: ExpertWeights, tuned: Tuned[Tile] | None = None) -> tuple[TritonExperts, Calls]:
-    """Our backend, and calls of it."""
     backend = experts_of(case, tuned)
     own = backend.relayout(weights)
     return backend, lambda tokens: lambda: backend.run(tokens, own).y
 
 
 def contenders(case: Case, tiles: str, folder: Path) -> dict[str, Tuned[Tile]]:
-    """The tiles of every contender, by its name."""
     if tiles == "built-in":
         return {"moe_mk, Triton": Tuned((), BUILT_IN), "moe_mk, Gluon": Tuned((), GLUON)}
     shape = case.shape
@@ -83,7 +81,6 @@ def contenders(case: Case, tiles: str, folder: Path) -> dict[str, Tuned[Tile]]:
 
 
 def main() -> int:
-    """Measure every number of tokens that is not in the results yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, required=True, choices=[256, 32, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))

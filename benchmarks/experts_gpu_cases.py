@@ -177,13 +177,11 @@ def microseconds(graphs: Mapping[str, Callable[[], None]], calls: int, rounds: i
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
-    """Median and the middle half."""
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
     return {"median_us": round(middle, 2), "p25_us": round(low, 2), "p75_us": round(high, 2), "rounds": len(times)}
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Relative L2 error of all tokens together."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 

@@ -338,7 +338,6 @@ class Contestant:
         return {"error": round(relative_error(got[: len(expected)], expected), 5)}
 
     def replay(self) -> dict[str, Any]:
-        """One measurement."""
         assert self.graph is not None
         return {"us": replayed(self.graph, self.sets)}
 
@@ -360,7 +359,6 @@ def serve(contestant: Callable[[], Any], commands: TextIO, answers: TextIO) -> N
 
 
 def main() -> int:
-    """Serve one contender."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", required=True, choices=list(CONTENDERS))
     parser.add_argument("--experts", type=int, required=True, choices=[256, 32, 8])

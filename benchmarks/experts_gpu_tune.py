@@ -80,7 +80,6 @@ def point(
 
 
 def main() -> int:
-    """Tune one layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=256, choices=[256, 32, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))

@@ -67,7 +67,6 @@ class Contender:
         return Failed(reason)
 
     def close(self) -> None:
-        """End the process."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -101,7 +100,6 @@ def compare(
 
 
 def command_of(name: str, experts: int) -> list[str]:
-    """The process of a contender."""
     return [sys.executable, str(HERE / "experts_gpu_peers.py"), "--contender", name, "--experts", str(experts)]
 
 
@@ -153,7 +151,6 @@ def against_itself(given: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Compare with peers, or with ourselves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=256, choices=[256, 32, 8])
     parser.add_argument("--switch", choices=list(SWITCHES))

@@ -79,7 +79,6 @@ def decode(tokens: int) -> None:
 
 
 def main() -> int:
-    """Run a tool, or be the program that it observes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["sanitize", "profile", "tiny", "decode"])
     parser.add_argument("--tokens", type=int, default=16)

@@ -24,7 +24,6 @@ WAYS = {"plain": False, "invariant": True}
 
 
 def main() -> None:
-    """Measure, print and write."""
     options = parse()
     experts, rows = native_experts(), []
     print(f"{'ranks':<18}{'tokens':>8}{'plain ms':>10}{'invariant':>11}{'ratio':>7}{'bytes':>7}")
@@ -52,7 +51,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__, hidden=2048, inter=512, experts=32, top_k=8, rounds=15)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256], help="of each rank")
     return with_output(parser).parse_args()

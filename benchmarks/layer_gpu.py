@@ -99,7 +99,6 @@ def formats(results: Path | None) -> None:
 
 
 def main() -> int:
-    """Measure one or the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=["eager and graph", "formats"], required=True)
     parser.add_argument("--ceilings", type=Path)

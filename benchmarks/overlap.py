@@ -36,7 +36,6 @@ RANKS = 2
 
 
 def main() -> None:
-    """Measure, print and write."""
     options = parse()
     experts, rows = native_experts(), []
     with RankWorld(RANKS) as world:
@@ -53,7 +52,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__, hidden=2048, inter=512, experts=16, top_k=4, rounds=9)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of each rank")
     parser.add_argument("--transports", nargs="+", default=["all_to_all", "one_sided"])
@@ -105,7 +103,6 @@ def row(ranks: list[dict[str, Any]], transport: str, tokens: int) -> dict[str, A
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """One setting for the eye."""
     head = f"{found['transport']}, {found['tokens']} tokens a rank: whole {found['ms']['whole']:.2f} ms"
     body = []
     for name, ratio in found["ratio"].items():

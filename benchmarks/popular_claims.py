@@ -180,7 +180,6 @@ def by_order(x_TH: Tensor, routing: Routing, w13: list[Tensor], w2: list[Tensor]
 
 
 def mlp(x_NH: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """One expert in torch."""
     gate_NI, up_NI = linear(x_NH, w13).chunk(2, dim=1)
     return linear(silu(gate_NI) * up_NI, w2)
 
@@ -269,7 +268,6 @@ CLAIMS = (
 
 
 def main() -> None:
-    """Measure every claim, print the table, write the file."""
     options = with_output(parser_of(__doc__)).parse_args()
     with RankWorld(RANKS) as world:
         found = measured(CLAIMS, world, native_experts())

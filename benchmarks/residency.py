@@ -67,7 +67,6 @@ CHECKED = 16
 
 
 def layer_of(options: argparse.Namespace, experts: int, top_k: int, residency: dict[str, Any] | None) -> MoELayer:
-    """A layer of routed experts."""
     model = {
         "num_experts": experts, "hidden_size": options.hidden, "moe_intermediate_size": options.inter,
         "num_shared_experts": 0, "quant": {"weights": "fp8_block"},
@@ -181,7 +180,6 @@ class Timed:
     used: list[int] = field(default_factory=list)
 
     def add(self, times: dict[str, list[float]], missed: int, used: int) -> None:
-        """One step."""
         self.steps.append({name: min(each, default=None) for name, each in times.items()})
         self.missed.append(missed)
         self.used.append(used)
@@ -313,12 +311,10 @@ class Bench:
 
     @property
     def native(self) -> Native:
-        """The kernels of the layer."""
         return self.layer.kernel.experts.native
 
     @property
     def mode(self) -> ExpertsMode:
-        """Of the layer's calls."""
         return next(iter(self.paged.calls))[0]
 
     def check(self) -> int:
@@ -429,13 +425,11 @@ def all_in_memory(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmData", "VmStk")))
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = parser_of(__doc__, hidden=7168, inter=2048)
     parser.add_argument("trace", type=Path, nargs="?", help="routing of one rank; without it, --resident")
     parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")

@@ -79,7 +79,6 @@ def in_hindsight(column: list[tuple[int, ...]]) -> type[Policy]:
 
 
 def main() -> None:
-    """Simulate, print."""
     parser = parser_of(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")

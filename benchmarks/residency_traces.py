@@ -84,7 +84,6 @@ def record(model: nn.Module, text_N: Tensor, sequences: int, name: str) -> Itera
 
 
 def main() -> None:
-    """Train, record, write."""
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=160)

@@ -189,7 +189,6 @@ def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
 
 
 def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Tensor, ...]]:
-    """The three matrices of each expert."""
     parts = ("gate", "up", "down")
     return [tuple(named[f"experts.{e}.{part}_proj.weight"] for part in parts) for e in range(size.experts)]
 
@@ -235,7 +234,6 @@ class Nothing(torch.nn.Module):
             torch.library.register_fake("moe_mk_benchmark::nothing", nothing, lib=LIBRARY)
 
     def forward(self, x: Tensor) -> Tensor:
-        """An empty tensor like x."""
         y: Tensor = torch.ops.moe_mk_benchmark.nothing.default(x, self._buffers["load_E"], self.entry)
         return y
 
@@ -244,7 +242,6 @@ class PlusOne(torch.nn.Module):
     """The smallest compiled graph of torch's own operators."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x + 1."""
         return x + 1
 
 
@@ -366,7 +363,6 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write what was found."""
     parser = with_output(parser_of(__doc__, rounds=SMALL.rounds))
     parser.add_argument("--ranks", type=int, default=0, help="also over so many processes")
     parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size and format")

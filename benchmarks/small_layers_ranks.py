@@ -162,7 +162,6 @@ def one_then_other(one: Callable[[Tensor], object], other: Callable[[Tensor], ob
 
 
 def times_of_rank(rank: int, size: Size, vllm: str = "") -> Times:
-    """What `timed` measures on one rank."""
     torch.set_num_threads(1)
     with torch.no_grad():
         return timed(ways_over_ranks(rank, size, vllm), size.rounds, together=True)

@@ -47,8 +47,6 @@ ROUNDS = {1: 80, 8: 80, 128: 40, 1024: 9}
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways that are compared."""
-
     transport: str
     wire: QuantScheme = BF16
     in_window: bool = True
@@ -98,7 +96,6 @@ GOALS = (
 
 
 def main() -> None:
-    """Start a world for each number of ranks, measure, print and write."""
     options = parse()
     if not reasons_against():
         loaded()  # an exchange uses kernels that are there, and compiles none
@@ -119,7 +116,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__, hidden=7168, experts=256, top_k=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 1024], help="of each rank")
@@ -182,7 +178,6 @@ class Together:
         self._number = 0
 
     def begin(self) -> None:
-        """Wait for every rank."""
         self._number += 1
         self._mine[0] = self._number
         while (self._came_W < self._number).any():
@@ -227,7 +222,6 @@ def table(ms: dict[str, float]) -> list[str]:
 
 
 def facts(options: argparse.Namespace) -> dict[str, object]:
-    """What ran, on what."""
     return {
         **about(options),
         "versions": {**versions(), "nixl": installed_version("nixl")},

@@ -25,9 +25,9 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between
+from tools.pages import between, write_or_compare
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "quantisation.md"
+ROOT, PAGE = Path(__file__).resolve().parent.parent, "docs/quantisation.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 EXPERTS_IN_LAYER, HIDDEN, INNER, TOKENS, TOP_K = 4, 1024, 512, 64, 2
 CPU = torch.device("cpu")
@@ -43,7 +43,6 @@ class Case:
 
     @property
     def settings(self) -> QuantConfig:
-        """As a configuration states it."""
         return QuantConfig.parse(self.quant, self.title)
 
 
@@ -131,7 +130,6 @@ def _cell(case: Case, backend: str, weights: ExpertWeights, compute: QuantScheme
 
 
 def text() -> str:
-    """The table with how it was made."""
     made = (
         f"{EXPERTS_IN_LAYER} experts of {HIDDEN} x {INNER}, {TOKENS} bf16 tokens, top-{TOP_K}, seeded normals; "
         f"torch {torch.__version__} on a {platform.machine()} CPU; `python tools/accuracy.py`."
@@ -140,17 +138,12 @@ def text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the table, or with --check say whether the page has it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 if the page would change")
     check = parser.parse_args(arguments).check
     torch.set_num_threads(1)
-    page = PAGE.read_text(encoding="utf-8")
-    new = between(page, BEGIN, END, text())
-    if check:
-        return int(new != page)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    new = between((ROOT / PAGE).read_text(encoding="utf-8"), BEGIN, END, text())
+    return write_or_compare(ROOT, PAGE, new, "the accuracy of types", check=check, remedy="python tools/accuracy.py")
 
 
 if __name__ == "__main__":

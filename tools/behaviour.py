@@ -281,8 +281,6 @@ LAYER = 3
 
 
 def checkpoints(folder: Path) -> Iterator[Entry]:
-    """The files of written and of converted checkpoints."""
-
     def written(name: str) -> dict[str, str]:
         write_checkpoint(folder / name, SHAPES[name], threads=1)
         return files_in(folder / name)
@@ -301,7 +299,6 @@ def files_in(folder: Path) -> dict[str, str]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -354,7 +351,6 @@ COUNTS = (0, 1, 5, 33)
 def load(
     path: Path, groups: ParallelGroups | None = None, dtype: torch.dtype = torch.bfloat16, **settings: Any
 ) -> MoELayer:
-    """The layer of a written checkpoint."""
     settings = {"max_num_tokens": 64, "timeout_s": PATIENCE_S} | settings
     return DeepseekV3MoE.from_checkpoint(path, LAYER, groups=groups, dtype=dtype, **settings)
 
@@ -463,17 +459,14 @@ def outputs_of_run(folder: Path, ranks: int) -> object:
 
 
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """(T, H) rows of a layer."""
     return drawn(count, SMALL.hidden_size, seed=100 + seed).to(dtype)
 
 
 def ids(count: int) -> Tensor:
-    """Token ids of as many rows."""
     return torch.arange(count, dtype=torch.int64) * 7 % 50
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Normals in f32."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
@@ -555,12 +548,10 @@ def golden(ask: Mapping[str, Any]) -> object:
 
 @cache
 def all_libraries() -> list[str]:
-    """Names of libraries that backends may use."""
     return sorted(json.loads(moe_mk("doctor", "--json").stdout)["libraries"])
 
 
 def explained(config: str, *words: object) -> object:
-    """What `explain --json` prints."""
     done = moe_mk("explain", config, *words, "--json")
     return values_of(json.loads(done.stdout)) if done.exit_code == 0 else {"exit": done.exit_code}
 
@@ -628,7 +619,6 @@ def is_sentence(value: object) -> bool:
 
 
 def texts(folder: Path) -> Iterator[Entry]:
-    """What people read."""
     yield from ((f"help/{' '.join(words)}", partial(printed, *words, "--help")) for words in verbs())
     for config, device in (("deepseek_v3", "h200"), ("gpt_oss_120b", "b200"), ("tiny", "cpu")):
         words = ("explain", config, "--device", device, "--ranks", 8, "--installed", ",".join(all_libraries()))
@@ -669,7 +659,6 @@ def printed(*words: object) -> str:
 
 
 def moe_mk(*words: object) -> Any:
-    """Run `moe-mk` in this process."""
     return CliRunner(env=ENVIRONMENT).invoke(app, [str(word) for word in words])
 
 
@@ -737,7 +726,6 @@ def differences(old: object, new: object, name: str = "") -> Iterator[tuple[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record or compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

@@ -42,7 +42,6 @@ class DecodeStep:
 
     @property
     def files(self) -> int:
-        """Different files."""
         return len({path for path, _ in self.frames})
 
     @property
@@ -52,7 +51,6 @@ class DecodeStep:
         return sum(one != other for one, other in pairwise(paths))
 
     def as_dict(self) -> dict[str, int]:
-        """The three numbers by name."""
         numbers = {"frames": len(self.frames), "files": self.files, "changes of file": self.changes}
         return {f"{name} at EP={self.ep}": number for name, number in numbers.items()}
 

@@ -35,7 +35,6 @@ def built_in() -> list[str]:
 
 
 def line_of(certificate: Certificate) -> str:
-    """One row of the table."""
     verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(_laws(certificate)))
     cases = sum(check.cases for check in certificate.coverage)
     emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("tested on its emulation")]
@@ -68,7 +67,6 @@ def verdicts(page: str) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Certify, print, write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
     parser.add_argument("--processes", action="store_true", help="run transports on real processes as well")

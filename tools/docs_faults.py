@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
-from tools.pages import between
+from tools.pages import between, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"
@@ -30,7 +30,6 @@ SUMMARY = (
 
 
 def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is committed of a report."""
     return {key: report[key] for key in SUMMARY}
 
 
@@ -63,24 +62,19 @@ def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", nargs="?", type=Path, help="a report of moe-mk chaos, to be committed")
     parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
     parser.add_argument("--root", type=Path, default=ROOT)
     options = parser.parse_args(arguments)
-    result, page = options.root / RESULT, options.root / PAGE
+    result = options.root / RESULT
     if options.report is not None and not options.check:
         report = json.loads(options.report.read_text(encoding="utf-8"))
         result.write_text(json.dumps(summary_of(report), indent=1) + "\n", encoding="utf-8")
-    old = page.read_text(encoding="utf-8")
     text = table(json.loads(result.read_text(encoding="utf-8")))
-    new = between(old, BEGIN, END, f"\n{text}\n")
-    if options.check:
-        print(f"{PAGE} is {'stale; run python tools/docs_faults.py' if new != old else 'up to date'}")
-        return int(new != old)
-    page.write_text(new, encoding="utf-8")
-    return 0
+    new = between((options.root / PAGE).read_text(encoding="utf-8"), BEGIN, END, f"\n{text}\n")
+    remedy = "python tools/docs_faults.py"
+    return write_or_compare(options.root, PAGE, new, "the table of faults", check=options.check, remedy=remedy)
 
 
 if __name__ == "__main__":

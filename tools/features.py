@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import platform
 import re
 import sys
@@ -28,6 +27,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import yaml
+
+from tools.pages import write_or_compare
 
 SHOWN = 3
 ROOT = Path(__file__).resolve().parent.parent
@@ -425,7 +426,6 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if docs/capabilities.md is stale")
     parser.add_argument("--results", nargs="+", type=Path, help=f"junit files or folders with them; {JUNIT} by default")
@@ -457,25 +457,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results(root / RESULTS, results)
     new = render(sections, proofs, results, weaker)
     return write_or_compare(root, "docs/capabilities.md", new, new.split("**")[1], check=options.check)
-
-
-def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool) -> int:
-    """Write a page, or with check print how it differs; returns the exit code. what: its contents, for the message."""
-    page = root / name
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    if new == old:
-        print(f"{name} is up to date: {what}")
-    elif check:
-        pages = (old.splitlines(), new.splitlines())
-        changes = difflib.unified_diff(*pages, "as it stands", "as it should be", "", "", 0, "")
-        print("\n".join(list(changes)[:40]), file=sys.stderr)
-        print(f"{name} is stale; run `make features` and commit it", file=sys.stderr)
-        return 1
-    else:
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(new, encoding="utf-8")
-        print(f"{name} written: {what}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -71,8 +71,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a part."""
-
     status: str
     """"passed", "failed", "ran out of time" or "to be continued"."""
     seconds: float
@@ -83,7 +81,6 @@ Run = Callable[[Part], Result]
 
 
 def commands(work: Path, out: Path) -> tuple[Command, ...]:
-    """The queue."""
     results, tuned = ("--results", str(out / "results.jsonl")), ("--folder", str(work / "tuned"))
     ceilings = ("--ceilings", str(work / "ceilings.json"))
 
@@ -165,7 +162,6 @@ class State:
         return bool(self.results.get(part.name, {}).get("status") == "passed")
 
     def note(self, part: Part, result: Result) -> None:
-        """Record the outcome of a part, at once."""
         self.results[part.name] = asdict(result)
         text = json.dumps({"fingerprint": self.fingerprint, "results": self.results}, indent=2)
         replacement = self.file.with_suffix(".new")
@@ -272,7 +268,6 @@ def write_report(out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is left of one command, or of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", type=int, nargs="*", help="numbers of commands, 1 to 4; default: all")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or WORK / "out"))

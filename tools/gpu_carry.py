@@ -82,7 +82,6 @@ def take_results(source: Path, folder: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -136,7 +135,6 @@ def _archived(path: Path, root: Path) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill .peers, and report its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers")

@@ -61,7 +61,6 @@ def fp8_tflops() -> float:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that results depend on."""
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -70,7 +69,6 @@ def versions() -> dict[str, str]:
 
 
 def main() -> int:
-    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--results", type=Path, help="a file of results, to which a line is appended")

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.pages import between
+from tools.pages import between, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PAGE, RESULTS = "README.md", "docs/performance.md", "benchmarks/results"
@@ -62,8 +62,6 @@ FIRST = (
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table."""
-
     what: str
     compared_with: str
     cases: str
@@ -195,21 +193,14 @@ SOURCES: dict[str, Callable[[dict[str, Any]], Iterable[Line]]] = {
 
 
 def main() -> int:
-    """Write the tables, or report that one is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    stale = 0
+    stale = False
     for name, written in ((README, first_lines), (PAGE, table)):
-        before = (ROOT / name).read_text(encoding="utf-8")
-        after = between(before, BEGIN, END, "\n" + written(ROOT / RESULTS))
-        if check and before != after:
-            print(f"{name}: the table of ratios is stale; run `make features`", file=sys.stderr)
-            stale = 1
-        elif not check:
-            (ROOT / name).write_text(after, encoding="utf-8")
-            print(f"{name}: ratios written")
-    return stale
+        text = between((ROOT / name).read_text(encoding="utf-8"), BEGIN, END, "\n" + written(ROOT / RESULTS))
+        stale |= bool(write_or_compare(ROOT, name, text, "the table of ratios", check=check))
+    return int(stale)
 
 
 if __name__ == "__main__":

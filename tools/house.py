@@ -68,8 +68,6 @@ SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 @dataclass(frozen=True)
 class Import:
-    """One import of one module by another."""
-
     module: str
     target: str
     name: str | None
@@ -94,7 +92,6 @@ class House:
         self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
 
     def is_room(self, module: str) -> bool:
-        """Whether a module is an `__init__`."""
         return self.paths[module].name == "__init__.py"
 
     @cached_property
@@ -320,7 +317,6 @@ def problems(measured: Mapping[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and check; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="modules with one importer, and circles of typing")
     parser.add_argument("--trace", action="store_true", help="the frames of the decode steps in order")

@@ -111,12 +111,10 @@ class Hosts:
         return int(done.stdout)
 
     def cut(self) -> None:
-        """Pull the cable out."""
         ip("-n", self.names[0], "link", "set", "cable0", "down")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every transport, then cut the cable; print what is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--ranks-per-host", type=int, default=2)
@@ -237,7 +235,6 @@ def ip(*words: str) -> str:
 
 
 def show(name: str, job: Job) -> None:
-    """Print what runs on each host."""
     for host in range(2):
         print(f"{name if host == 0 else '':<12} host {host}: {shlex.join(job.command(host))}", flush=True)
 

@@ -116,14 +116,12 @@ class Outcome:
     detail: str = ""
 
     def line(self) -> str:
-        """As it is printed."""
         where = f"row {self.mutant.row}" if self.mutant.offset is None else self.mutant.row
         shown = f"{self.state:<9} {where:<9}{self.seconds:>6.1f} s  {self.mutant.name}"
         return f"{shown}\n{self.detail}" if self.detail else shown
 
 
 def read_mutants(path: Path) -> list[Mutant]:
-    """The mutants of a file, in its order."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [Mutant(str(entry.pop("row")), **entry) for entry in content]
 
@@ -453,7 +451,6 @@ def run_in_own_copy(root: Path, folder: Path, work: tuple[Mutant, Sequence[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the mutants and print the rate; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=[], help="only mutants of these rows")
     parser.add_argument("--sample", type=int, help="only as many, always the same ones")

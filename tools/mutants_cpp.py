@@ -122,7 +122,6 @@ def judged(kernels: Kernels, mutant: Mutant, copy: Path, tests: Sequence[str]) -
 
 
 def main() -> int:
-    """Print one line a change; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)

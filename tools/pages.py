@@ -1,6 +1,10 @@
-"""Generated parts of pages, between two marks."""
+"""Generated pages, and generated parts of pages between two marks."""
 
 from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
 
 
 def between(page: str, begin: str, end: str, text: str) -> str:
@@ -9,3 +13,22 @@ def between(page: str, begin: str, end: str, text: str) -> str:
         raise ValueError(f"the page needs one line {begin} and one line {end}")
     before, rest = page.split(begin)
     return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool, remedy: str = "make features") -> int:
+    """Write a page, or with check print how it differs; returns the exit code. what: its contents, for the message."""
+    page = root / name
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    if new == old:
+        print(f"{name} is up to date: {what}")
+    elif check:
+        pages = (old.splitlines(), new.splitlines())
+        changes = difflib.unified_diff(*pages, "as it stands", "as it should be", "", "", 0, "")
+        print("\n".join(list(changes)[:40]), file=sys.stderr)
+        print(f"{name} is stale; run `{remedy}` and commit it", file=sys.stderr)
+        return 1
+    else:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(new, encoding="utf-8")
+        print(f"{name} written: {what}")
+    return 0

@@ -23,7 +23,6 @@ SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build and run; print what is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=150, help="random layers, routings, quantisations and exchanges")
     parser.add_argument("--seed", type=int, default=0, help="the first round's seed")

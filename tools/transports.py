@@ -21,7 +21,7 @@ from moe_mk.external.library import EMULATED, LIBRARIES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
-from tools.features import write_or_compare
+from tools.pages import write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/transports.md"
@@ -79,7 +79,6 @@ and its relays: rows for another node are sent to the rank with the same positio
 
 
 def render() -> str:
-    """The whole page."""
     kinds = built_in()
     parts = [INTRODUCTION, *table_of(kinds), "", MEANING, PLAN.format(tokens=TOKENS), *plan_of(kinds), ""]
     parts += [LIMITS, *(line for name, kind in kinds for line in limits_of(name, kind)), TOPOLOGY, *topology_of(8, 4)]
@@ -92,7 +91,6 @@ def built_in() -> list[tuple[str, type[PrepareFinalize]]]:
 
 
 def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
-    """One line per transport."""
     heads = ("Transport", "Description", "Layout", "Expects", "Wire", "Runs on", "Library", "Graph", "Equal bits")
     yield _row(*heads, "Masks ranks", "Budget")
     yield "|" + "---|" * (len(heads) + 2)
@@ -204,7 +202,6 @@ def _row(*cells: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help=f"exit 1 if {PAGE} is stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")

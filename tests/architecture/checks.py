@@ -215,7 +215,6 @@ LAB = _modules(PROJECT["optional-dependencies"]["lab"]) - {"matplotlib"}
 
 @rule
 def no_relative_imports(source: Source) -> Iterator[tuple[int, str]]:
-    """Every import states the full name."""
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, f"relative import of {node.module or '.'}"

@@ -27,7 +27,6 @@ def moe_mk(*words: object) -> Result:
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """`moe-mk` in this process."""
     return moe_mk
 
 

@@ -48,7 +48,6 @@ for words in sys.stdin.read().splitlines():
 
 
 def verbs(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every verb below a command."""
     below = getattr(command, "commands", None)
     if below is None:
         yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,10 +26,8 @@ def test_a_checkpoint_that_is_not_there_is_named_with_the_way_to_write_it(invoke
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_ranks(*_: object) -> int:
-        raise AssertionError("a rank was started")
-
-    monkeypatch.setattr("moe_mk.lab.cli.processes.run_ranks", run_ranks)  # a verb imports it when it is called
+    started = Mock(side_effect=AssertionError("a rank was started"))
+    monkeypatch.setattr("moe_mk.lab.cli.processes.run_ranks", started)  # a verb imports it when it is called
 
 
 USAGE = [

@@ -144,8 +144,6 @@ def is_alive(pid: int) -> bool:
 
 
 class Ended:
-    """A process that has ended."""
-
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
 

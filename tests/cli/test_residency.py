@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,9 +41,7 @@ def test_a_store_is_written_once_and_found_by_the_layer(
     assert [(each["layer"], each["rank"], each["written"]) for each in again["stores"]] == [(3, 0, False)]
     assert again["stores"][0]["num_bytes"] == before.st_size and list(store.iterdir()) == [file]
 
-    def packs(*_: object) -> None:
-        raise AssertionError("the layer packs its experts again")
-
+    packs = Mock(side_effect=AssertionError("the layer packs its experts again"))
     monkeypatch.setattr("moe_mk.experts.cpu_native.paged.write_store", packs)
     layer = DeepseekV3MoE.from_checkpoint(tiny, 3, residency={"slots": 4, "store": str(store)})
     layer(torch.ones(2, 256, dtype=torch.bfloat16))

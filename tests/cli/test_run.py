@@ -133,7 +133,6 @@ def children_of(parent: int) -> list[int]:
 
 
 def has_mapped_a_checkpoint(pid: int) -> bool:
-    """That comes after the ranks have met."""
     return ".safetensors\n" in Path(f"/proc/{pid}/maps").read_text()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from moe_mk.comm import ParallelGroups
@@ -57,15 +59,9 @@ def test_a_launcher_is_not_contradicted() -> None:
 
 
 def test_a_step_alone_keeps_its_words_and_its_code() -> None:
-    def fails() -> int:
-        raise UnsupportedError("cannot", ["this", "that"])
-
-    def breaks() -> int:
-        raise CommError("gone", rank=0, phase="dispatch")
-
     assert together(SingleRank(), lambda: 7) == 7
     with pytest.raises(RanksFailed, match="^cannot\n  - this\n  - that$") as caught:
-        together(SingleRank(), fails)
+        together(SingleRank(), Mock(side_effect=UnsupportedError("cannot", ["this", "that"])))
     assert caught.value.code == 3
     with pytest.raises(CommError, match="gone"):
-        together(SingleRank(), breaks)
+        together(SingleRank(), Mock(side_effect=CommError("gone", rank=0, phase="dispatch")))

@@ -97,7 +97,6 @@ def test_it_is_the_collective_between_processes(world: RankWorld) -> None:
 
 
 def alone(rank: int) -> None:
-    """Rank 0 waits for peers that never send."""
     if rank == 0:
         comm = PointToPoint(DistributedCommunicator(dist.group.WORLD, timeout_s=0.5, layer="layers.3"))  # type: ignore[arg-type]
         wait(comm.all_to_all(torch.zeros(3, 1), [1, 1, 1], [1, 1, 1], "dispatch"))

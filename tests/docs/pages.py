@@ -12,12 +12,10 @@ PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md
 
 
 def blocks(page: Path, *kinds: str) -> list[Block]:
-    """The fenced blocks of a page, of some kinds."""
     return [block for block in blocks_of(page.read_text(encoding="utf-8")) if block.kind in kinds]
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 

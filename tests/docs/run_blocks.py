@@ -33,7 +33,6 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """All fenced blocks of a Markdown text."""
     return [
         Block(match["kind"].strip(), match["body"], text.count("\n", 0, match.start("body")) + 1)
         for match in FENCE.finditer(text)

@@ -32,7 +32,6 @@ def run(*command: str) -> str:
 
 
 def example(name: str) -> str:
-    """The path of an example."""
     return str(EXAMPLES / name)
 
 

@@ -13,7 +13,6 @@ from moe_mk.external.library import LIBRARIES, Library, find, installed, install
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A library that is certainly not installed."""
     monkeypatch.setattr(
         "moe_mk.external.library.LIBRARIES",
         {"no_such_library": Library("no_such_library", "tests", "pip install 'moe-mk[nothing]'", ("no-such",))},

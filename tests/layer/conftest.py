@@ -28,7 +28,6 @@ class Twin:
         return MoEConfig.from_hf(self.path, **({"router_dtype": "float32"} | overrides))
 
     def layers(self, ep: int = 1, tp: int = 1, **overrides: object) -> list[DeepseekV3MoE]:
-        """Loaded layers on virtual ranks, in f32."""
         made = [DeepseekV3MoE(self.config(**overrides), dtype=torch.float32, groups=g) for g in virtual_groups(ep, tp)]
         return [layer.load_from_safetensors(self.path, 0) for layer in made]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,11 +262,7 @@ def late(rank: int, transport: str, when: str) -> list[str]:
 def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
     """Rank 1 fails; then all recover, and the next native call is right. Returns what became of both calls."""
     made, x_TH = built(shared=where == "shared", prepare_finalize=transport), tokens(rank, 3)
-    wanted_TH = made(x_TH)
-
-    def fail(*_: Any) -> Any:
-        raise ValueError("injected")
-
+    wanted_TH, fail = made(x_TH), Mock(side_effect=ValueError("injected"))
     call: Callable[[], Tensor] = partial(made, x_TH)
     undone: Callable[[], object] = bool
     if rank == 1 and where == "experts":
@@ -295,7 +292,6 @@ def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
 
 
 def absent(rank: int, transport: str) -> dict[str, Any]:
-    """Rank 1 makes no second call."""
     made, x_TH = built(timeout_s=1.0, prepare_finalize=transport), tokens(rank, 3)
     made(x_TH)
     if rank == 1:

@@ -70,7 +70,6 @@ def outcome(call: Callable[[], Tensor], expected: Tensor | None = None) -> dict[
 
 
 def references(rank: int, seeds: int, count: int) -> list[Tensor]:
-    """What one rank alone gives."""
     alone = layer(EXPERTS, TOP_K, max_num_tokens=64)
     return [alone(tokens(rank, count, seed)) for seed in range(seeds)]
 

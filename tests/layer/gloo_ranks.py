@@ -212,7 +212,6 @@ def with_and_without_chunks(rank: int, path: str, batches: list[Tensor], setting
 
 
 def swap_and_serve(rank: int, path: str, tokens: list[Tensor], transports: list[str]) -> dict[str, Any]:
-    """Serve, and after each forward change the transport."""
     config = MoEConfig.from_hf(path, router_dtype="float32", prepare_finalize="all_to_all")
     built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 0")
     built.load_from_safetensors(path, 0)

@@ -27,6 +27,5 @@ def written(path: Path) -> Path:
 
 
 def built(path: Path, **settings: object) -> MoELayer:
-    """The layer with bf16 tokens, changed by the settings."""
     chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
     return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,10 +97,9 @@ def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, e
     layers = twin.layers(ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
     tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
-    def refuse(*_: object, **__: object) -> None:
-        raise UnsupportedError("no room on this rank", ["free some"])
-
-    with live_method(layers[failed], "stage", refuse):
+    with live_method(
+        layers[failed], "stage", Mock(side_effect=UnsupportedError("no room on this rank", ["free some"]))
+    ):
         reports = swapped(layers, tokens, experts="torch_cpu")
     assert {report.failed_ranks for report in reports} == {(failed // tp,)}
     assert not any(report.swapped for report in reports)

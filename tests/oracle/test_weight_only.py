@@ -25,8 +25,6 @@ from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 
 
 class BlocksOnly(TorchCpuExperts):
-    """Reads FP8 blocks and plain weights."""
-
     traits = replace(TorchCpuExperts.traits, weights=frozenset({"fp8_block", "plain"}))
 
 

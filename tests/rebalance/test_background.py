@@ -1,6 +1,7 @@
 """A background job always ends in its result, its error, or a timeout."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,11 +32,8 @@ def test_an_error_is_reported_and_not_raised(inline: bool) -> None:
 
 
 def test_a_thread_that_is_torn_down_is_reported_too() -> None:
-    def leave() -> int:
-        raise SystemExit(3)
-
     thread: BackgroundJob[int] = BackgroundJob("leaver", limit_s=60)
-    thread.start(leave)
+    thread.start(Mock(side_effect=SystemExit(3)))
     outcome = wait_for(thread)
     assert isinstance(outcome, Failed) and isinstance(outcome.error, SystemExit)
 

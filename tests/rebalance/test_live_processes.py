@@ -8,7 +8,7 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -16,16 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, wait
+from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
-from moe_mk.rebalance.transfer import HEADER, PHASE
-from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
+from tests.support.rebalance_world import RANKS, Rank, damage_first, holds_right_weights, settings, touch_chunks
 from tests.support.tiers import thorough
 from tests.support.worlds import world_of
 
@@ -36,24 +34,11 @@ MOST_STEPS = 400
 world = world_of(RANKS)
 
 
-class Wire(DistributedCommunicator):
-    """A gloo rank whose first arriving chunk is damaged."""
-
-    damages = False
-
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        arrived = yield from super().all_to_all(rows, send, receive, phase)
-        if self.damages and phase == PHASE and len(arrived):
-            self.damages = False
-            arrived[HEADER + 3] ^= 16
-        return arrived
-
-
 def served(**changes: object) -> Rank:
     group = dist.group.WORLD
     assert group is not None
     torch.set_grad_enabled(False)
-    return Rank(Wire(group, timeout_s=20.0), **changes)
+    return Rank(DistributedCommunicator(group, timeout_s=20.0), **changes)
 
 
 def serve_until(rank: Rank, done: Callable[[], bool], pause: Callable[[], None] = lambda: None) -> None:
@@ -112,10 +97,11 @@ def sliced_with_delays(number: int) -> Report:
     groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
     ep, tp = groups[number % 2], groups[2 + number // 2]
     assert isinstance(ep, dist.ProcessGroup) and isinstance(tp, dist.ProcessGroup)
-    draw, comm = random.Random(number), Wire(ep, timeout_s=20.0)
-    comm.damages = number == 1
-    rank = Rank(comm, (6, 7), Wire(tp, timeout_s=20.0))
+    draw, (comm, slices) = random.Random(number), [DistributedCommunicator(each, timeout_s=20.0) for each in (ep, tp)]
+    rank = Rank(comm, (6, 7), slices)
     rank.manager = RebalanceManager(rank.layers, settings(inline=False), planner=slow_planner)
+    if number == 1:
+        touch_chunks(rank, damage_first())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RebalanceWarning)
         serve_until(
@@ -175,9 +161,8 @@ def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, s
 
 def with_damage(number: int) -> Report:
     rank = served()
-    comm = rank.manager.comm
-    assert isinstance(comm, Wire)
-    comm.damages = number == 0
+    if number == 0:
+        touch_chunks(rank, damage_first())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RebalanceWarning)
         serve_until(rank, lambda: rank.manager.status().epochs == (1, 1))
@@ -209,7 +194,7 @@ def with_a_death(number: int, victim: int) -> Report:
     assert isinstance(group, dist.ProcessGroup)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RebalanceWarning)
-        rank.manager.rank_lost(victim, Wire(group, timeout_s=20.0))
+        rank.manager.rank_lost(victim, DistributedCommunicator(group, timeout_s=20.0))
         lost = [len(layer.expert_map.lost) for layer in rank.layers]
         wait(rank.serve())  # at once, on what is left
         serve_until(rank, lambda: rank.manager.status().lost_experts == {})

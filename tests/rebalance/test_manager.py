@@ -25,6 +25,7 @@ from tests.support.rebalance_world import (
     expected,
     holds_right_weights,
     layers_of,
+    lose,
     routing,
     serve,
     settings,
@@ -232,14 +233,6 @@ def test_a_halted_manager_rests_until_its_ranks_recover_and_then_plans_anew(unde
     assert [rank.wrong for rank in ranks] == [[]] * RANKS and ranks[0].epochs[-1] == (1, 1)
     assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
     assert {len(rank.manager.status().incidents) for rank in ranks} == {1} and first.status().state == "watching"
-
-
-def lose(ranks: list[Rank], dead: int) -> list[Rank]:
-    """The ranks that are left, in a world of their own."""
-    left = [rank for rank in ranks if rank.original_rank != dead]
-    comms = LockstepWorld(len(left)).communicators()
-    interleave([r.manager.rank_lost_steps(dead, c) for r, c in zip(left, comms, strict=True)])
-    return left
 
 
 @pytest.mark.thorough

@@ -6,21 +6,32 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
 
 import pytest
 from torch import Tensor
 
-from moe_mk.comm import LockstepCommunicator, LockstepWorld
+from moe_mk.comm import LockstepWorld
 from moe_mk.errors import WeightError
-from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
 from tests.support.layers import live_method
-from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, matrices_equal, serve, tensors
+from tests.support.rebalance_world import (
+    PLACEMENT,
+    RANKS,
+    Rank,
+    check_that_all_is_well,
+    damage_first,
+    holds_right_weights,
+    lose,
+    matrices_equal,
+    serve,
+    tensors,
+    touch_chunks,
+)
 
 R = TypeVar("R")
 
@@ -28,54 +39,14 @@ R = TypeVar("R")
 pytestmark = pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 
 
-class Wire(LockstepCommunicator):
-    """A lockstep rank whose arriving chunks a test may touch."""
-
-    damage: Callable[[int, Tensor], Tensor | None] | None = None
-    chunks = 0
-
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        arrived = yield from super().all_to_all(rows, send, receive, phase)
-        if phase == PHASE and len(arrived):
-            self.chunks += 1
-            if self.damage is not None:
-                changed = self.damage(self.chunks, arrived.clone())
-                arrived = arrived if changed is None else changed
-        return arrived
-
-
 def world(**changes: object) -> list[Rank]:
-    shared = LockstepWorld(RANKS)
-    return [Rank(Wire(shared, rank), **changes) for rank in range(RANKS)]
-
-
-def wire(rank: Rank) -> Wire:
-    assert isinstance(rank.manager.comm, Wire)
-    return rank.manager.comm
-
-
-def check_that_all_is_well(ranks: list[Rank]) -> None:
-    assert [rank.wrong for rank in ranks] == [[]] * RANKS
-    assert all(rank.epochs == ranks[0].epochs for rank in ranks)
-    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+    return [Rank(comm, **changes) for comm in LockstepWorld(RANKS).communicators()]
 
 
 def serve_until_it_backs_off(ranks: list[Rank]) -> None:
     while ranks[0].manager.state != "backing off":
         serve(ranks, 1)
         assert len(ranks[0].epochs) < 40
-
-
-def flip_byte(at: int) -> Callable[[int, Tensor], Tensor | None]:
-    """Damage the first chunk alone."""
-
-    def damage(chunk: int, arrived: Tensor) -> Tensor | None:
-        if chunk > 1:
-            return None
-        arrived[at] ^= 64
-        return arrived
-
-    return damage
 
 
 @pytest.mark.row(120)
@@ -90,7 +61,7 @@ def flip_byte(at: int) -> Callable[[int, Tensor], Tensor | None]:
 def test_a_damaged_chunk_leaves_the_old_map_and_is_sent_again(at: int, states: str) -> None:
     ranks = world()
     victim = 1
-    wire(ranks[victim]).damage = flip_byte(at)
+    touch_chunks(ranks[victim], damage_first(at))
     with pytest.warns(RebalanceWarning, match=states):
         serve_until_it_backs_off(ranks)
     assert 0 in ranks[0].manager.status().epochs
@@ -109,7 +80,7 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
         arrived[HEADER] ^= 1
         return arrived
 
-    wire(ranks[2]).damage = damage
+    touch_chunks(ranks[2], damage)
     with pytest.warns(RebalanceWarning, match="plan 1 is dropped after 2 retries"):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
@@ -198,13 +169,14 @@ def test_no_step_sends_more_than_the_budget() -> None:
 @pytest.mark.row(120)
 def test_moved_bytes_are_those_predicted() -> None:
     ranks, seen = world(), []
+    chunks = [touch_chunks(rank, lambda number, arrived: None) for rank in ranks]
     for _ in range(40):
         serve(ranks, 1)
         seen.append((sum(rank.manager.status().received_bytes for rank in ranks), ranks[0].manager.state))
     assert seen == sorted(seen, key=lambda at: at[0]) and any(size and state == "moving" for size, state in seen)
     predicted = {rank.manager.status().predicted_bytes for rank in ranks}
     received = sum(rank.manager.status().received_bytes for rank in ranks)
-    headers = sum(wire(rank).chunks for rank in ranks) * HEADER
+    headers = sum(map(len, chunks)) * HEADER
     sent = sum(rank.manager.comm.traffic.bytes_by_phase[PHASE] for rank in ranks)
     assert len(predicted) == 1 and received == predicted.pop() > 0
     assert sent == received + headers
@@ -212,7 +184,6 @@ def test_moved_bytes_are_those_predicted() -> None:
 
 @pytest.fixture
 def replaced() -> Iterator[ExitStack]:
-    """Replacements that end with the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -226,7 +197,7 @@ def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(
     release = threading.Event()
     for layer in (layer for rank in ranks for layer in rank.layers):
         replaced.enter_context(live_method(layer, "read_expert", reading_after(release, layer.live.read_expert)))
-    left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
+    left = ranks[:3]
     staged: Counter[tuple[int, int]] = Counter()
     for rank in left:
         for x, layer in enumerate(rank.layers):
@@ -234,7 +205,7 @@ def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(
             replaced.enter_context(live_method(layer, "stage", count))
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
-        interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])
+        lose(ranks, 3)
         serve(left, 20)
         assert all(rank.manager.status().read_bytes == 0 for rank in left)
         assert left[0].manager.state in ("moving", "backing off")
@@ -274,8 +245,7 @@ def test_bytes_are_counted_while_layers_are_still_under_way() -> None:
     while ranks[0].manager.status().epochs != (1, 1):
         serve(ranks, 1)
         received.append(sum(rank.manager.status().received_bytes for rank in ranks))
-    left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
-    interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])
+    left = lose(ranks, 3)
     while any(layer.expert_map.lost for layer in left[0].layers):
         serve(left, 1)
         read.append(sum(rank.manager.status().read_bytes for rank in left))

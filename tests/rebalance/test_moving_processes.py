@@ -121,8 +121,6 @@ class Case:
 
 
 class Victim:
-    """Kills this process at the point of a case."""
-
     def __init__(self, case: Case) -> None:
         self.case, self.passed = case, Counter[str]()
 

@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -115,36 +114,22 @@ def judged(layers: list[MoELayer], group: Any, transport: str, rank: int) -> Rep
     return reported
 
 
-def unreadable(expert: int) -> Any:
-    raise WeightError(f"expert {expert}: the file cannot be read")
+FAULTS: dict[str, tuple[object, str, Exception]] = {
+    "memory": (live, "with_experts", MemoryError("no room for the experts")),
+    "transport": (live, "build_state", RuntimeError("the transport cannot be set up")),
+    "window": (symmetric_setup, "create", OSError("no space left in /dev/shm")),
+}
 
 
-def no_memory(*_: object) -> Any:
-    raise MemoryError("no room for the experts")
-
-
-def no_transport(*_: object) -> Any:
-    raise RuntimeError("the transport cannot be set up")
-
-
-def no_window(*_: object) -> Any:
-    raise OSError("no space left in /dev/shm")
-
-
-@contextmanager
-def fault(name: str, layers: list[MoELayer], transport: str, rank: int) -> Iterator[None]:
+def fault(name: str, layers: list[MoELayer], rank: int) -> AbstractContextManager[object]:
     """Something that fails on one rank, the lowest that is left."""
     if rank != 0:
-        yield
-        return
-    patches: dict[str, Callable[[], Any]] = {
-        "reading": lambda: build.live_method(layers[-1], "read_expert", unreadable),
-        "memory": lambda: mock.patch.object(live, "with_experts", no_memory),
-        "transport": lambda: mock.patch.object(live, "build_state", no_transport),
-        "window": lambda: mock.patch.object(symmetric_setup, "create", no_window),
-    }
-    with patches[name]():
-        yield
+        return nullcontext()
+    if name == "reading":
+        unreadable = mock.Mock(side_effect=WeightError("expert 0: the file cannot be read"))
+        return build.live_method(layers[-1], "read_expert", unreadable)
+    owner, function, error = FAULTS[name]
+    return mock.patch.object(owner, function, side_effect=error)
 
 
 def with_a_death(number: int, ranks: int) -> Report:
@@ -171,7 +156,7 @@ def with_a_death(number: int, ranks: int) -> Report:
         faults = ["reading", "memory", "transport"] + ["window"] * (transport == "one_sided" and victim > 1)
         comm = over(group)
         for name in faults:
-            with fault(name, layers, transport, number), pytest.raises(RegroupError) as refused:
+            with fault(name, layers, number), pytest.raises(RegroupError) as refused:
                 manager.rank_lost(victim, comm)
             seen["refused"].append(str(refused.value))
             after = [(layer.expert_map, layer.epoch, layer.decision, layer.state) for layer in layers]
@@ -246,7 +231,7 @@ def with_a_new_process(number: int, meeting: str) -> Report:
         if number == 4:
             managers[transport] = RebalanceManager(layers_over(comm, transport), settings())
         manager = managers[transport]
-        with fault("memory", [], transport, number), pytest.raises(RegroupError) as refused:
+        with fault("memory", [], number), pytest.raises(RegroupError) as refused:
             manager.rank_joined(3, comm)
         manager.rank_joined(3, comm)
         layers = list(manager.layers)

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from moe_mk.comm import LockstepCommunicator, LockstepWorld
+from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, interleave
+from moe_mk.flight import interleave
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.peers import Peers
-from moe_mk.rebalance.transfer import HEADER, PHASE
 from tests.support.layers import live_method
-from tests.support.rebalance_world import LAYERS, SLICED, Rank, holds_right_weights, serve, settings
+from tests.support.rebalance_world import (
+    LAYERS,
+    SLICED,
+    Rank,
+    check_that_all_is_well,
+    damage_first,
+    serve,
+    settings,
+    touch_chunks,
+)
 
 HOT = (6, 7)
 EP = TP = 2
 
 
-class Wire(LockstepCommunicator):
-    """A lockstep rank whose first arriving chunk of an expert a test may damage."""
-
-    damages = False
-
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        arrived = yield from super().all_to_all(rows, send, receive, phase)
-        if self.damages and phase == PHASE and len(arrived):
-            self.damages, arrived = False, arrived.clone()
-            arrived[HEADER + 3] ^= 16
-        return arrived
+def groups(ep: int = EP) -> list[tuple[Communicator, Communicator]]:
+    """EP and TP group of each rank; rank = ep * TP + tp, as elsewhere."""
+    columns = [LockstepWorld(ep).communicators() for _ in range(TP)]
+    rows = [LockstepWorld(TP).communicators() for _ in range(ep)]
+    return [(columns[tp][e], rows[e][tp]) for e in range(ep) for tp in range(TP)]
 
 
 def grid(ep: int = EP, **changes: object) -> list[Rank]:
-    """Rank = ep * TP + tp, as elsewhere."""
-    columns, rows = [LockstepWorld(ep) for _ in range(TP)], [LockstepWorld(TP) for _ in range(ep)]
-    return [
-        Rank(Wire(columns[tp], e), HOT, Wire(rows[e], tp), **changes) for e in range(ep) for tp in range(TP)
-    ]  # fmt: skip
+    return [Rank(column, HOT, row, **changes) for column, row in groups(ep)]
 
 
 def stories_agree(ranks: Sequence[Rank]) -> None:
-    assert [rank.wrong for rank in ranks] == [[]] * len(ranks)
-    assert all(rank.epochs == ranks[0].epochs for rank in ranks)
-    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+    check_that_all_is_well(ranks)
     maps = {tuple(layer.expert_map for layer in rank.layers) for rank in ranks}
     assert len(maps) == 1
 
@@ -71,12 +67,10 @@ def test_every_slice_moves_and_no_output_differs_by_a_bit() -> None:
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> None:
     ranks = grid()
-    comm = ranks[victim].manager.comm
-    assert isinstance(comm, Wire)
-    comm.damages = True
+    chunks = touch_chunks(ranks[victim], damage_first())
     serve(ranks, 60)
     stories_agree(ranks)
-    assert ranks[0].epochs[-1] == (1, 1) and not comm.damages  # every rank of the grid gets an expert
+    assert ranks[0].epochs[-1] == (1, 1) and chunks  # every rank of the grid gets an expert
     reported = [rank.manager.status().incidents for rank in ranks]
     assert "were damaged on their way" in reported[victim][0].what
     assert all(len(each) == 1 and each[0].step == reported[victim][0].step for each in reported)
@@ -86,10 +80,7 @@ def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> Non
 def test_a_slice_that_cannot_be_staged_keeps_all_ranks_on_the_old_map() -> None:
     ranks = grid(max_retries=1)
 
-    def fails(expert_map: object, arrived: object = None, **_: object) -> object:
-        raise MemoryError("no room for a second half")
-
-    with live_method(ranks[3].layers[0], "stage", fails):
+    with live_method(ranks[3].layers[0], "stage", Mock(side_effect=MemoryError("no room for a second half"))):
         serve(ranks, 40)
     # Layer 1, which needs new shares alone, flipped everywhere, and layer 0 nowhere.
     stories_agree(ranks)
@@ -132,9 +123,7 @@ def test_slices_of_one_ep_rank_leave_together_and_their_experts_are_read_again()
     assert ranks[0].layers[0].expert_map.num_ranks == 3
     serve(ranks, 4)
     left = [rank for rank in ranks if rank.original_rank != 2]
-    columns = [LockstepWorld(2).communicators() for _ in range(TP)]
-    comms = [columns[tp][ep] for ep in range(2) for tp in range(TP)]
-    interleave([rank.manager.rank_lost_steps(2, comm) for rank, comm in zip(left, comms, strict=True)])
+    interleave([rank.manager.rank_lost_steps(2, ep) for rank, (ep, _) in zip(left, groups(), strict=True)])
     lost = left[0].layers[0].expert_map.lost
     assert lost and all(layer.expert_map.lost == lost for rank in left for layer in rank.layers)
     for rank in left:
@@ -150,8 +139,7 @@ def test_slices_of_one_ep_rank_leave_together_and_their_experts_are_read_again()
 
 
 def _peers() -> list[Peers]:
-    columns, rows = [LockstepWorld(EP) for _ in range(TP)], [LockstepWorld(TP) for _ in range(EP)]
-    return [Peers(columns[t].communicators()[e], rows[e].communicators()[t]) for e in range(EP) for t in range(TP)]
+    return [Peers(*each) for each in groups()]
 
 
 def test_all_ranks_hear_the_same_votes() -> None:

@@ -150,8 +150,6 @@ def test_tiles_are_even_and_in_token_order() -> None:
 
 
 class Failing:
-    """Experts that fail at their second tile."""
-
     def __init__(self, experts: Any) -> None:
         self.experts, self.traits, self.calls = experts, experts.traits, 0
 

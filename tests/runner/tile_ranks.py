@@ -58,11 +58,9 @@ class Ranks:
         self.kernels = self.each([partial(make, comm) for comm in self.world.communicators()])
 
     def each(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """A job on every rank."""
         return self.world.together(jobs) if isinstance(self.world, ThreadWorld) else [job() for job in jobs]
 
     def fly(self, flights: Sequence[Flight[Any]]) -> list[Any]:
-        """Land a flight of every rank."""
         if isinstance(self.world, ThreadWorld):
             return self.world.together([partial(wait, flight) for flight in flights])
         return interleave(flights)
@@ -75,7 +73,6 @@ class Ranks:
         return [torch.randn((count, HIDDEN), generator=draw).to(torch.bfloat16) for count, draw in counts]
 
     def forward(self, kernels: Sequence[FusedMoEKernel]) -> list[Tensor]:
-        """One forward on every rank."""
         given = zip(kernels, self.tokens(), self.case.routings, strict=True)
         return self.fly([kernel.steps(x_TH, routing, NO_WEIGHTS) for kernel, x_TH, routing in given])
 

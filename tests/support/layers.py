@@ -54,7 +54,6 @@ def layer(
     dtype: torch.dtype = torch.float32,
     **settings: object,
 ) -> MoELayer:
-    """A layer with `tensors` loaded."""
     made = MoELayer(config(num_experts, top_k, **settings), dtype=dtype, groups=groups)
     shared, bias = made.config.model.num_shared_experts, made.config.router.has_correction_bias
     return made.load_weights(tensors(num_experts, shared=shared, bias=bias))

@@ -36,8 +36,6 @@ class Model:
             self.add(hidden)
 
     def add(self, hidden: int = 4, max_num_tokens: int = 6) -> None:
-        """One more layer on every rank."""
-
         def layer(comm: Any, mine: list[FusedMoEKernel]) -> None:
             context = TransportContext(
                 comm, self.place, self.place.tables(CPU), BF16, BF16, hidden, TOP_K, CPU,
@@ -72,7 +70,6 @@ def batch(seed: int, hidden: int = 4, tokens: int = 6) -> tuple[Tensor, Routing]
 
 
 def flight_of(layer: FusedMoEKernel, given: tuple[Tensor, Routing]) -> Flight[Tensor]:
-    """One forward through a layer."""
     return layer.steps(*given, NO_WEIGHTS)
 
 

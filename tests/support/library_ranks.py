@@ -69,11 +69,9 @@ class Ranks:
         return self.world.together([partial(job, *own) for own in zip(*arguments, strict=True)])
 
     def dispatched(self, x: list[Tensor] = X, routings: list[Routing] = ROUTINGS) -> list[RowTokens]:
-        """What arrives at every rank."""
         return self.each(lambda t, x_TH, r: wait(t.prepare(x_TH, r)), self.transports, x, routings)
 
     def combined(self, y: list[Tensor], tokens: list[RowTokens]) -> list[Tensor]:
-        """What returns to every rank."""
         out = [ExpertOutput(y_RH, OutputStage.REDUCED) for y_RH in y]
         return self.each(lambda t, o, got: wait(t.finalize(o, got)), self.transports, out, tokens)
 
@@ -85,7 +83,6 @@ class Ranks:
 
 
 def reported(name: str, asked: Problem) -> dict[str, str]:
-    """Every reason against a transport, by its code."""
     return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
 
 

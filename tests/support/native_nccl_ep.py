@@ -153,7 +153,6 @@ def load_wheel(wheel: Path, folder: Path) -> SimpleNamespace:
 
 
 def unload_wheel() -> None:
-    """Forget all of it."""
     KNOWN.clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "nccl"]:
         del sys.modules[name]

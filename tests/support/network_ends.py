@@ -170,7 +170,6 @@ KINDS = ("tcp", "shared memory", "shuffled", "shuffled twice", "nixl")
 
 
 def joined(kind: str = "tcp", seed: int = 0, **settings: object) -> tuple[End, End]:
-    """Ranks 0 and 1, connected."""
     ends = an_end(0, [1], **settings), an_end(1, [0], **settings)  # type: ignore[arg-type]
     made = nixl_links(*(end.window for end in ends)) if kind == "nixl" else links(kind, seed)
     for end, peer, link in zip(ends, (1, 0), made, strict=True):

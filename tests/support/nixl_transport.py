@@ -12,7 +12,5 @@ NAME = "one_sided_network_over_nixl"
 
 @PREPARE_FINALIZE.register(NAME)
 class OneSidedNetworkOverNixl(OneSidedNetwork):
-    """Rows by NIXL, whatever the context asks for."""
-
     def __init__(self, context: TransportContext) -> None:
         super().__init__(replace(context, network_link="nixl"))

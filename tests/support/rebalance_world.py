@@ -6,15 +6,16 @@ an integer below 2^24 or a quarter of one. A wrong, missing or doubled expert ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
-from moe_mk.comm import Communicator
+from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
+from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.tokens import Routing
 from moe_mk.weights import SlotWeights
 
@@ -143,6 +144,49 @@ def serve(ranks: Sequence[Rank], steps: int) -> None:
     """All ranks in lockstep."""
     for _ in range(steps):
         interleave([rank.serve() for rank in ranks])
+
+
+def touch_chunks(rank: Rank, touch: Callable[[int, Tensor], Tensor | None]) -> list[int]:
+    """Let a test replace chunks of experts that arrive, numbered from 1; returns the numbers, as they come."""
+    comm, chunks = rank.manager.comm, list[int]()
+    receive_all = comm.all_to_all
+
+    def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
+        arrived = yield from receive_all(rows, send, receive, phase)
+        if phase != PHASE or not len(arrived):
+            return arrived
+        chunks.append(len(chunks) + 1)
+        touched = touch(chunks[-1], arrived.clone())
+        return arrived if touched is None else touched
+
+    comm.all_to_all = all_to_all  # type: ignore[method-assign]
+    return chunks
+
+
+def damage_first(at: int = HEADER + 3) -> Callable[[int, Tensor], Tensor | None]:
+    """Flip a bit of the first chunk alone."""
+
+    def damage(chunk: int, arrived: Tensor) -> Tensor | None:
+        if chunk > 1:
+            return None
+        arrived[at] ^= 64
+        return arrived
+
+    return damage
+
+
+def lose(ranks: Sequence[Rank], dead: int) -> list[Rank]:
+    """The ranks that are left, in a world of their own."""
+    left = [rank for rank in ranks if rank.original_rank != dead]
+    comms = LockstepWorld(len(left)).communicators()
+    interleave([r.manager.rank_lost_steps(dead, c) for r, c in zip(left, comms, strict=True)])
+    return left
+
+
+def check_that_all_is_well(ranks: Sequence[Rank]) -> None:
+    assert [rank.wrong for rank in ranks] == [[]] * len(ranks)
+    assert all(rank.epochs == ranks[0].epochs for rank in ranks)
+    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
 
 
 def holds_right_weights(layer: MoELayer, number: int) -> bool:

@@ -21,5 +21,4 @@ def quick_where(quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
 
 
 def thorough(*cases: Any) -> list[Any]:
-    """The cases as parameters marked `thorough`."""
     return quick_where(lambda *_: False, cases)

@@ -42,7 +42,6 @@ class WrongSignature(transports.Right):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> str:
-    """Register a class for one test."""
     target = PREPARE_FINALIZE if issubclass(cls, PrepareFinalize) else EXPERTS
     _ = list(target)
     monkeypatch.setitem(target._entries, name, cls)

@@ -34,4 +34,4 @@ def test_a_report_replaces_the_result_and_the_table(tmp_path: Path, capsys: pyte
     assert docs_faults.main(["--check", "--root", str(tmp_path)]) == 0
     page.write_text(text.replace("12345", "12346"))
     assert docs_faults.main(["--check", "--root", str(tmp_path)]) == 1
-    assert "stale" in capsys.readouterr().out
+    assert "stale; run `python tools/docs_faults.py`" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from tools.pages import between
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Result files with figures that divide well."""
     walls = {"ours fp8": 2.0, "vllm fp8": 3.0, "vllm bf16": 5.0, "transformers grouped_mm bf16": 100.0}
     cpu = {
         "command": "measure experts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,9 +34,7 @@ def test_a_machine_without_the_command_states_how_to_get_it(
 
 
 def test_what_the_machine_states_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*words: str) -> str:
-        raise subprocess.CalledProcessError(1, ["ip", *words], stderr="Operation not permitted\n")
-
+    refuse = Mock(side_effect=subprocess.CalledProcessError(1, ["ip"], stderr="Operation not permitted\n"))
     monkeypatch.setattr(multihost.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(multihost, "ip", refuse)
     assert multihost.reason_against(inside=False) == "Operation not permitted"

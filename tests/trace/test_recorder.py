@@ -14,8 +14,6 @@ from moe_mk.trace.profiler import profiled
 
 
 class Clock:
-    """Stands still until reported."""
-
     def __init__(self) -> None:
         self.time = 100.0
 

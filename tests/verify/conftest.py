@@ -41,8 +41,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a layer."""
-
     checkpoint: str
     dtype: torch.dtype = torch.bfloat16
     ranks: int = 1
@@ -106,5 +104,4 @@ def groups_of(ranks: int) -> list[ParallelGroups]:
 
 @pytest.fixture(scope="session")
 def bench(checkpoints: dict[str, Path]) -> Callable[[Case], Bench]:
-    """Build the ranks of a case."""
     return lambda case: Bench(case, checkpoints[case.checkpoint])

@@ -35,5 +35,4 @@ def load_written(folder: Path, owned: Sequence[int] = ALL, **tp: int) -> LayerWe
 
 
 def wide(slot: SlotWeights) -> list[Tensor]:
-    """The projections of an expert in f32."""
     return [q.dequantize(torch.float32) for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,9 +104,7 @@ def test_a_store_that_changes_while_it_is_in_use_is_an_error(path: Path) -> None
 
 @pytest.mark.row(172)
 def test_a_full_disk_leaves_the_old_store_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     old = written(tmp_path / "old")
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,10 +37,7 @@ def test_a_sound_checkpoint_is_described(tiny_directory: Path) -> None:
 
 
 def test_no_weight_is_opened(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: SafetensorsSource, name: str) -> Tensor:
-        raise AssertionError(f"{name} was opened")
-
-    monkeypatch.setattr(SafetensorsSource, "open", refuse)
+    monkeypatch.setattr(SafetensorsSource, "open", Mock(side_effect=AssertionError("a tensor was opened")))
     assert inspect_checkpoint(tiny_directory).sound
 
 

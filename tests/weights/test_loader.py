@@ -45,7 +45,6 @@ def loader_of(
 
 
 def bits(weights: LayerWeights) -> list[Tensor]:
-    """Every tensor of a rank's weights, as bytes."""
     slots = [*weights.experts.slots, *([weights.shared] if weights.shared is not None else [])]
     found = [weights.gate_EH, weights.bias_E, weights.logit_bias_E]
     for slot in slots:

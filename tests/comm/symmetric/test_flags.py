@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,10 +41,7 @@ def test_words_keep_all_bits(make: type[PlainWords]) -> None:
 
 
 def test_a_processor_without_total_store_order_needs_libatomic() -> None:
-    def missing(name: str) -> ctypes.CDLL:
-        raise OSError(name)
-
-    memory = Memory(64).bytes
+    memory, missing = Memory(64).bytes, Mock(side_effect=OSError("libatomic.so.1"))
     assert isinstance(words_of(memory, "x86_64", missing), PlainWords)
     assert isinstance(words_of(memory, "aarch64"), AtomicWords)
     with pytest.raises(UnsupportedError, match=r"aarch64 orders memory weakly and libatomic.so.1 is not installed"):

@@ -8,6 +8,7 @@ import stat
 from itertools import pairwise
 from mmap import PAGESIZE
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,12 +48,9 @@ def test_full_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) 
     name, memory = create(shape.total_bytes)
     unlink(name)
 
-    def full(descriptor: int, start: int, count: int) -> None:
-        raise OSError(28, "No space left on device")
-
     heap = SymmetricHeap(memory, words_of(memory.bytes), shape, 0, lambda phase, epoch, layer: pytest.fail("no wait"))
     heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     heap.put(1, 0, torch.ones((3, 8), dtype=torch.uint8))  # of the same page, which is taken
     with pytest.raises(CommError, match=r"no room for 4104 bytes more, \d+ are free: No space.*kernel.max_num_tokens"):
         heap.put(1, 0, torch.ones((513, 8), dtype=torch.uint8))

@@ -161,6 +161,5 @@ def id_of(tensor: Tensor) -> int:
 
 
 def bytes_of_experts(model: nn.Module) -> int:
-    """Bytes of the model's own experts that hold data."""
     found = {n: p for n, p in model.named_parameters() if ".experts." in n and p.device.type != "meta"}
     return sum(parameter.nbytes for parameter in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import torch
 from torch import Tensor
@@ -79,5 +80,4 @@ def summed(native: Native, ids_TK: Tensor, parts: list[Tensor], rank_of_P: Tenso
     return calls.collect(parts[-1].data_ptr(), 3, 0, nobody_waits)
 
 
-def nobody_waits() -> dict[int, int]:
-    raise AssertionError("all flags have come")
+nobody_waits = Mock(side_effect=AssertionError("all flags have come"))

@@ -154,7 +154,6 @@ class Layer:
         return w13, w2
 
     def weight(self, name: str, slot: int) -> Tensor:
-        """One matrix, f64."""
         scales, above = self.scales[name], self.above[name]
         if self.storage is Storage.FP8:
             return spread(self.parts[name][slot], None if scales is None else scales[slot])

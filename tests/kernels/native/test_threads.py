@@ -134,11 +134,7 @@ def call_until_interrupted(call: Call, seconds: float) -> None:
 
 def test_calls_go_on_after_interrupts(on_engine: Native) -> None:
     call, wanted = prepared(on_engine)
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for number in range(5):
             with pytest.raises(KeyboardInterrupt):

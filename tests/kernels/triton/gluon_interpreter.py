@@ -59,7 +59,6 @@ class Pointer:
 
 
 def pointer(tensor: Tensor) -> Pointer:
-    """To the first element."""
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
     return Pointer(flat, tensor.storage_offset())
 

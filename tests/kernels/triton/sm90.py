@@ -23,8 +23,6 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for sm_90."""
-
     registers: int
     stack: int
     shared: int

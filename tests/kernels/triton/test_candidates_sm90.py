@@ -73,7 +73,6 @@ def test_every_candidate_is_recorded_without_spills_and_the_docs_have_the_table(
 
 
 def table(tiles: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """One row a tile, both GEMMs in each cell."""
     head = ["tile", "registers", "spills", "shared memory", "instructions per step", "products per step", "row stores"]
     rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for tile, gemms in tiles.items():

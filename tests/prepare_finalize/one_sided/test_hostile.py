@@ -35,7 +35,6 @@ NAMES = [wire.name for wire, _ in WIRES]
 
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How rows are written and read on both ranks."""
     if request.param == "torch":
         monkeypatch.setattr(exchange, "ready", lambda: None)
     elif reasons := reasons_against():

@@ -17,8 +17,6 @@ Backend = TypeVar("Backend", bound="type[FusedExperts] | type[PrepareFinalize]")
 
 @dataclass(frozen=True)
 class Broken:
-    """One broken backend."""
-
     cls: type[FusedExperts] | type[PrepareFinalize]
     law: str
     """The law that its certificate must name, and no other."""
@@ -30,8 +28,6 @@ CORPUS: dict[str, Broken] = {}
 
 
 def breaks(law: str, *, larger: bool = False) -> Callable[[Backend], Backend]:
-    """Add a class to the corpus."""
-
     def add(cls: Backend) -> Backend:
         CORPUS[f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"] = Broken(cls, law, larger)
         return cls

@@ -41,8 +41,6 @@ class Right(AllToAll):
 
 
 class RightAlone(NoEP):
-    """A correct transport of one rank."""
-
     traits = replace(NoEP.traits, wire=PLAIN, graph_safe=True)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,21 @@ def on_ranks(ranks: int, job: Callable[[ThreadCommunicator], X], timeout_s: floa
     world = ThreadWorld(ranks, timeout_s=timeout_s)
     groups = [comm.library_group() for comm in world.communicators()]  # type: ignore[attr-defined]
     return world.together([partial(job, group) for group in groups])
+
+
+def on_each_rank(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each of so many ranks does; its first argument is the group of the rank."""
+
+    def made(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def on_all(**case: Any) -> None:
+            on_ranks(ranks, partial(test, **case))
+
+        signature = inspect.signature(test)
+        on_all.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return on_all
+
+    return made
 
 
 def differences(module: str) -> list[str]:

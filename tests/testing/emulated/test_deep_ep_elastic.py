@@ -10,7 +10,7 @@ import torch
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated import deep_ep
 from tests.testing.emulated.deepep_worlds import IDS, WEIGHTS, rows
-from tests.testing.emulated.row_library_ranks import on_ranks
+from tests.testing.emulated.row_library_ranks import on_each_rank, on_ranks
 
 EXPERTS, HIDDEN, MOST = 4, 64, 4
 
@@ -26,52 +26,46 @@ def dispatch(buffer: deep_ep.ElasticBuffer, **more: Any) -> Any:
     return buffer.dispatch(**{**given, **more})
 
 
-def test_weights_of_other_ranks_stay_and_rows_are_exact_where_the_host_waits() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        x, ids, weights, handle, event = dispatch(open_buffer(group, deterministic=True))
-        assert event.event is None and x[:, 0].tolist() == [[1.0, 5.0], [1.0, 2.0]][group.rank]
-        assert ids.tolist() == [[[0, -1], [0, 1]], [[-1, 1], [0, -1]]][group.rank]
-        assert weights.tolist() == [[[0.5, 0.25], [0.75, 0.125]], [[0.5, 0.25], [1.0, 0.0]]][group.rank]
-        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [[1, 2], [2, 2]][group.rank]
-        assert handle.num_recv_tokens_per_expert_list == [[2, 1], [1, 1]][group.rank]
-        assert handle.num_unaligned_recv_tokens_per_expert is None
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_weights_of_other_ranks_stay_and_rows_are_exact_where_the_host_waits(group: ThreadCommunicator) -> None:
+    x, ids, weights, handle, event = dispatch(open_buffer(group, deterministic=True))
+    assert event.event is None and x[:, 0].tolist() == [[1.0, 5.0], [1.0, 2.0]][group.rank]
+    assert ids.tolist() == [[[0, -1], [0, 1]], [[-1, 1], [0, -1]]][group.rank]
+    assert weights.tolist() == [[[0.5, 0.25], [0.75, 0.125]], [[0.5, 0.25], [1.0, 0.0]]][group.rank]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [[1, 2], [2, 2]][group.rank]
+    assert handle.num_recv_tokens_per_expert_list == [[2, 1], [1, 1]][group.rank]
+    assert handle.num_unaligned_recv_tokens_per_expert is None
 
 
-def test_without_the_host_everything_behind_the_last_row_is_nothing_at_all() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = open_buffer(group)
-        x, ids, weights, handle, event = dispatch(buffer, do_cpu_sync=False, async_with_compute_stream=True)
-        assert len(x) == 2 * MOST and bool(x.isnan().all()), "not before the event"
-        event.current_stream_wait()
-        assert bool(x[2:].isnan().all()) and bool(weights[2:].isnan().all())
-        assert ids[2:].unique().tolist() == [0], "ids are stale, and look like any other"
-        assert handle.num_recv_tokens_per_expert_list == []
-        out, _, _ = buffer.combine(x.nan_to_num(0.0), handle)
-        assert out[:, 0].tolist() == [[2.0, 2.0, 0.0], [5.0]][group.rank]
-        with pytest.raises(RuntimeError, match=r"x.size\(0\) \(2\) == recv_src_metadata.size\(0\) \(8\)"):
-            buffer.combine(x[:2].contiguous(), handle)
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_without_the_host_everything_behind_the_last_row_is_nothing_at_all(group: ThreadCommunicator) -> None:
+    buffer = open_buffer(group)
+    x, ids, weights, handle, event = dispatch(buffer, do_cpu_sync=False, async_with_compute_stream=True)
+    assert len(x) == 2 * MOST and bool(x.isnan().all()), "not before the event"
+    event.current_stream_wait()
+    assert bool(x[2:].isnan().all()) and bool(weights[2:].isnan().all())
+    assert ids[2:].unique().tolist() == [0], "ids are stale, and look like any other"
+    assert handle.num_recv_tokens_per_expert_list == []
+    out, _, _ = buffer.combine(x.nan_to_num(0.0), handle)
+    assert out[:, 0].tolist() == [[2.0, 2.0, 0.0], [5.0]][group.rank]
+    with pytest.raises(RuntimeError, match=r"x.size\(0\) \(2\) == recv_src_metadata.size\(0\) \(8\)"):
+        buffer.combine(x[:2].contiguous(), handle)
 
 
-def test_expanded_rows_are_grouped_and_groups_start_at_multiples() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = open_buffer(group)
-        x, ids, weights, handle, _ = dispatch(buffer, do_expand=True, expert_alignment=4)
-        assert ids is None and len(x) == 8
-        # rank 0: expert 0 has rows 1 and 5, expert 1 has 5; rank 1: 2, and 1
-        assert sorted(x[:4, 0].nan_to_num(0.0).tolist()) == [[0.0, 0.0, 1.0, 5.0], [0.0, 0.0, 0.0, 2.0]][group.rank]
-        assert x[4, 0] == [5.0, 1.0][group.rank] and weights[4] == [0.125, 0.25][group.rank]
-        assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 5], [1, 5]][group.rank]
-        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [[2, 1], [1, 1]][group.rank]
-        out, _, _ = buffer.combine(torch.where(x.isnan(), 100.0, x), handle)
-        assert out[:, 0].tolist() == [[2.0, 2.0, 0.0], [10.0]][group.rank], "gaps go nowhere"
-        worst = dispatch(buffer, do_expand=True, do_cpu_sync=False)
-        assert len(worst[0]) == 2 * MOST * 2
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_expanded_rows_are_grouped_and_groups_start_at_multiples(group: ThreadCommunicator) -> None:
+    buffer = open_buffer(group)
+    x, ids, weights, handle, _ = dispatch(buffer, do_expand=True, expert_alignment=4)
+    assert ids is None and len(x) == 8
+    # rank 0: expert 0 has rows 1 and 5, expert 1 has 5; rank 1: 2, and 1
+    assert sorted(x[:4, 0].nan_to_num(0.0).tolist()) == [[0.0, 0.0, 1.0, 5.0], [0.0, 0.0, 0.0, 2.0]][group.rank]
+    assert x[4, 0] == [5.0, 1.0][group.rank] and weights[4] == [0.125, 0.25][group.rank]
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 5], [1, 5]][group.rank]
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [[2, 1], [1, 1]][group.rank]
+    out, _, _ = buffer.combine(torch.where(x.isnan(), 100.0, x), handle)
+    assert out[:, 0].tolist() == [[2.0, 2.0, 0.0], [10.0]][group.rank], "gaps go nowhere"
+    worst = dispatch(buffer, do_expand=True, do_cpu_sync=False)
+    assert len(worst[0]) == 2 * MOST * 2
 
 
 def test_rows_of_a_source_lie_in_no_order_unless_asked() -> None:
@@ -101,17 +95,17 @@ def test_rows_of_a_source_lie_in_no_order_unless_asked() -> None:
     ({"x": (torch.zeros(1, 64).to(torch.float8_e4m3fn), torch.zeros(1, 1, dtype=torch.bfloat16))}, "4 bytes"),
     ({"x": torch.zeros(1, 1 << 19, dtype=torch.bfloat16)}, r"num_bytes \(\d+\) >="),
 ])  # fmt: skip
-def test_calls_that_the_library_does_not_take_are_refused(more: dict[str, Any], stated: str) -> None:
-    def job(group: ThreadCommunicator) -> None:
-        one = {
-            "x": torch.zeros(1, HIDDEN, dtype=torch.bfloat16),
-            "topk_idx": torch.tensor([[0, 1]]),
-            "topk_weights": torch.ones(1, 2),
-        }
-        with pytest.raises(RuntimeError, match=stated):
-            dispatch(open_buffer(group), **{**one, **more})
-
-    on_ranks(1, job)
+@on_each_rank(1)
+def test_calls_that_the_library_does_not_take_are_refused(
+    group: ThreadCommunicator, more: dict[str, Any], stated: str
+) -> None:
+    one = {
+        "x": torch.zeros(1, HIDDEN, dtype=torch.bfloat16),
+        "topk_idx": torch.tensor([[0, 1]]),
+        "topk_weights": torch.ones(1, 2),
+    }
+    with pytest.raises(RuntimeError, match=stated):
+        dispatch(open_buffer(group), **{**one, **more})
 
 
 def test_captured_events_are_handles() -> None:

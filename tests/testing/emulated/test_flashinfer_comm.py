@@ -17,7 +17,7 @@ from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_active_rank_mask,
     moe_a2a_get_workspace_size_per_rank,
 )
-from tests.testing.emulated.row_library_ranks import SNAPSHOT, differences, on_ranks
+from tests.testing.emulated.row_library_ranks import SNAPSHOT, differences, on_each_rank, on_ranks
 
 MOST, TOP_K, EXPERTS, HIDDEN = 4, 2, 4, 8
 NOBODY = 7777
@@ -70,19 +70,17 @@ def test_minus_one_lands_on_rank_0() -> None:
 
 
 @pytest.mark.parametrize("in_workspace", [False, True])
-def test_combine_adds_one_row_of_each_rank_in_f32(in_workspace: bool) -> None:
-    def job(group: ThreadCommunicator) -> Tensor:
-        exchange = opened(group)
-        (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST)
-        sums = (10.0 ** (1 + group.rank) * window).to(torch.bfloat16)
-        if in_workspace:
-            region = exchange.get_combine_payload_tensor_in_workspace(MOST, HIDDEN, torch.bfloat16)
-            sums = region.copy_(sums)
-        return exchange.combine(sums, MOST, payload_in_workspace=in_workspace)
-
-    first, second = on_ranks(2, job)
+@on_each_rank(2)
+def test_combine_adds_one_row_of_each_rank_in_f32(group: ThreadCommunicator, in_workspace: bool) -> None:
+    exchange = opened(group)
+    (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST)
+    sums = (10.0 ** (1 + group.rank) * window).to(torch.bfloat16)
+    if in_workspace:
+        region = exchange.get_combine_payload_tensor_in_workspace(MOST, HIDDEN, torch.bfloat16)
+        sums = region.copy_(sums)
     # a = 1 went to both ranks: 10 + 100. b = 2 to rank 1 alone: 200. c = 3 to rank 0 alone: 30.
-    assert first[:, 0].tolist() == [110.0, 200.0] and second[:, 0].tolist() == [30.0]
+    total = exchange.combine(sums, MOST, payload_in_workspace=in_workspace)
+    assert total[:, 0].tolist() == [[110.0, 200.0], [30.0]][group.rank]
 
 
 def test_rows_of_a_source_change_places_from_call_to_call() -> None:
@@ -98,23 +96,19 @@ def test_rows_of_a_source_change_places_from_call_to_call() -> None:
     assert all(len(seen) > 2 for seen in on_ranks(2, job))
 
 
-def test_the_next_dispatch_destroys_what_the_last_one_returned() -> None:
-    def job(group: ThreadCommunicator) -> float:
-        exchange = opened(group)
-        (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST)
-        exchange.combine(window.contiguous(), MOST)
-        exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST)
-        return float(window.nan_to_num(nan=-1.0).max())
-
-    assert on_ranks(2, job) == [-1.0, -1.0]
+@on_each_rank(2)
+def test_the_next_dispatch_destroys_what_the_last_one_returned(group: ThreadCommunicator) -> None:
+    exchange = opened(group)
+    (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST)
+    exchange.combine(window.contiguous(), MOST)
+    exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST)
+    assert float(window.nan_to_num(nan=-1.0).max()) == -1.0
 
 
-def test_instances_of_one_size_share_a_workspace_and_others_do_not() -> None:
-    def job(group: ThreadCommunicator) -> list[bool]:
-        first, second, third = opened(group), opened(group), opened(group, hidden_size=17 * HIDDEN)
-        return [first.workspace is second.workspace, first.workspace is third.workspace]
-
-    assert on_ranks(2, job) == [[True, False]] * 2
+@on_each_rank(2)
+def test_instances_of_one_size_share_a_workspace_and_others_do_not(group: ThreadCommunicator) -> None:
+    first, second, third = opened(group), opened(group), opened(group, hidden_size=17 * HIDDEN)
+    assert [first.workspace is second.workspace, first.workspace is third.workspace] == [True, False]
 
 
 def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
@@ -134,15 +128,13 @@ def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
     assert on_ranks(2, job) == [[1, 0, 1, 0], []]
 
 
-def test_statistics_are_gathered_with_a_dispatch() -> None:
-    def job(group: ThreadCommunicator) -> list[list[int]]:
-        exchange = opened(group, eplb_stats_num_experts=2)
-        mine = torch.tensor([group.rank, 5], dtype=torch.int32)
-        exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST, eplb_local_stats=mine)
-        assert exchange.eplb_gathered_stats is not None
-        return exchange.eplb_gathered_stats.tolist()
-
-    assert on_ranks(2, job) == [[[0, 5], [1, 5]]] * 2
+@on_each_rank(2)
+def test_statistics_are_gathered_with_a_dispatch(group: ThreadCommunicator) -> None:
+    exchange = opened(group, eplb_stats_num_experts=2)
+    mine = torch.tensor([group.rank, 5], dtype=torch.int32)
+    exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST, eplb_local_stats=mine)
+    assert exchange.eplb_gathered_stats is not None
+    assert exchange.eplb_gathered_stats.tolist() == [[0, 5], [1, 5]]
 
 
 def once(call: Callable[[fi.MoeAlltoAll], object], **settings: Any) -> Callable[[ThreadCommunicator], object]:
@@ -224,23 +216,19 @@ def test_two_sided_rows_lie_behind_each_other_and_foreign_ids_become_the_number_
     assert sorted(second_ids[:2].tolist()) == [[2, 3], [4, 3]]
 
 
-def test_two_sided_filler_goes_nowhere_and_minus_one_to_rank_0() -> None:
-    def job(group: ThreadCommunicator) -> list[int]:
-        mine = [ids([4, 4]), ids([-1, -1])][group.rank]
-        return prepared(group, mine)[0].recv_rank_count_cumsum.tolist()
-
-    assert on_ranks(2, job) == [[0, 1], [0, 0]]
+@on_each_rank(2)
+def test_two_sided_filler_goes_nowhere_and_minus_one_to_rank_0(group: ThreadCommunicator) -> None:
+    mine = [ids([4, 4]), ids([-1, -1])][group.rank]
+    assert prepared(group, mine)[0].recv_rank_count_cumsum.tolist() == [[0, 1], [0, 0]][group.rank]
 
 
-def test_two_sided_combine_sums_over_the_places_of_a_token() -> None:
-    def job(group: ThreadCommunicator) -> Tensor:
-        info, _, _, rows = prepared(group, IDS[group.rank])
-        x = MnnvlMoe.mnnvl_moe_alltoallv(X[group.rank], info, rows, group.rank, group.size)
-        y = 10.0 ** (1 + group.rank) * x
-        return MnnvlMoe.mnnvl_moe_alltoallv_combine(y, info, rows, group.rank, group.size, TOP_K, len(IDS[group.rank]))
-
-    first, second = on_ranks(2, job)
-    assert first[:, 0].tolist() == [110.0, 200.0] and second[:, 0].tolist() == [30.0]
+@on_each_rank(2)
+def test_two_sided_combine_sums_over_the_places_of_a_token(group: ThreadCommunicator) -> None:
+    info, _, _, rows = prepared(group, IDS[group.rank])
+    x = MnnvlMoe.mnnvl_moe_alltoallv(X[group.rank], info, rows, group.rank, group.size)
+    y = 10.0 ** (1 + group.rank) * x
+    total = MnnvlMoe.mnnvl_moe_alltoallv_combine(y, info, rows, group.rank, group.size, TOP_K, len(IDS[group.rank]))
+    assert total[:, 0].tolist() == [[110.0, 200.0], [30.0]][group.rank]
 
 
 def test_two_sided_takes_slots_in_fours_rows_in_16_bytes_and_one_mapping_a_process() -> None:

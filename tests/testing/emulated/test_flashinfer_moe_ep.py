@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated.flashinfer import moe_ep
 from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import moe_a2a_active_rank_mask
-from tests.testing.emulated.row_library_ranks import differences, on_ranks
+from tests.testing.emulated.row_library_ranks import differences, on_each_rank, on_ranks
 
 MOST, HIDDEN, EXPERTS = 4, 8, 8
 ONE, TWO, CAKE = moe_ep.NVLinkOneSidedConfig, moe_ep.NVLinkTwoSidedConfig, moe_ep.CakeAlltoAllConfig
@@ -63,27 +63,23 @@ def test_each_token_arrives_once_with_global_ids_and_room_is_marked(config: Any)
 
 
 @pytest.mark.parametrize("config", [ONE, TWO])
-def test_combine_sums_one_row_of_each_rank(config: Any) -> None:
-    def job(comm: ThreadCommunicator) -> Tensor:
-        one = opened(comm, config)
-        got = sent(one, comm.rank)
-        return one.combine(10.0 ** (1 + comm.rank) * got.hidden_states.nan_to_num())
-
-    first, second = on_ranks(2, job)
-    assert first[:, 0].tolist() == [110.0, 200.0] and second[:, 0].tolist() == [30.0]
+@on_each_rank(2)
+def test_combine_sums_one_row_of_each_rank(comm: ThreadCommunicator, config: Any) -> None:
+    one = opened(comm, config)
+    got = sent(one, comm.rank)
+    total = one.combine(10.0 ** (1 + comm.rank) * got.hidden_states.nan_to_num())
+    assert total[:, 0].tolist() == [[110.0, 200.0], [30.0]][comm.rank]
 
 
-def test_rows_may_be_written_where_combine_reads_them() -> None:
-    def job(comm: ThreadCommunicator) -> Tensor:
-        one = opened(comm)
-        got = sent(one, comm.rank)
-        own = one.get_combine_input_buffer(torch.float32)
-        assert own is not None and own.shape == (2 * MOST, HIDDEN)
-        own.copy_(2 * got.hidden_states.nan_to_num())
-        return one.combine(own)
-
-    first, second = on_ranks(2, job)
-    assert first[:, 0].tolist() == [4.0, 4.0] and second[:, 0].tolist() == [6.0]
+@on_each_rank(2)
+def test_rows_may_be_written_where_combine_reads_them(comm: ThreadCommunicator) -> None:
+    one = opened(comm)
+    got = sent(one, comm.rank)
+    own = one.get_combine_input_buffer(torch.float32)
+    assert own is not None and own.shape == (2 * MOST, HIDDEN)
+    own.copy_(2 * got.hidden_states.nan_to_num())
+    total = one.combine(own)
+    assert total[:, 0].tolist() == [[4.0, 4.0], [6.0]][comm.rank]
 
 
 def test_minus_one_goes_to_rank_0_one_sided_and_nowhere_as_the_number_of_experts_two_sided() -> None:
@@ -112,16 +108,14 @@ def test_a_masked_rank_gets_nothing_and_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("config", [ONE, TWO])
-def test_dispatch_and_combine_take_turns(config: Any) -> None:
-    def twice(comm: ThreadCommunicator) -> None:
-        one = opened(comm, config)
-        with pytest.raises(RuntimeError, match="combine called before dispatch"):
-            one.combine(torch.ones(2 * MOST, HIDDEN))
+@on_each_rank(2)
+def test_dispatch_and_combine_take_turns(comm: ThreadCommunicator, config: Any) -> None:
+    one = opened(comm, config)
+    with pytest.raises(RuntimeError, match="combine called before dispatch"):
+        one.combine(torch.ones(2 * MOST, HIDDEN))
+    sent(one, comm.rank)
+    with pytest.raises(RuntimeError, match="twice without an intervening combine"):
         sent(one, comm.rank)
-        with pytest.raises(RuntimeError, match="twice without an intervening combine"):
-            sent(one, comm.rank)
-
-    on_ranks(2, twice)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +152,11 @@ def test_dispatch_refuses(changed: dict[str, Any], error: type[Exception], messa
         on_ranks(1, lambda comm: sent(opened(comm), 0, **changed))
 
 
-def test_equal_sizes_share_a_workspace_of_the_process() -> None:
-    def job(comm: ThreadCommunicator) -> tuple[bool, bool]:
-        made = [opened(comm, options={"extra_payload_bytes_per_token": extra}) for extra in (0, 0, 128)]
-        spaces: list[Tensor] = [one.alltoall.workspace for one in made]  # type: ignore[attr-defined]
-        return spaces[0] is spaces[1], spaces[0] is spaces[2]
-
-    assert on_ranks(2, job) == [(True, False)] * 2
+@on_each_rank(2)
+def test_equal_sizes_share_a_workspace_of_the_process(comm: ThreadCommunicator) -> None:
+    made = [opened(comm, options={"extra_payload_bytes_per_token": extra}) for extra in (0, 0, 128)]
+    spaces: list[Tensor] = [one.alltoall.workspace for one in made]  # type: ignore[attr-defined]
+    assert spaces[0] is spaces[1], spaces[0] is spaces[2] == (True, False)
 
 
 def test_backends_are_known_by_name() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated.mori import ops, shmem
-from tests.testing.emulated.row_library_ranks import differences, on_ranks
+from tests.testing.emulated.row_library_ranks import differences, on_each_rank, on_ranks
 
 MOST, HIDDEN = 4, 8
 
@@ -62,26 +62,22 @@ def test_combine_adds_one_row_of_each_rank_and_leaves_the_rest_of_its_room_alone
     assert bool(first[2:].isnan().all()) and bool(second[1:].isnan().all())
 
 
-def test_everything_returned_is_poison_after_the_next_call() -> None:
-    def job(group: ThreadCommunicator) -> list[bool]:
-        op = opened(group)
-        x, weights, _, ids, _ = sent(op, group.rank)
-        out, _ = op.combine(x.clone(), None, IDS[group.rank])
-        after_combine = [bool(x.isnan().all()), bool(weights.isnan().all()), bool((ids < 0).all())]
-        was_there = not bool(out[0].isnan().any())
-        sent(op, group.rank)
-        return [*after_combine, was_there, bool(out.isnan().all())]
-
-    assert on_ranks(2, job) == [[True] * 5] * 2
+@on_each_rank(2)
+def test_everything_returned_is_poison_after_the_next_call(group: ThreadCommunicator) -> None:
+    op = opened(group)
+    x, weights, _, ids, _ = sent(op, group.rank)
+    out, _ = op.combine(x.clone(), None, IDS[group.rank])
+    after_combine = [bool(x.isnan().all()), bool(weights.isnan().all()), bool((ids < 0).all())]
+    was_there = not bool(out[0].isnan().any())
+    sent(op, group.rank)
+    assert [*after_combine, was_there, bool(out.isnan().all())] == [True] * 5
 
 
-def test_scales_travel_with_their_rows() -> None:
-    def job(group: ThreadCommunicator) -> list[float]:
-        op = opened(group, scale_dim=1, scale_type_size=4)
-        x, _, scales, _, total = sent(op, group.rank, scales=10.0 * X[group.rank][:, :1])
-        return [float(scales[row, 0] / x[row, 0]) for row in range(int(total))]
-
-    assert on_ranks(2, job) == [[10.0, 10.0]] * 2
+@on_each_rank(2)
+def test_scales_travel_with_their_rows(group: ThreadCommunicator) -> None:
+    op = opened(group, scale_dim=1, scale_type_size=4)
+    x, _, scales, _, total = sent(op, group.rank, scales=10.0 * X[group.rank][:, :1])
+    assert [float(scales[row, 0] / x[row, 0]) for row in range(int(total))] == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from moe_mk.lab.testing.emulated.nccl import ep
 from moe_mk.lab.testing.emulated.nccl.core import NcclInvalid
 from moe_mk.lab.testing.emulated.nccl.ep.interop.torch import get_nccl_comm_from_group
 from moe_mk.lab.testing.emulated.nccl.ep.state import NCCLEpError
-from tests.testing.emulated.row_library_ranks import differences, on_ranks
+from tests.testing.emulated.row_library_ranks import differences, on_each_rank, on_ranks
 
 MOST, HIDDEN, EXPERTS = 4, 128, 4
 
@@ -80,44 +80,38 @@ def test_signatures_are_those_of_the_library(module: str) -> None:
     assert differences(f"nccl.ep.{module}") == []
 
 
-def test_low_latency_rows_lie_at_the_front_of_the_blocks_of_their_experts() -> None:
-    def job(comm: ThreadCommunicator) -> Any:
-        one = Rank(comm)
-        one.dispatch()
-        live = [sorted(block[:count, 0].tolist()) for block, count in zip(one.rows, one.counts.tolist(), strict=True)]
-        behind = all(bool(block[count:].isnan().all()) for block, count in zip(one.rows, one.counts, strict=True))
-        return live, behind
-
+@on_each_rank(2)
+def test_low_latency_rows_lie_at_the_front_of_the_blocks_of_their_experts(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    one.dispatch()
+    live = [sorted(block[:count, 0].tolist()) for block, count in zip(one.rows, one.counts.tolist(), strict=True)]
+    behind = all(bool(block[count:].isnan().all()) for block, count in zip(one.rows, one.counts, strict=True))
     # Experts 0, 1 on rank 0 get a and c, and c; experts 2, 3 on rank 1 get b, and a.
-    assert on_ranks(2, job) == [([[1.0, 3.0], [3.0]], True), ([[2.0], [1.0]], True)]
+    assert (live, behind) == [([[1.0, 3.0], [3.0]], True), ([[2.0], [1.0]], True)][comm.rank]
 
 
-def test_low_latency_combine_weights_and_sums_at_the_source() -> None:
-    def job(comm: ThreadCommunicator) -> Any:
-        one = Rank(comm)
-        one.dispatch()
-        # Expert e multiplies by 10 ** e.
-        factor = 10.0 ** torch.arange(2 * comm.rank, 2 * comm.rank + 2)[:, None, None]
-        return one.combine(one.rows.nan_to_num() * factor)[:, 0].tolist()
-
+@on_each_rank(2)
+def test_low_latency_combine_weights_and_sums_at_the_source(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    one.dispatch()
+    # Expert e multiplies by 10 ** e.
+    factor = 10.0 ** torch.arange(2 * comm.rank, 2 * comm.rank + 2)[:, None, None]
     # a: 0.25 * 1000 + 0.5 * 1     b: 1 * 2 * 100     c: 0.125 * 3 * 10 + 0.75 * 3
-    assert on_ranks(2, job) == [[250.5, 200.0], [6.0]]
+    assert one.combine(one.rows.nan_to_num() * factor)[:, 0].tolist() == [[250.5, 200.0], [6.0]][comm.rank]
 
 
-def test_what_is_sent_only_arrives_with_complete() -> None:
-    def job(comm: ThreadCommunicator) -> list[bool]:
-        one = Rank(comm)
-        one.dispatch(send_only=1)
-        early = [bool(one.rows.isnan().all()), bool((one.counts < 0).all())]
-        one.handle.complete(stream=0)
-        late = not bool(one.rows[:, 0].isnan().all())
-        total = one.combine(one.rows, send_only=1)
-        waits = bool(total.isnan().all())
-        one.handle.complete(stream=0)
-        one.handle.complete(stream=0)  # where nothing waits it does nothing
-        return [*early, late, waits, not bool(total.isnan().any())]
-
-    assert on_ranks(2, job) == [[True] * 5] * 2
+@on_each_rank(2)
+def test_what_is_sent_only_arrives_with_complete(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    one.dispatch(send_only=1)
+    early = [bool(one.rows.isnan().all()), bool((one.counts < 0).all())]
+    one.handle.complete(stream=0)
+    late = not bool(one.rows[:, 0].isnan().all())
+    total = one.combine(one.rows, send_only=1)
+    waits = bool(total.isnan().all())
+    one.handle.complete(stream=0)
+    one.handle.complete(stream=0)  # where nothing waits it does nothing
+    assert [*early, late, waits, not bool(total.isnan().any())] == [True] * 5
 
 
 def test_a_group_has_one_operation_between_its_halves() -> None:
@@ -150,27 +144,23 @@ def test_low_latency_reads_ids_again_in_combine() -> None:
     assert on_ranks(2, other_ids) == [True, False]
 
 
-def test_weights_are_read_when_a_combine_completes() -> None:
-    def job(comm: ThreadCommunicator) -> float:
-        one = Rank(comm)
-        one.dispatch()
-        weights = WEIGHTS[comm.rank].clone()
-        total = one.combine(one.rows.nan_to_num(), send_only=1, weights=weights)
-        weights.zero_()
-        one.handle.complete(stream=0)
-        return float(total.abs().sum())
-
-    assert on_ranks(2, job) == [0.0, 0.0]
+@on_each_rank(2)
+def test_weights_are_read_when_a_combine_completes(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    one.dispatch()
+    weights = WEIGHTS[comm.rank].clone()
+    total = one.combine(one.rows.nan_to_num(), send_only=1, weights=weights)
+    weights.zero_()
+    one.handle.complete(stream=0)
+    assert float(total.abs().sum()) == 0.0
 
 
-def test_strides_are_not_part_of_a_descriptor() -> None:
-    def job(comm: ThreadCommunicator) -> bool:
-        one = Rank(comm)
-        wide = torch.cat([X[comm.rank], torch.full_like(X[comm.rank], 7.0)], dim=1)
-        one.dispatch(wide[:, :HIDDEN])  # the second row that the library reads is the second half of the first
-        return bool((one.rows == 7.0).any())
-
-    assert on_ranks(2, job) == [False, True]
+@on_each_rank(2)
+def test_strides_are_not_part_of_a_descriptor(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    wide = torch.cat([X[comm.rank], torch.full_like(X[comm.rank], 7.0)], dim=1)
+    one.dispatch(wide[:, :HIDDEN])  # the second row that the library reads is the second half of the first
+    assert bool((one.rows == 7.0).any()) == [False, True][comm.rank]
 
 
 def test_high_throughput_rows_lie_at_the_front_with_local_ids_by_rising_number() -> None:
@@ -188,23 +178,19 @@ def test_high_throughput_rows_lie_at_the_front_with_local_ids_by_rising_number()
     assert second == ([(1.0, [1, -1], [0.25, 0.0]), (2.0, [0, -1], [1.0, 0.0])], True)
 
 
-def test_high_throughput_numbers_ids_locally_or_globally() -> None:
-    def job(comm: ThreadCommunicator) -> Any:
-        one = Rank(comm, HIGH)
-        one.dispatch(layout_info=ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.GLOBAL))
-        return sorted(one.ids_out[: int(one.total)].tolist())
-
-    assert on_ranks(2, job) == [[[0, -1], [0, 1]], [[2, -1], [3, -1]]]
+@on_each_rank(2)
+def test_high_throughput_numbers_ids_locally_or_globally(comm: ThreadCommunicator) -> None:
+    one = Rank(comm, HIGH)
+    one.dispatch(layout_info=ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.GLOBAL))
+    assert sorted(one.ids_out[: int(one.total)].tolist()) == [[[0, -1], [0, 1]], [[2, -1], [3, -1]]][comm.rank]
 
 
-def test_high_throughput_combine_adds_one_row_of_each_rank() -> None:
-    def job(comm: ThreadCommunicator) -> Any:
-        one = Rank(comm, HIGH)
-        one.dispatch()
-        one.ids.fill_(0)  # a copy was taken
-        return one.combine(10.0 ** (1 + comm.rank) * one.rows)[:, 0].tolist()
-
-    assert on_ranks(2, job) == [[110.0, 200.0], [30.0]]
+@on_each_rank(2)
+def test_high_throughput_combine_adds_one_row_of_each_rank(comm: ThreadCommunicator) -> None:
+    one = Rank(comm, HIGH)
+    one.dispatch()
+    one.ids.fill_(0)  # a copy was taken
+    assert one.combine(10.0 ** (1 + comm.rank) * one.rows)[:, 0].tolist() == [[110.0, 200.0], [30.0]][comm.rank]
 
 
 def test_forwarded_scales_lie_in_the_slots_of_their_rows() -> None:
@@ -312,14 +298,12 @@ def test_layouts_and_top_k_are_checked_by_algorithm() -> None:
     assert least_low_latency_sms(256) == 19
 
 
-def test_calls_on_what_was_destroyed_are_refused() -> None:
-    def job(comm: ThreadCommunicator) -> None:
-        one = Rank(comm)
-        one.handle.destroy()
-        with pytest.raises(NcclInvalid, match="Cannot dispatch"):
-            one.dispatch()
-        one.group.destroy()
-        with pytest.raises(NcclInvalid, match="Cannot create_handle"):
-            one.group.create_handle(ep.Layout.EXPERT_MAJOR, ep.Tensor(one.ids), stream=0)
-
-    on_ranks(1, job)
+@on_each_rank(1)
+def test_calls_on_what_was_destroyed_are_refused(comm: ThreadCommunicator) -> None:
+    one = Rank(comm)
+    one.handle.destroy()
+    with pytest.raises(NcclInvalid, match="Cannot dispatch"):
+        one.dispatch()
+    one.group.destroy()
+    with pytest.raises(NcclInvalid, match="Cannot create_handle"):
+        one.group.create_handle(ep.Layout.EXPERT_MAJOR, ep.Tensor(one.ids), stream=0)

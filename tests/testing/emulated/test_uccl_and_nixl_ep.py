@@ -11,7 +11,7 @@ from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.external.deepep_limits import low_latency_bytes
 from moe_mk.lab.testing.emulated import nixl_ep, uccl
 from tests.testing.emulated.deepep_worlds import IDS, WEIGHTS, differences, rows
-from tests.testing.emulated.row_library_ranks import on_ranks
+from tests.testing.emulated.row_library_ranks import on_each_rank
 
 MOST, HIDDEN, EXPERTS = 4, 2048, 4
 BYTES = low_latency_bytes(MOST, HIDDEN, EXPERTS)
@@ -30,18 +30,14 @@ def test_uccl_has_the_calls_of_v1_and_neither_masks_nor_v2() -> None:
         uccl.Buffer(None, enable_shrink=True)  # type: ignore[call-arg]
 
 
-def test_uccl_carries_what_deep_ep_carries() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = uccl.Buffer(group, num_rdma_bytes=BYTES, low_latency_mode=True)
-        x, counts, handle, *_ = buffer.low_latency_dispatch(
-            rows(group.rank), IDS[group.rank], MOST, EXPERTS, use_fp8=False
-        )
-        assert counts.tolist() == [[2, 1], [1, 1]][group.rank] and len(handle) == 5
-        assert isinstance(x, torch.Tensor)
-        out, *_ = buffer.low_latency_combine(x, IDS[group.rank], WEIGHTS[group.rank], handle, overlap=True, block_m=64)
-        assert out[:, 0].tolist() == [[0.75, 2.0, 0.0], [4.375]][group.rank]
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_uccl_carries_what_deep_ep_carries(group: ThreadCommunicator) -> None:
+    buffer = uccl.Buffer(group, num_rdma_bytes=BYTES, low_latency_mode=True)
+    x, counts, handle, *_ = buffer.low_latency_dispatch(rows(group.rank), IDS[group.rank], MOST, EXPERTS, use_fp8=False)
+    assert counts.tolist() == [[2, 1], [1, 1]][group.rank] and len(handle) == 5
+    assert isinstance(x, torch.Tensor)
+    out, *_ = buffer.low_latency_combine(x, IDS[group.rank], WEIGHTS[group.rank], handle, overlap=True, block_m=64)
+    assert out[:, 0].tolist() == [[0.75, 2.0, 0.0], [4.375]][group.rank]
 
 
 def test_nixl_has_its_own_names_and_no_emulated_high_throughput() -> None:
@@ -75,64 +71,56 @@ def status_of(buffer: nixl_ep.Buffer) -> list[int]:
     return status.tolist()
 
 
-def test_nixl_ids_are_int32_and_a_handle_has_four_parts() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = open_nixl(group)
-        x, counts, handle, *_ = nixl_dispatch(buffer)
-        assert counts.tolist() == [[2, 1], [1, 1]][group.rank] and len(handle) == 4
-        out, *_ = buffer.combine(x, IDS[group.rank].to(torch.int32), WEIGHTS[group.rank], handle)
-        assert out[:, 0].tolist() == [[0.75, 2.0, 0.0], [4.375]][group.rank]
-        with pytest.raises(RuntimeError, match="topk_idx is torch.int32"):
-            buffer.dispatch(rows(group.rank), IDS[group.rank], MOST)
-        with pytest.raises(RuntimeError, match="num_experts is the physical capacity"):
-            nixl_dispatch(buffer, num_experts=8)
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_nixl_ids_are_int32_and_a_handle_has_four_parts(group: ThreadCommunicator) -> None:
+    buffer = open_nixl(group)
+    x, counts, handle, *_ = nixl_dispatch(buffer)
+    assert counts.tolist() == [[2, 1], [1, 1]][group.rank] and len(handle) == 4
+    out, *_ = buffer.combine(x, IDS[group.rank].to(torch.int32), WEIGHTS[group.rank], handle)
+    assert out[:, 0].tolist() == [[0.75, 2.0, 0.0], [4.375]][group.rank]
+    with pytest.raises(RuntimeError, match="topk_idx is torch.int32"):
+        buffer.dispatch(rows(group.rank), IDS[group.rank], MOST)
+    with pytest.raises(RuntimeError, match="num_experts is the physical capacity"):
+        nixl_dispatch(buffer, num_experts=8)
 
 
-def test_nixl_ranks_take_part_once_connected_and_anything_but_zero_is_masked() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = open_nixl(group, connect=False)
-        assert status_of(buffer)[1 - group.rank] == -1 and status_of(buffer)[group.rank] == 0
-        assert nixl_dispatch(buffer)[1].tolist() == [[1, 0], [0, 0]][group.rank], "only its own"
-        buffer.connect_ranks([1 - group.rank])
-        assert status_of(buffer) == [0, 0] and nixl_dispatch(buffer)[1].tolist() == [[2, 1], [1, 1]][group.rank]
-        buffer.update_mask_buffer(1 - group.rank, True)
-        assert status_of(buffer)[1 - group.rank] == 1
-        assert nixl_dispatch(buffer)[1].tolist() == [[1, 0], [0, 0]][group.rank]
-        buffer.clean_mask_buffer()
-        assert status_of(buffer) == [0, 0]
-        with pytest.raises(RuntimeError, match="the local rank cannot be masked"):
-            buffer.update_mask_buffer(group.rank, True)
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_nixl_ranks_take_part_once_connected_and_anything_but_zero_is_masked(group: ThreadCommunicator) -> None:
+    buffer = open_nixl(group, connect=False)
+    assert status_of(buffer)[1 - group.rank] == -1 and status_of(buffer)[group.rank] == 0
+    assert nixl_dispatch(buffer)[1].tolist() == [[1, 0], [0, 0]][group.rank], "only its own"
+    buffer.connect_ranks([1 - group.rank])
+    assert status_of(buffer) == [0, 0] and nixl_dispatch(buffer)[1].tolist() == [[2, 1], [1, 1]][group.rank]
+    buffer.update_mask_buffer(1 - group.rank, True)
+    assert status_of(buffer)[1 - group.rank] == 1
+    assert nixl_dispatch(buffer)[1].tolist() == [[1, 0], [0, 0]][group.rank]
+    buffer.clean_mask_buffer()
+    assert status_of(buffer) == [0, 0]
+    with pytest.raises(RuntimeError, match="the local rank cannot be masked"):
+        buffer.update_mask_buffer(group.rank, True)
 
 
-def test_nixl_lets_only_the_last_ranks_go() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        buffer = open_nixl(group)
-        if group.rank == 0:
-            buffer.disconnect_ranks([1])
-            assert status_of(buffer) == [0, -1]
-        with pytest.raises(RuntimeError, match="remote_ranks are the last ones"):
-            buffer.disconnect_ranks([0])
-        fresh = nixl_ep.Buffer(rank=group.rank, group=group)
-        with pytest.raises(RuntimeError, match="update_memory_buffers comes"):
-            fresh.connect_ranks([1 - group.rank])
-        with pytest.raises(RuntimeError, match="rank is that of the group"):
-            nixl_ep.Buffer(rank=5, group=group)
-
-    on_ranks(2, job)
+@on_each_rank(2)
+def test_nixl_lets_only_the_last_ranks_go(group: ThreadCommunicator) -> None:
+    buffer = open_nixl(group)
+    if group.rank == 0:
+        buffer.disconnect_ranks([1])
+        assert status_of(buffer) == [0, -1]
+    with pytest.raises(RuntimeError, match="remote_ranks are the last ones"):
+        buffer.disconnect_ranks([0])
+    fresh = nixl_ep.Buffer(rank=group.rank, group=group)
+    with pytest.raises(RuntimeError, match="update_memory_buffers comes"):
+        fresh.connect_ranks([1 - group.rank])
+    with pytest.raises(RuntimeError, match="rank is that of the group"):
+        nixl_ep.Buffer(rank=5, group=group)
 
 
-def test_nixl_kernels_know_one_more_length_and_more_experts_a_token() -> None:
-    def job(group: ThreadCommunicator) -> None:
-        hint = nixl_ep.Buffer.get_rdma_size_hint(MOST, 3584, 1, 16)
-        assert hint == nixl_ep.Buffer.get_low_latency_buffer_size_hint(MOST, 3584, 1, 16)
-        buffer = nixl_ep.Buffer(rank=0, group=group)
-        buffer.update_memory_buffers(1, 16, hint)
-        ids = torch.arange(16, dtype=torch.int32)[None]
-        counts = buffer.dispatch(torch.ones(1, 3584, dtype=torch.bfloat16), ids, MOST)[1]
-        assert counts.tolist() == [1] * 16
-
-    on_ranks(1, job)
+@on_each_rank(1)
+def test_nixl_kernels_know_one_more_length_and_more_experts_a_token(group: ThreadCommunicator) -> None:
+    hint = nixl_ep.Buffer.get_rdma_size_hint(MOST, 3584, 1, 16)
+    assert hint == nixl_ep.Buffer.get_low_latency_buffer_size_hint(MOST, 3584, 1, 16)
+    buffer = nixl_ep.Buffer(rank=0, group=group)
+    buffer.update_memory_buffers(1, 16, hint)
+    ids = torch.arange(16, dtype=torch.int32)[None]
+    counts = buffer.dispatch(torch.ones(1, 3584, dtype=torch.bfloat16), ids, MOST)[1]
+    assert counts.tolist() == [1] * 16
