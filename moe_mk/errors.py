@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -85,7 +86,8 @@ class CommError(MoEMKError, RuntimeError):
         super().__init__(f"{where}{who}: {message}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _comm_error, (self.detail, self.rank, self.phase, self.layer, self.peer, self.harmless_to_peers)
+        named = {"rank": self.rank, "phase": self.phase, "layer": self.layer, "peer": self.peer}
+        return partial(CommError, on_all_ranks=self.harmless_to_peers, **named), (self.detail,)
 
 
 class LostExpertError(MoEMKError, RuntimeError):
@@ -101,17 +103,7 @@ class LostExpertError(MoEMKError, RuntimeError):
         super().__init__(f"layer {layer!r}: {message}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _lost_expert_error, (self.detail, self.layer, self.experts)
-
-
-def _lost_expert_error(message: str, layer: str, experts: tuple[int, ...]) -> LostExpertError:
-    return LostExpertError(message, layer=layer, experts=experts)
-
-
-def _comm_error(
-    message: str, rank: int, phase: str, layer: str, peer: int | None, on_all_ranks: bool = False
-) -> CommError:
-    return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer, on_all_ranks=on_all_ranks)
+        return partial(LostExpertError, layer=self.layer, experts=self.experts), (self.detail,)
 
 
 E = TypeVar("E", bound=BaseException)

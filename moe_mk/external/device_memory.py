@@ -19,7 +19,8 @@ from moe_mk.errors import unless_signalled
 
 def describe_window(window: Tensor) -> str:
     """How another process of this host opens a window: (bytes,) uint8 on a GPU, which must outlive its use there."""
-    parts = _storage(window)._share_cuda_()
+    assert window.device.type == "cuda" and window.dtype == torch.uint8 and window.storage_offset() == 0
+    parts = window.untyped_storage()._share_cuda_()
     return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts])
 
 
@@ -30,11 +31,6 @@ def open_window(description: str, num_bytes: int) -> Tensor:
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", parts[0])
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
-
-
-def _storage(window: Tensor) -> Any:
-    assert window.device.type == "cuda" and window.dtype == torch.uint8 and window.storage_offset() == 0
-    return window.untyped_storage()
 
 
 MODULE = "torch.distributed._symmetric_memory"

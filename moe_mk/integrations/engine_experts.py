@@ -274,13 +274,10 @@ class EngineExperts:
             raise
 
 
-def _run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, entry: Tensor) -> Tensor:
-    return EXPERTS_OF_ENGINES.owner(entry).run(hidden_states, topk_weights, topk_ids)
-
-
 EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
-    "engine_experts", "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor entry) -> Tensor", _run
-)
+    "engine_experts", "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor entry) -> Tensor",
+    lambda experts, *given: experts.run(*given),
+)  # fmt: skip
 """(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""
 engine_experts = EXPERTS_OF_ENGINES.call
 

@@ -31,19 +31,13 @@ class PackedLinear:
         return self.call(rows, torch.get_num_threads()).view(*x.shape[:-1], self.num_outputs)
 
 
-def _run(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
-    del outputs
-    return LINEARS.owner(entry).run(x)
-
-
-def _fake(x: Tensor, entry: Tensor, outputs: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
 LINEARS: Operator[PackedLinear] = Operator(
-    "packed_linear", "(Tensor x, Tensor entry, int outputs) -> Tensor", _run, _fake,
+    "packed_linear",
+    "(Tensor x, Tensor entry, int outputs) -> Tensor",
+    lambda linear, x, outputs: linear.run(x),
+    fake=lambda x, entry, outputs: x.new_empty((*x.shape[:-1], outputs)),
     untrained=("a packed linear layer", "train with plain layers"),
-)  # fmt: skip
+)
 
 
 def packed_linear(x: Tensor, entry: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

@@ -50,13 +50,19 @@ class Operator(Generic[T]):
     ) -> None:
         """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
 
-        run: the implementation, with the arguments of the schema. fake: the shape of the result; None: that of x.
+        run: the implementation, with the object of the entry before the other arguments of the schema. fake: the shape
+        of the result; None: that of x.
         untrained: what a backward pass raises, and the remedy; None: gradients are the caller's.
         """
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers, self.name = count(1), name
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        at = schema[: schema.index("Tensor entry")].count(",")
+
+        def run_of_entry(*given: Any) -> Tensor:
+            return run(self.owner(given[at]), *given[:at], *given[at + 1 :])
+
+        _LIBRARY.impl(name, run_of_entry, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moe_mk::{name}", fake or _fake, lib=_LIBRARY)
         if untrained is not None:
             refuse_gradients(name, *untrained)
@@ -145,15 +151,11 @@ def _flat(name: str, tensor: Tensor | None, shape: torch.Size) -> Any:
     return tensor.flatten()
 
 
-def _run_layer(hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, *optional: Tensor | None) -> Tensor:
-    return run_operator(LAYERS.owner(entry), hidden_states, expert_load_E, *optional)
-
-
 LAYERS: Operator[Any] = Operator(
     "moe_layer",
     "(Tensor hidden_states, Tensor(a!) expert_load_E, Tensor entry, Tensor? token_ids_T=None, "
     "Tensor? active_T=None) -> Tensor",
-    _run_layer,
+    run_operator,
 )
 """Layers: (T, H), the expert load [E] to add to, and token ids [T] and active tokens [T] or None; to (T, H)."""
 moe_layer = LAYERS.call

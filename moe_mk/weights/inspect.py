@@ -101,7 +101,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
     Raises WeightError only if there is no checkpoint or its index cannot be used at all.
     """
     source = open_source(path)
-    config, problems = _config(source.path) if isinstance(source, SafetensorsSource) else _of_metadata(source)
+    if isinstance(source, SafetensorsSource):
+        config, problems = _config(source.path)
+    else:  # the architecture in place of the model type
+        config, problems = {"model_type": source.metadata.get("general.architecture", "")}, []
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
     block = _block(quantization.get("weight_block_size"))
@@ -125,11 +128,6 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
         source.where, str(config.get("model_type", "")), str(quantization.get("quant_method", "")), block,
         len(source.files), len(source.names()), num_bytes, layers, tuple(problems),
     )  # fmt: skip
-
-
-def _of_metadata(source: GgufSource) -> tuple[dict[str, object], list[str]]:
-    """The architecture in place of the model type."""
-    return {"model_type": source.metadata.get("general.architecture", "")}, []
 
 
 def _config(path: Path) -> tuple[dict[str, object], list[str]]:

@@ -198,7 +198,7 @@ class Proxy:
     def close(self, patience_s: float) -> None:
         """Wait a while until all is confirmed by the peers that are still there, then end."""
         until = self._clock() + patience_s
-        while self._can_work() and self._clock() < until:
+        while not self.fault and all(worker.is_alive for worker in self._workers) and self._clock() < until:
             gone = set(self.lost) | set(self.left)
             if not any(channel.awaits(gone) for channel in self.channels):
                 break
@@ -215,9 +215,6 @@ class Proxy:
     def _leave_to_parent(self) -> None:
         """In a forked child there are no threads; sockets close themselves."""
         self.fault, self._workers, self._exchanges = LinkError(FORKED), [], []
-
-    def _can_work(self) -> bool:
-        return not self.fault and all(worker.is_alive for worker in self._workers)
 
     def _ring(self) -> CommandRing:
         capacity = self.settings.ring_capacity

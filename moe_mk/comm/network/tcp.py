@@ -224,10 +224,6 @@ class _Caller:
     greeting: bytes = b""
 
 
-def _refuse(hello: Hello, pipe: TcpPipe) -> None:
-    pipe.close()
-
-
 @dataclass(eq=False)
 class Acceptor:
     """Takes calls without ever waiting for one. `admit` gets the greeting of a member and the pipe to it.
@@ -295,7 +291,7 @@ class Acceptor:
     def close(self) -> None:
         """Accept no more connections, and drop all references: cycles would be freed by the garbage collector only."""
         self._is_closed = True
-        self.admit, self.wanted = _refuse, int
+        self.admit, self.wanted = lambda hello, pipe: pipe.close(), int
         self._shut()
         self._events.close()
 

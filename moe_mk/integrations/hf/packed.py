@@ -129,12 +129,9 @@ class PackedExperts(nn.Module):
         return torch.cat(parts)
 
 
-def _run(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, entry: Tensor) -> Tensor:
-    return PACKED.owner(entry).run(hidden_states, topk_ids, topk_weights)
-
-
 PACKED: Operator[PackedExperts] = Operator(
-    "packed_experts", "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor entry) -> Tensor", _run,
+    "packed_experts", "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor entry) -> Tensor",
+    lambda experts, *given: experts.run(*given),
     untrained=("packed experts", "train with the experts in bf16"),
 )  # fmt: skip
 """(T, H), ids (T, K) and weights (T, K) to (T, H): one node of a graph."""

@@ -24,7 +24,8 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """Codes (uint8, 0 to 15) to f32, exactly."""
-    values = _table((*GRID, *(-value for value in GRID)), codes)
+    grid = (*GRID, *(-value for value in GRID))
+    values = torch.tensor(grid, dtype=torch.float32, device=codes.device)
     return values[codes.to(torch.int64)]
 
 
@@ -37,7 +38,3 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """(..., k / 2) bytes to (..., k) codes."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-
-
-def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)

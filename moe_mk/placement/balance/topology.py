@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import lcm
 
 import numpy as np
@@ -23,11 +23,8 @@ class InfeasiblePlacement(ConfigError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _infeasible, (self.message, self.asked, self.limit, self.next_feasible)
-
-
-def _infeasible(message: str, asked: int, limit: int, next_feasible: int | None) -> InfeasiblePlacement:
-    return InfeasiblePlacement(message, asked=asked, limit=limit, next_feasible=next_feasible)
+        named = {"asked": self.asked, "limit": self.limit, "next_feasible": self.next_feasible}
+        return partial(InfeasiblePlacement, **named), (self.message,)
 
 
 Division = tuple[str, int, str, int]
