@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moe_mk.text import terminal_width, wrapped
 
@@ -86,7 +86,7 @@ class CommError(MoEMKError, RuntimeError):
         super().__init__(f"{where}{who}: {message}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        named = {"rank": self.rank, "phase": self.phase, "layer": self.layer, "peer": self.peer}
+        named: dict[str, Any] = {"rank": self.rank, "phase": self.phase, "layer": self.layer, "peer": self.peer}
         return partial(CommError, on_all_ranks=self.harmless_to_peers, **named), (self.detail,)
 
 

@@ -545,7 +545,6 @@ class GroupMessages:
         return header
 
     def _read(self, caller: Caller, phase: str, peer: int, receive: _Receive) -> Header:
-        """Wait for a header of a peer."""
         if not receive.has_come:
             self._finish(caller, phase, peer, receive.work)
             receive.has_come = True
@@ -555,7 +554,6 @@ class GroupMessages:
             raise self._error(caller, phase, peer, str(problem)) from problem
 
     def _finish_all(self, caller: Caller, phase: str, works: Iterable[tuple[int, dist.Work]]) -> None:
-        """Wait for messages to and from peers."""
         for peer, work in works:
             self._finish(caller, phase, peer, work)
 

@@ -375,7 +375,6 @@ class MoEConfig(Settings):
         return problems + self._hash_problems() + self._training_problems()
 
     def _training_problems(self) -> list[str]:
-        """Settings that a router kind for training does not have."""
         experts, r = self.model.num_experts, self.router
         problems = []
         if r.kind != "topk":
@@ -428,7 +427,6 @@ class MoEConfig(Settings):
         return problems
 
     def _invariant_problems(self) -> list[str]:
-        """Settings with which kernel.invariant cannot hold."""
         kernel = self.kernel
         problems = []
         if (kernel.invariant or kernel.batch_invariant) and self.model.latent_size:

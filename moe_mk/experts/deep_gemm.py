@@ -286,7 +286,6 @@ def _arch_reasons(problem: Problem) -> list[Reason]:
 
 
 def _expect_recent(library: Any) -> None:
-    """Raise LibraryMissing for a DeepGEMM without the required functions."""
     lacking = [name for name in NEEDED if not hasattr(library, name)]
     if lacking:
         raise LibraryMissing(

@@ -20,7 +20,8 @@ from moe_mk.errors import unless_signalled
 def describe_window(window: Tensor) -> str:
     """How another process of this host opens a window: (bytes,) uint8 on a GPU, which must outlive its use there."""
     assert window.device.type == "cuda" and window.dtype == torch.uint8 and window.storage_offset() == 0
-    parts = window.untyped_storage()._share_cuda_()
+    storage: Any = window.untyped_storage()
+    parts = storage._share_cuda_()
     return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts])
 
 

@@ -81,7 +81,6 @@ class DecodePrefillMoE(nn.Module):
         return self.layer.steps(x_TH)
 
     def _choose(self, x_TH: Tensor, most_tokens: int | None) -> None:
-        """Use the pair for a batch."""
         tokens, ranks = x_TH.shape[0], self.layer.ep.size
         if most_tokens is None and ranks > 1:
             raise ConfigError(f"{ranks} ranks choose alike only by most_tokens, the largest number of tokens of a rank")

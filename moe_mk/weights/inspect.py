@@ -183,8 +183,8 @@ def describe_block(
         layer_of(prefix), prefix, convention.name,
         spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
         spec.shared_intermediate_size if spec else 0, dtypes, scale_dtypes,
-        _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
-        _kind_of(spec),
+        spec.block if spec and _kind_of(spec) in BLOCK_KINDS else None, len(local),
+        sum(entry.num_bytes for entry in entries.values()), tuple(problems), _kind_of(spec),
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         **(spec.features if spec else _named(parts)),
@@ -410,10 +410,6 @@ def _scheme(
         sides = block or (128, 128)
         return quant.INT8_CHANNEL if math.prod(grid) == shape[0] else scheme_of_kind("int8_block", sides)
     return quant.weight_scheme(block or (128, 128)) if dtype is torch.float8_e4m3fn else None
-
-
-def _block_of(spec: LayerSpec | None) -> tuple[int, int] | None:
-    return spec.block if spec is not None and _kind_of(spec) in BLOCK_KINDS else None
 
 
 def _kind_of(spec: LayerSpec | None) -> str:

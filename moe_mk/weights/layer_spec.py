@@ -255,8 +255,6 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The tensors of projections in one convention."""
-
     spec: LayerSpec
     convention: Convention
 

@@ -240,7 +240,6 @@ class LayerLoader:
 
 
 def _of_slot(slot: SlotWeights, part: Part) -> Tensor:
-    """One tensor of an expert."""
     if part.extra == "bias":
         bias = {"gate": slot.gate_bias, "up": slot.up_bias, "down": slot.down_bias}[part.projection]
         assert bias is not None

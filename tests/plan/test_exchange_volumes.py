@@ -34,11 +34,6 @@ def test_the_ratio_is_choices_over_ranks() -> None:
     assert break_even_ranks(8) == 8
 
 
-def test_a_ring_sends_less_than_its_bound() -> None:
-    assert Volumes(6, 2, 1, 4).tp_ring_elements == 18  # 2 x 3/4 x 12
-    assert Volumes(6, 2, 1, 1).tp_ring_elements == 0
-
-
 def test_resident_tokens_by_hand() -> None:
     assert Volumes(10, 2, 1, 4).tp_resident_tokens == 10
     assert Volumes(10, 2, 1, 4).ep_resident_tokens == 3

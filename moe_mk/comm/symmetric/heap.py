@@ -92,7 +92,6 @@ class _NoWords(Words):
         return 0
 
     def fence(self) -> None:
-        """Raises CommError."""
         self._refuse()
 
 
@@ -122,7 +121,6 @@ class SymmetricHeap:
         self._is_forked, self._words = True, _NoWords(self._check)
 
     def _check(self) -> None:
-        """Raise CommError in a forked child."""
         if self._is_forked:
             raise CommError(FORKED, rank=self.rank, phase="windows", layer=self.layer)
 

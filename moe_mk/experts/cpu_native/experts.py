@@ -190,7 +190,6 @@ class CpuNativeExperts(FusedExperts):
     def _layouts(
         self, weights: Weights
     ) -> tuple[tuple[native.MatrixLayout, QuantScheme], tuple[native.MatrixLayout, QuantScheme]]:
-        """Layout and scheme of w13 and of w2."""
         (scheme13, dtype13), (scheme2, dtype2) = stored_as(weights)
         storage13, storage2 = storage_of(scheme13), storage_of(scheme2)
         names = f"{scheme13.name} and {scheme2.name}"
@@ -360,7 +359,6 @@ def _rounding(compute: QuantScheme) -> native.Rounding:
 
 
 def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:
-    """The number of rows, and of experts per row."""
     if isinstance(tokens, RowTokens):
         return tokens.ids_RK.shape[0], tokens.ids_RK.shape[1]
     if isinstance(tokens, GroupedTokens):

@@ -206,7 +206,6 @@ def _stack(
 
 
 def _values(q: QuantTensor, order: Order, *, halves: bool) -> Tensor:
-    """The values of one matrix as bytes."""
     octets = out_of_order(q.values.contiguous().view(torch.uint8), order, halves=halves)
     return octets.reshape(len(octets), -1, PANEL).transpose(0, 1).contiguous() if order.panels else octets
 
@@ -296,7 +295,9 @@ class FlashInferTrtllmExperts(FusedExperts):
         """Adds to the traits: activations and architectures of a format, sizes, choices, clamps and biases."""
         reasons, kind = super().reasons_against(problem), problem.config.model.quant.kind
         if kind in SERVED:
-            reasons += [r for r in reasons_of_served(problem, SERVED[kind]) if not _is_too_old(r, reasons)]
+            is_old = any(reason.code == "arch" for reason in reasons)
+            served = reasons_of_served(problem, SERVED[kind])
+            reasons += [reason for reason in served if not is_old or reason.code != "arch"]
             reasons += _own_reasons(problem, kind)
         return reasons
 
@@ -421,11 +422,6 @@ def _own_reasons(problem: Problem, kind: str) -> list[Reason]:
     if model.expert_bias and kind != "mxfp4":
         reasons.append(Reason("bias", f"adds biases to mxfp4 experts only, these are {name}"))
     return reasons
-
-
-def _is_too_old(reason: Reason, reasons: list[Reason]) -> bool:
-    """Whether the reasons of the traits already cover this reason about the architecture."""
-    return reason.code == "arch" and any(each.code == "arch" for each in reasons)
 
 
 def _expect_recent(found: str | None) -> None:

@@ -239,7 +239,6 @@ class TritonExperts(FusedExperts):
             return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
 
     def _experts(self, weights: Weights) -> Any:
-        """The arguments of the kernels that describe the experts."""
         assert isinstance(weights, ExpertWeights | PackedWeights)
         format, rows13, rows2 = kernel_format_of(weights.scheme, self.context.compute), None, None
         if isinstance(weights, PackedWeights):
@@ -247,6 +246,7 @@ class TritonExperts(FusedExperts):
             rows13, rows2 = (each.blocks if format.block_scales else each.rows for each in (weights.w13, weights.w2))
         biases = weights.biases if isinstance(weights, PackedWeights | PaddedStack) else None
         b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
+        compute = self.context.compute
         return self.kernels.Experts(
             (weights.w13.values, weights.w13.scales),
             (weights.w2.values, weights.w2.scales),
@@ -255,7 +255,7 @@ class TritonExperts(FusedExperts):
             getattr(self.context.compute, "ue8m0", False),
             format,
             rows13, rows2, b13, b2, self.context.swiglu_alpha, self.context.swiglu_limit,
-            _fixed(self.context.compute),
+            (compute.scale, compute.hidden.scale) if isinstance(compute, Fp8Static) else None,
         )  # fmt: skip
 
     def _tuned_tiles(self, weights: QuantScheme) -> Tuned[Tile]:
@@ -324,8 +324,3 @@ def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[
     if format.block_scales:
         return DECODED_TO_FP8
     return INTEGERS if format.integer else DECODED if format.name.startswith("w_") else BUILT_IN
-
-
-def _fixed(compute: QuantScheme) -> tuple[float, float] | None:
-    """Calibrated scales of the rows before both products, or None."""
-    return (compute.scale, compute.hidden.scale) if isinstance(compute, Fp8Static) else None

@@ -307,7 +307,6 @@ def _try_lock(lock: Path, handle: int) -> bool:
 
 
 def _is_at(lock: Path, handle: int) -> bool:
-    """Whether an open lock file is still the file at its path."""
     try:
         return os.path.samestat(lock.lstat(), os.fstat(handle))
     except unless_signalled(FileNotFoundError):

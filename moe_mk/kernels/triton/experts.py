@@ -241,9 +241,11 @@ def _both(
         h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
     w13, w2 = _kernels(tile, experts)
     arguments = _format_arguments(format, experts.w13_rows, experts.b13)
+    if experts.activation in CLAMPED:
+        arguments |= {"alpha": experts.alpha, "limit": experts.limit}
     w13(
         x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation, gated=experts.gated,
-        power_of_two=experts.power_of_two, **arguments, **_clamped(experts),
+        power_of_two=experts.power_of_two, **arguments,
     )  # fmt: skip
     if format.by_token:
         h = _by_token(h[0], experts, 1, empty)
@@ -265,11 +267,6 @@ def _format_arguments(format: KernelFormat, row_scales: Tensor | None, bias: Ten
     """Keyword arguments of a GEMM for a format and biases; formats that follow from the scales of rows need none."""
     arguments = {} if format.name in ("plain", "fp8") else {"format": format, "row_scales": row_scales}
     return arguments if bias is None else arguments | {"bias": bias}
-
-
-def _clamped(experts: Experts) -> dict[str, Any]:
-    """Keyword arguments of the first GEMM for a clamped activation."""
-    return {"alpha": experts.alpha, "limit": experts.limit} if experts.activation in CLAMPED else {}
 
 
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:

@@ -166,11 +166,6 @@ class Volumes:
         return 2 * self.tokens * self.hidden_size
 
     @property
-    def tp_ring_elements(self) -> Fraction:
-        """What a ring really sends, 2 (N - 1) / N S D."""
-        return Fraction(self.tp_elements * (self.ranks - 1), self.ranks)
-
-    @property
     def ep_elements(self) -> Fraction:
         """Dispatch and combine without merging copies, 2 K S / M D."""
         return Fraction(self.top_k * self.tp_elements, self.ranks)

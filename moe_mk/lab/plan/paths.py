@@ -63,11 +63,6 @@ def dispatch_us(initiator: Initiator, tokens: int, ranks: int, *, top_k: int = 8
     return fitted.alpha + fitted.sigma * log2(nodes) + max(near * NEAR_US, far)
 
 
-def proxy_over_gpu(tokens: int, ranks: int, *, top_k: int = 8) -> float:
-    """Time of a dispatch through the proxy over the time when the GPU initiates it."""
-    return dispatch_us("cpu_proxy", tokens, ranks, top_k=top_k) / dispatch_us("gpu", tokens, ranks, top_k=top_k)
-
-
 POSTS_EACH_RANK = 2
 """Of the host, for each further rank: a send and a receive."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import lcm
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class InfeasiblePlacement(ConfigError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        named = {"asked": self.asked, "limit": self.limit, "next_feasible": self.next_feasible}
+        named: dict[str, Any] = {"asked": self.asked, "limit": self.limit, "next_feasible": self.next_feasible}
         return partial(InfeasiblePlacement, **named), (self.message,)
 
 

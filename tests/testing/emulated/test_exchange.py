@@ -14,7 +14,7 @@ from moe_mk.errors import CommError, LibraryMissing
 from moe_mk.external import library
 from moe_mk.lab.testing.emulated.exchange import Exchange, exchange_over
 from moe_mk.lab.testing.emulated.live import swap_among
-from moe_mk.lab.testing.emulated.pending import Pending, poison
+from moe_mk.lab.testing.emulated.pending import poison
 from moe_mk.lab.testing.on_ranks import run_ranks
 
 
@@ -81,14 +81,6 @@ def test_poison_is_nothing_that_anybody_could_take_for_a_number(dtype: torch.dty
         assert bool(poisoned.float().isnan().all())
     else:
         assert poisoned.unique().tolist() == [torch.iinfo(dtype).min if dtype.is_signed else 255]
-
-
-def test_promised_contents_are_poison_until_revealed_and_keep_their_strides() -> None:
-    content, pending = torch.arange(6.0).view(2, 3).t(), Pending()
-    held = pending.promise(content)
-    assert held.stride() == content.stride() == (1, 3) and bool(held.isnan().all()) and pending.open
-    pending.reveal()
-    assert torch.equal(held, content) and not pending.open
 
 
 def test_a_library_that_is_missing_states_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
