@@ -1,13 +1,11 @@
 """A symmetric heap over hosts: ranks in threads, each a host of its own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 import pytest
@@ -23,25 +21,9 @@ from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.trace.clock import now
-from tests.support.networked_heaps import X, opened
+from tests.support.networked_heaps import X, in_threads, opened
 
 pytestmark = pytest.mark.usefixtures("link")
-
-
-def in_threads(
-    ranks: int, job: Callable[[int, NetworkHeap], object], timeout_s: float = 20.0, **settings: object
-) -> list:  # type: ignore[type-arg]
-    """One job a rank, each with a heap; every rank is a host of its own."""
-    world = ThreadWorld(ranks, timeout_s=timeout_s)
-
-    def whole(comm: Communicator) -> object:
-        heap = opened(comm, **settings)  # type: ignore[arg-type]
-        try:
-            return job(comm.rank, heap)
-        finally:
-            heap.close()
-
-    return world.together([lambda comm=comm: whole(comm) for comm in world.communicators()])  # type: ignore[misc]
 
 
 def all_operations(rank: int, heap: NetworkHeap) -> dict[str, object]:

@@ -1,14 +1,12 @@
 """The link `nixl`: what carries its bytes, what it refuses, how it is opened and closed, and its options of UCX."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ from moe_mk.errors import CommError
 from moe_mk.trace.clock import now
 from tests.support.network_ends import NEEDS_NIXL, links_of, own_window, put, store, tcp_pipes
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for
-from tests.support.networked_heaps import X, opened
+from tests.support.networked_heaps import X, in_threads, opened
 
 BYTES_ACKED_AT = 120
 """Of tcpi_bytes_acked in struct tcp_info of Linux."""
@@ -169,22 +167,16 @@ def test_metadata_is_small_and_ranks_with_other_links_end_the_attempt_on_all_ran
 
 
 def test_every_rank_of_three_writes_to_every_other() -> None:
-    world = ThreadWorld(3, timeout_s=20.0)
+    def job(rank: int, heap: NetworkHeap) -> list[int]:
+        for peer in {0, 1, 2} - {rank}:
+            heap.put_signal(peer, rank * X.nbytes, X + rank, rank, 1)
+        heap.wait_until({peer: peer for peer in {0, 1, 2} - {rank}}, 1, "dispatch")
+        own = heap.data(rank, 0, 3 * X.nbytes).view(3, -1)
+        found = [peer for peer in range(3) if torch.equal(own[peer], (X + peer).flatten().view(torch.uint8))]
+        heap.barrier()
+        return found
 
-    def job(rank: int) -> list[int]:
-        heap = opened(world.communicators()[rank], link="nixl")
-        try:
-            for peer in {0, 1, 2} - {rank}:
-                heap.put_signal(peer, rank * X.nbytes, X + rank, rank, 1)
-            heap.wait_until({peer: peer for peer in {0, 1, 2} - {rank}}, 1, "dispatch")
-            own = heap.data(rank, 0, 3 * X.nbytes).view(3, -1)
-            found = [peer for peer in range(3) if torch.equal(own[peer], (X + peer).flatten().view(torch.uint8))]
-            heap.barrier()
-            return found
-        finally:
-            heap.close()
-
-    assert world.together([lambda rank=rank: job(rank) for rank in range(3)]) == [[1, 2], [0, 2], [0, 1]]
+    assert in_threads(3, job, link="nixl") == [[1, 2], [0, 2], [0, 1]]
 
 
 def connected(two: tuple[NixlLinks, NixlLinks]) -> tuple[NixlLink, NixlLink]:
@@ -347,20 +339,6 @@ def test_a_link_without_payload_needs_no_polling() -> None:
     other.close()
 
 
-def in_two_threads(job: Callable[[int, NetworkHeap], object], timeout_s: float) -> list[object]:
-    """One job a rank, each with a heap over NIXL."""
-    world = ThreadWorld(2, timeout_s=timeout_s)
-
-    def whole(rank: int) -> object:
-        heap = opened(world.communicators()[rank], link="nixl")
-        try:
-            return job(rank, heap)
-        finally:
-            heap.close()
-
-    return world.together([lambda: whole(0), lambda: whole(1)])
-
-
 @NEEDS_NIXL
 def test_a_peer_that_nixl_makes_no_progress_with_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection of the proxies lives; rank 1 receives nothing through NIXL any more."""
@@ -381,7 +359,7 @@ def test_a_peer_that_nixl_makes_no_progress_with_is_named_at_the_deadline(monkey
         for epoch in (1, 2):
             heap.wait_until({peer: peer}, epoch, "dispatch")
 
-    for rank, text in enumerate(in_two_threads(job, timeout_s=2.0)):
+    for rank, text in enumerate(in_threads(2, job, timeout_s=2.0, link="nixl")):
         start = rf"rank {rank}, phase '(dispatch|barrier)', peer {1 - rank}: epoch \d: "
         assert re.match(start + r"(sent nothing within 2 s \[kernel.timeout_s\]|has closed its windows)", str(text)), (
             text
