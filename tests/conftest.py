@@ -1,7 +1,5 @@
 """What holds for every test: fixed seeds, no leaked defaults, known rows, and a skip that states what is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import signal

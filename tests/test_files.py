@@ -1,7 +1,5 @@
 """Files that say more than they hold are refused before memory is taken, in an error that names file and limit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`import moe_mk` waits for nothing, and whatever it promises is there when it is asked for."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

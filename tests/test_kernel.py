@@ -1,7 +1,5 @@
 """The forward of a pair, step by step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Amounts for people, and lines as wide as a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

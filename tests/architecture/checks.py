@@ -1,7 +1,5 @@
 """The rules of the house as pure functions of one source file: who may import, ask and allocate what, and where."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

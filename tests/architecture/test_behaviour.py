@@ -5,8 +5,6 @@ The golden table (tests/oracle/) has winners and rejections; this has the number
 python tests/architecture/test_behaviour.py      writes behaviour.json anew, after a change that is meant
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """What tests/conftest.py promises to every test, seen from outside in runs of small test files."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -5,8 +5,6 @@ Callers rely on them without a test that names them. Names that are new or gone 
 python tests/architecture/test_defaults.py       writes defaults.json anew, after a change that is meant
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import inspect

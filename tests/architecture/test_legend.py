@@ -1,7 +1,5 @@
 """Every axis letter that a name carries is in the one legend."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

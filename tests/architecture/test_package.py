@@ -1,7 +1,5 @@
 """The wheel and the sdist hold what an installation needs, and nothing that was built."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 `python tests/architecture/test_words.py` writes `words_left.json`, the places that remain, and refuses to add any.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A tiny checkpoint made by the command itself, and the command run in this process, for all tests of this room."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every verb in this process: what it prints, what it writes, and its exit code."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

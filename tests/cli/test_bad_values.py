@@ -1,7 +1,5 @@
 """A bad value for any option of any verb is one message and a documented code, no traceback, and writes nothing."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

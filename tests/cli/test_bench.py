@@ -1,7 +1,5 @@
 """`moe-mk bench` measures what was decided, and `benchmarks/compare.py` reads two of its files."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

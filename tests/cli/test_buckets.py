@@ -1,7 +1,5 @@
 """`explain` states for every number of tokens who would serve, at what price, and what the floor is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Shell completion: the script a shell loads, and what it offers."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

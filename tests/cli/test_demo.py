@@ -1,7 +1,5 @@
 """`moe-mk demo hf`: transformers generates with an FP8 model on a CPU, in one command. And `moe-mk convert`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The door opens at once: help, version, completion and mistakes import no torch; a verb finds what it imports."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex

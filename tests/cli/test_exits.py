@@ -1,7 +1,5 @@
 """Which code an error stands for, and that it is reported once."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

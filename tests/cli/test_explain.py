@@ -1,7 +1,5 @@
 """`moe-mk explain` for devices of other machines: the libraries it assumes, a warning if only the reference serves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

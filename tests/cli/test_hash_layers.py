@@ -1,7 +1,5 @@
 """Layers that choose experts by token id, from the command line: written, inspected, run on two ranks, measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Arguments out of range end in a message and a code, before any work, and take nothing away."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

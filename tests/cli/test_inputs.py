@@ -1,7 +1,5 @@
 """Tokens by number and by list, and hidden states from files, good and bad."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stages of a forward: all of them, and they add up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`moe-mk place`: from a recording of expert loads to a placement, reported, compared and drawn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is refused before any process starts or any weight is read, and what a plan knows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`moe-mk plan`: what it states of fabrics by hand, as text and as JSON, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

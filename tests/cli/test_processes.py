@@ -1,7 +1,5 @@
 """Ranks as processes: they end well, fail together, die one by one, and never outlive the one that started them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

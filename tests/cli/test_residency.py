@@ -1,7 +1,5 @@
 """Experts larger than memory at a desk: stores ahead of time, budgets, and reads that are measured and predicted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

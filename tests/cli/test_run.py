@@ -1,7 +1,5 @@
 """`moe-mk run` as a person starts it: several processes, torchrun, and a rank that is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

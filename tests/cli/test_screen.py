@@ -1,7 +1,5 @@
 """Labels and widths."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is printed: subsets say so, every pair has its reasons, lists of experts stay short."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 python tests/cli/test_snapshots.py      writes tests/cli/snapshots.json anew, after a change that is meant
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """`moe-mk run --trace`: one time axis for the ranks of a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

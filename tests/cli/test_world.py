@@ -1,7 +1,5 @@
 """Who is where: ranks asked for, ranks that a launcher started, TP neighbours."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

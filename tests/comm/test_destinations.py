@@ -1,7 +1,5 @@
 """Expected visits of a token: published figures, cases by hand, and drawn routings, with and without kept groups."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A rank forks a helper, which keeps nothing by which peers would take the rank to be alive, and may use no window."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

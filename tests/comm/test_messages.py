@@ -1,7 +1,5 @@
 """Headers of messages, and whom a long wait may blame."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """An all-to-all of messages: the bits of the collective, 2 (n - 1) messages, in one process and in three."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

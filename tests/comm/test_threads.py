@@ -1,7 +1,5 @@
 """Ranks as threads: the bits of lockstep, lists of tensors for libraries, and an end for whoever waits in vain."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Bytes by link: nodes as data, counts by hand, and what each collective sends to whom."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

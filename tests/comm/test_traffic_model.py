@@ -1,7 +1,5 @@
 """What transports send for a routing, from the routing alone: by hand, and against the published table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

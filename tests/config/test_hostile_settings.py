@@ -1,7 +1,5 @@
 """Hostile settings: every one is a ConfigError, at once, in a message of bearable length."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

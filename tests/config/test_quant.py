@@ -1,7 +1,5 @@
 """How experts are stored: settings that fit together, and what each config.json calls them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

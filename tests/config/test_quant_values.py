@@ -3,8 +3,6 @@
 python tests/config/test_quant_values.py       writes quant_values.json anew, after a change that is meant
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

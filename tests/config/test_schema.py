@@ -1,7 +1,5 @@
 """The stored JSON schema is that of MoEConfig. `python tests/config/test_schema.py` writes it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Places between measured points, and what stands in the names of tuned files and in the files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

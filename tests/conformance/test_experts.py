@@ -2,8 +2,6 @@
 
 The routings of the kit are what their names say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ One world of four processes serves many. Each has a group of its own, makes one 
 begins a dispatch of each and is killed while they are all under way; the others call after that.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

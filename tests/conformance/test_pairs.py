@@ -1,7 +1,5 @@
 """Every pair that the oracle accepts, on 1, 2 and 4 ranks in lockstep, against a dense loop written down here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """Every registered transport carries every hostile case, in every wire scheme it states it can carry."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.lab.testing.conformance import check_transport

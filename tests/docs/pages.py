@@ -1,7 +1,5 @@
 """The pages of the README and the docs, and what stands in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

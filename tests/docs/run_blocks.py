@@ -7,8 +7,6 @@ pages do. What goes wrong is reported on standard error, and by file name as JSO
 A block with the fence `python` is run. A block with the fence `text output` right after it is what it must print.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """What the README and the docs say is true: links lead somewhere, commands and names exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The python of the README and the docs runs and prints what it states."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

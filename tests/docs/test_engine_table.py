@@ -1,7 +1,5 @@
 """The table for authors of engines: its lines for this library run, in order, and do what their row names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

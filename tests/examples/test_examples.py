@@ -1,7 +1,5 @@
 """Every example runs as a newcomer runs it, and states something that is true."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

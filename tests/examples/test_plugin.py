@@ -1,7 +1,5 @@
 """The sample wheel: built, installed into a folder, and then seen, explained and run like any other backend."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What an experts backend states against a problem, from its traits alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes of DeepEP's buffers, worked by hand."""
 
-from __future__ import annotations
-
 from math import comb
 
 import pytest

@@ -1,7 +1,5 @@
 """Scripts as they are written for `deep_ep.Buffer`, run by each rank, with results as tensors and texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

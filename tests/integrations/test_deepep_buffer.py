@@ -1,7 +1,5 @@
 """A script written for DeepEP's Buffer, between real processes over the network engine."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

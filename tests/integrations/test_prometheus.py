@@ -1,7 +1,5 @@
 """Layers as metrics: right numbers, and never more series than were allowed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every tensor that a layer of any settings must have, drawn from a seed, in the names that all of them have."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The tiny twin: a DeepSeek-V3 layer of transformers, saved by transformers in the official layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

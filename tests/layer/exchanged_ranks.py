@@ -1,7 +1,5 @@
 """What each process does in the tests of the native call of a layer between ranks; results are texts and numbers."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import random

@@ -1,7 +1,5 @@
 """What each process does in the tests of failed calls: serve, fail at one place, catch it, and make the next call."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

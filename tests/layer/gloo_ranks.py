@@ -1,7 +1,5 @@
 """What each process of the gloo world does; results are tensors, numbers and texts."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

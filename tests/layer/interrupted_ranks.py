@@ -1,7 +1,5 @@
 """Ranks of which one is interrupted wherever Python may run the handler of a signal within a call of a layer."""
 
-from __future__ import annotations
-
 import dis
 import random
 import signal

@@ -1,7 +1,5 @@
 """A small FP8 layer on the native kernels."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

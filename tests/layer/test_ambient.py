@@ -1,7 +1,5 @@
 """Settings of torch around a layer change neither what it computes nor what it loads."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

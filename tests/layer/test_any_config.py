@@ -1,7 +1,5 @@
 """Layers of any settings: the output of the independent reference within its own limit, or a refusal with reasons."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Cohere2 MoE, whose routed and shared experts may be averaged, against transformers' own block in f64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The layer is one operator to torch: compiled in one graph for any number of tokens, and checked by opcheck."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer with two pairs: the number of tokens chooses, at the modelled crossover, over one copy of the weights."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A layer of DeepSeek-V4: scores by sqrtsoftplus, clamped SwiGLU, experts by token id, against transformers' block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever is given to a door: what plain contiguous tensors give, or a typed error that names the argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

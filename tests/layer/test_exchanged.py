@@ -1,7 +1,5 @@
 """A layer between ranks as one native call: its bits and counters are those of the steps, and so are its errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Real gloo processes. The timeout is 20 s, so that an error within a few was reported and not waited for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """In fp16, what passes 65504 before it is weighted, summed or cancelled does not reach the output."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The experts of Gemma 4, with the norm and the scales around them, against transformers' own modules in f64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same layer on four real processes over gloo: equal to transformers, equal to lockstep, and never hanging."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers that choose experts by token id, straight from a checkpoint: layer 0 has a table, layer 1 a bias."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Backends are changed while a layer serves: outputs stay right, no token is lost or counted twice, all ranks agree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from unittest.mock import Mock
 

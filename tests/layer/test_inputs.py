@@ -1,7 +1,5 @@
 """Bad input is refused before any work, with the values, the limit and the way out; odd input works."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An interrupt (Ctrl-C) anywhere within a call ends it on all ranks at once, and a recovery serves again."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 Matrices here are larger than a page, so that pages which are given back to the system by mistake read as zeros.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import mmap

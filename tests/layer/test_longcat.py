@@ -1,7 +1,5 @@
 """LongCat-Flash, whose router also scores experts without weights, against transformers' own block in f64."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

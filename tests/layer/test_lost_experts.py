@@ -1,7 +1,5 @@
 """Calls while an expert has no live copy: refused on every rank alike, or served without it and counted."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Padding is left out of a call, tokens that cannot be routed are counted, and `route` returns the logits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """What a layer states it will take, before anything is allocated, is what it takes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import resource

@@ -1,7 +1,5 @@
 """The placement in use: what ranks compare of it, and maps that cannot replace it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

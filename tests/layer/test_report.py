@@ -1,7 +1,5 @@
 """What ran is reported by what ran: a backend that is swapped, or that quietly asks another one, shows."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

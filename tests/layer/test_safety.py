@@ -1,7 +1,5 @@
 """A host may do what it likes around a layer: no environment, other defaults, copies, processes, several layers."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import io

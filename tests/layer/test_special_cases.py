@@ -1,7 +1,5 @@
 """Layers whose output is known without a router: one expert, all experts, none but the shared ones."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a layer prepares between calls is never that of tensors that were replaced or written to."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a layer leaves behind when its process group is destroyed: nothing that a process trips over on its way out."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tiles by configuration: the same layer, tile by tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

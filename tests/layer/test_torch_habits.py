@@ -1,7 +1,5 @@
 """What users of `torch.nn` expect of any module: shapes of sequences, state dicts, conversions of dtype."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

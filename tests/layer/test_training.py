@@ -1,7 +1,5 @@
 """Layers with gradients: every router kind, several ranks against one, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

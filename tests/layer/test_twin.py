@@ -1,7 +1,5 @@
 """The layer equals transformers' DeepseekV3MoE on the same checkpoint, however it is spread over ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

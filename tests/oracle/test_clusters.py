@@ -4,8 +4,6 @@ Reviewed by hand like `golden.yaml`: a line that changes must be looked at. Tran
 out, so that a new one brings its own lines.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine of the oracles: pure, complete in its reasons, obedient to pins, ready for JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Decisions as a table reviewed by hand: the winner, what travels, and every reason against every other pair."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a pair holds in addition to the weights, part by part, and the most tokens that a device has room for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

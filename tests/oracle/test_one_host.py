@@ -1,7 +1,5 @@
 """A transport that shares memory is chosen where all ranks share a host, and refused by name where they do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.config import device_profile, load_config

@@ -1,7 +1,5 @@
 """What only a pair can have against it: layout, stage, graphs, wire."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

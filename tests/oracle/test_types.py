@@ -1,7 +1,5 @@
 """Every type of experts through both phases of its oracle, and what happens where nothing reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

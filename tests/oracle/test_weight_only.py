@@ -1,7 +1,5 @@
 """Weight-only integers and GGUF blocks: their oracles, which formats they fall back to, and what that costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

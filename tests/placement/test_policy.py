@@ -1,7 +1,5 @@
 """Policies as plugins: registered here, from other wheels, broken ones, and ones that answer nonsense."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from unittest.mock import Mock

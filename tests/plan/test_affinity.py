@@ -1,7 +1,5 @@
 """Experts that go together: swaps by hand, and never worse than linear."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

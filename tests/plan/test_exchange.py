@@ -1,7 +1,5 @@
 """Bytes of exchanges by hand, and the closed form of destination groups against drawn routings."""
 
-from __future__ import annotations
-
 from math import comb
 
 import numpy as np

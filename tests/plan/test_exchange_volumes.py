@@ -1,7 +1,5 @@
 """Tensor against expert parallelism by formula, and what ranks of a real layer hold."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Proxy against GPU: the 16 dispatch times that pplx-kernels publishes; the bubble of a pipeline, on its timetable."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixed costs that grow with the ranks, and what is left when one side writes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

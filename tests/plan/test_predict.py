@@ -1,7 +1,5 @@
 """Bytes and times of exchanges against what DeepEP and UCCL-EP have published, and what the model cannot explain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulator of experts larger than memory, by hand and against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache

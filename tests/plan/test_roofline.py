@@ -1,7 +1,5 @@
 """Floors by hand, against rows that were published with the formulas, and at the edges."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.config import device_profile, load_config

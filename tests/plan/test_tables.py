@@ -1,7 +1,5 @@
 """Tables of docs/oracle.md: ways to move bytes, and layouts of sixteen devices."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Simulated links by hand, the laws of any timeline on random programs, and what is refused."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import numpy as np

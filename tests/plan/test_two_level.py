@@ -1,7 +1,5 @@
 """The worked cost example of CANN's operators: a mesh against a relay, and how the gain moves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

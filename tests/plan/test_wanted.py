@@ -1,7 +1,5 @@
 """The smallest changes that make a backend eligible, against an exhaustive search through the same oracle."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Sizes of what a transport keeps between calls: its containers, by path, and the memory of the process."""
 
-from __future__ import annotations
-
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A dispatch of two ranks followed by hand: who gets which row, with which ids, and what returns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

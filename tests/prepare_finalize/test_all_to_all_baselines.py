@@ -1,7 +1,5 @@
 """The plain ways: the bits of all-to-all, two collectives a dispatch, and no oracle prefers them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

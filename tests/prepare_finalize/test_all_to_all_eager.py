@@ -1,7 +1,5 @@
 """Rows that are sent with their counts: the bits, bytes and yields of counts first, whatever each rank brings."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

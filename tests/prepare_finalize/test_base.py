@@ -1,7 +1,5 @@
 """What a transport states against a problem, from its traits alone, and what it expects to move."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A budget of compute units: bytes by hand, the units of each library call, existing threads, and refusals."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The number of assignments that a rank expects: from shapes, whatever part of a window is filled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

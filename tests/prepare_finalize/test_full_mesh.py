@@ -1,7 +1,5 @@
 """One message to each rank: whatever its tokens and their experts, a rank signals each peer once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Dispatch and combine as two calls without state: every field by hand, hostile routings, memory, every option."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Transports that go on without a rank: outputs, membership, and what those without a rank mask answer."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta

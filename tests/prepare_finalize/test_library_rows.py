@@ -1,7 +1,5 @@
 """One dispatch by hand through the transport of every library, over its emulation: rows, sums, padding, failures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

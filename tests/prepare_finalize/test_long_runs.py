@@ -1,7 +1,5 @@
 """What a transport keeps does not grow with the number of its calls: containers, and memory of the process."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

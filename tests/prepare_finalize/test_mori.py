@@ -1,7 +1,5 @@
 """MoRI over its emulation: results that outlive their memory, nodes, limits, bytes."""
 
-from __future__ import annotations
-
 import torch
 
 from moe_mk import Problem

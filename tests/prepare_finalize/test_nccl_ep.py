@@ -1,7 +1,5 @@
 """NCCL EP over its emulation: what is kept between the halves of a call, limits, bytes."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from typing import Any

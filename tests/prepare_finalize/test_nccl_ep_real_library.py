@@ -4,8 +4,6 @@ The wheel is read where it is stored: `pip download --no-deps --dest build/wheel
 emulation takes the place of the bindings, and reads memory at the addresses that descriptors have.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Layers only serve here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

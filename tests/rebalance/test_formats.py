@@ -1,7 +1,5 @@
 """Experts of every format move: FP8 with scales, packed by a backend, mapped from a file; nothing stays stale."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Four real gloo processes that serve while experts move: with delays, with damage, and with a rank that is killed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """The whole of it on four ranks in lockstep: outputs equal to the bit whatever moves, and nothing dies in silence."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Four ranks in lockstep: data that is damaged, refused or late keeps the old map, is reported, and is sent again."""
 
-from __future__ import annotations
-
 import re
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Whatever callers replace between two steps of a rebalance, outputs stay right and rebalancing goes on from there."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

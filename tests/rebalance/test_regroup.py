@@ -1,7 +1,5 @@
 """Where experts go when ranks are lost or join, and groups that change with every rank in one process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Real processes of which one is killed: the others agree, repair every expert, and come back whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Experts on EP ranks that are cut into TP slices: every slice moves, and all ranks of the grid flip together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from unittest.mock import Mock
 

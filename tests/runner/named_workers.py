@@ -1,7 +1,5 @@
 """Queues of an imitated device: threads are distinguished by the stream they are on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

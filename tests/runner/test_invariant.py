@@ -1,7 +1,5 @@
 """`kernel.invariant`: equal bits for every EP size, placement, transport, batch and format, on random real values."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts that route inside, and the naive path around them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

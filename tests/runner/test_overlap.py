@@ -1,7 +1,5 @@
 """Who uses the waiting time, seen in the order of events; and that it changes no result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Dispatch and combine as halves under way: a hook that may be called by anybody, a receiver that answers once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Sequence-parallel chunks: sizes by hand, each token computed once, and the output of the path without chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

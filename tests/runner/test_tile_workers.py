@@ -1,7 +1,5 @@
 """Workers on a device: each on its own stream, every step after the marks of what it needs, the caller after all."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

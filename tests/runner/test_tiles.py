@@ -1,7 +1,5 @@
 """Tile by tile through every transport: outputs of a serial run, plans kept, overlap read from the order of events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

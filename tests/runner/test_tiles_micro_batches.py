@@ -1,7 +1,5 @@
 """Micro-batches as the tiles of a plan: the order of events, and the bits of one after the other."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

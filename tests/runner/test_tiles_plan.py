@@ -1,7 +1,5 @@
 """The plan alone: its order by hand, what each step needs, and how much is ever open."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Tile by tile between processes: the bits of a serial run, overlap in the order of events, a peer that dies."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

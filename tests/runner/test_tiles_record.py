@@ -1,7 +1,5 @@
 """Events, the intervals they make, which overlapped, and how much of the time was hidden."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_mk.runner import TileRecord

@@ -1,7 +1,5 @@
 """Two pipeline stages of two expert-parallel ranks: finished tiles leave while later ones still return."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any

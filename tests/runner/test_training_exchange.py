@@ -1,7 +1,5 @@
 """Gradients through an exchange of two processes: by gradcheck, against one process, four all-to-alls a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

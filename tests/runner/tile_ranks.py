@@ -1,7 +1,5 @@
 """Ranks that run tile by tile: transports around identity experts, in lockstep or in threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields

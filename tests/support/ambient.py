@@ -1,7 +1,5 @@
 """Settings of torch that a program may have made, and that must not change what a layer computes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Questions about the DeepEP family, and its transports on two ranks of threads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_mk import MoEConfig, Problem

@@ -1,7 +1,5 @@
 """The number formats that every experts backend and every pair is tried in."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

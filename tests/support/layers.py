@@ -1,7 +1,5 @@
 """Small layers from tensors that a test writes out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

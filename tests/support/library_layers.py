@@ -1,7 +1,5 @@
 """Layers of one model on ranks of threads: transports that are given the same group, around identity experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Two ranks as threads around a transport of an emulated library, and one dispatch followed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """MXFP4 matrices that meet every case of the conversion to FP8, and their packed form."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

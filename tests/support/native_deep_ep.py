@@ -3,8 +3,6 @@
 Every method takes the positional arguments that the wheel's Python passes, and hands them to the emulation.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

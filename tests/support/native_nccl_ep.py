@@ -3,8 +3,6 @@
 `load_wheel` unpacks the Python of nccl-extensions and imports it; its Cython modules and nccl4py are not needed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import sys

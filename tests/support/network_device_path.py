@@ -7,8 +7,6 @@ lost. The card compares its own count with the newest number it knows of: a door
 to read again (the replay of doorbell records, IBGDA). So work is neither lost with a doorbell nor done twice by two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum

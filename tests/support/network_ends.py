@@ -1,7 +1,5 @@
 """Two ends of a link by hand: exchanges over real or shuffled links, moved by the test itself."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Proxies with threads and sockets in one process, a rank each."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """A network between two ranks that a test can cut or hold up: every connection passes a socket in between."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

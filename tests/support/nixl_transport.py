@@ -1,7 +1,5 @@
 """`one_sided_network` with its link pinned to NIXL, as a transport of its own, for the conformance kit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext

@@ -1,7 +1,5 @@
 """What tests of the one-sided transports share: contexts, tokens drawn at random, experts that scale rows, a death."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

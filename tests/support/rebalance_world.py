@@ -4,8 +4,6 @@ Weights and tokens are small integers, the activation is relu(x)^2, routing weig
 an integer below 2^24 or a quarter of one. A wrong, missing or doubled expert changes it; an order of adding does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

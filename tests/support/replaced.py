@@ -1,7 +1,5 @@
 """Ways in which the values of a tensor that something was prepared from change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

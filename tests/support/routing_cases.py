@@ -1,7 +1,5 @@
 """A small trace by hand, and random ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

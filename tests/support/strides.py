@@ -1,7 +1,5 @@
 """The same tensor in other memory: what code that reads memory as if it were dense gets wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

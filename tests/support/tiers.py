@@ -1,7 +1,5 @@
 """Which cases of a parametrised test run in `make test`, and which only in `make test-rest` and in CI."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

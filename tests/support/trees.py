@@ -1,7 +1,5 @@
 """Small repositories that tests of tools write and read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

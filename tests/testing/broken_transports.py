@@ -1,7 +1,5 @@
 """Transports that each answer a failure of a peer in one wrong way; registered when this module is imported."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

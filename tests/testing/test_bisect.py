@@ -1,7 +1,5 @@
 """Bisection finds the stage, the token, the expert and the block where two backends part."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A corpus of broken backends: each is refused with the law that it violates, and the correct ones are certified."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

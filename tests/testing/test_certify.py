@@ -1,7 +1,5 @@
 """Certification: right backends pass with equal digests, wrong ones fail with the law they broke."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

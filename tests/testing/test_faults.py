@@ -1,7 +1,5 @@
 """The fault harness: each wrong answer to a fault has its outcome, a right transport none; nothing is left behind."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Transports under a simulated clock: bytes that they really send, CANN's worked example, mutations that show."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

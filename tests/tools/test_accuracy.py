@@ -1,7 +1,5 @@
 """The accuracy table: complete, and what the page shows is what the tool computes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

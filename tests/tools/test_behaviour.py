@@ -1,7 +1,5 @@
 """What the frozen behaviour is made of: digests that see every bit, and differences that name the place."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

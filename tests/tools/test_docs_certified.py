@@ -1,7 +1,5 @@
 """The table of certified backends: a row each, stale verdicts noticed, and a refusal that fails the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of faults: written from the committed result, and never stale."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

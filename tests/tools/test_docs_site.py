@@ -1,7 +1,5 @@
 """The site: every page has its place, links lead to pages or become names, and the reference has every room."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

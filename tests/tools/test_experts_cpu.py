@@ -1,7 +1,5 @@
 """The figures of CPU experts in docs/cpu.md are those of the committed results; what other projects are given."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The GPU queue on a machine without a GPU: order, budgets, what it continues from, what travels, what it reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

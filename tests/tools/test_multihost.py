@@ -1,7 +1,5 @@
 """Two hosts on one machine: the commands they run, why not, and the whole of it where namespaces are permitted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mutants: a change that a row's tests notice, one that they do not, and lists that cannot be run."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

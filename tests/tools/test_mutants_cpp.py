@@ -1,7 +1,5 @@
 """Changes of C++ sources by machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools.mutants_cpp import ROOT, TESTS, changes_of, runs_here

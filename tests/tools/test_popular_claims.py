@@ -1,7 +1,5 @@
 """Every popular claim is measured, and its ratio held to nothing; so is every method of overlap."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

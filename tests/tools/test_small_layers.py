@@ -1,7 +1,5 @@
 """Small calls between processes: what they are compared with, and the verdicts on their ratios."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

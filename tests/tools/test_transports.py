@@ -1,7 +1,5 @@
 """The page of transports states what the registry states, and reports when it no longer does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Chrome traces: events by hand, rows that nest, clocks of several hosts, and overlap that a viewer can see."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

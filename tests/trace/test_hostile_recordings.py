@@ -1,7 +1,5 @@
 """Hostile recordings: a TraceError, before anything is allocated for what they only say."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

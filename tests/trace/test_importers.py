@@ -1,7 +1,5 @@
 """Recordings of other programs, written here in their layouts, read as traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How much of the time on the way was hidden behind work."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """A routing trace as an object: its table, its loads, replay, and the nodes its tokens reach."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A routing trace on disk: nothing is lost, little is written, and what is damaged or foreign is reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

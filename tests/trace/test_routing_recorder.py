@@ -1,7 +1,5 @@
 """A recorder listens to real layers: outputs stay, ids are those the layer used, and a replay gives them again."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

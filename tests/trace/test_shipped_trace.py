@@ -1,7 +1,5 @@
 """The routing trace that comes with the examples: what it is of, that it is whole, and that it is not even."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

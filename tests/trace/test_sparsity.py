@@ -1,7 +1,5 @@
 """Activations close to zero, counted by hand and on the gates of an expert."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

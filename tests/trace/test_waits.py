@@ -1,7 +1,5 @@
 """Who waited for whom: by hand, laws on random calls, and a delayed rank found under transports that really wait."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Kernels compiled ahead are those that a launch looks up, also after their folder was moved."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which candidate replaces the built-in choice: intervals by hand, noise that must not, a tenth that must."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from statistics import median

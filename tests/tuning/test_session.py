@@ -1,7 +1,5 @@
 """A tuning session: every candidate once, within its budget, and on from where a killed one stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small layers over real checkpoints, alone or as ranks in lockstep, and their answers, for all tests of this room."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

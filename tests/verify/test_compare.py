@@ -1,7 +1,5 @@
 """Honest runs pass with little room to spare, and what is wrong fails."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reference by hand, and that it shares nothing with what it judges."""
 
-from __future__ import annotations
-
 import ast
 import math
 from pathlib import Path

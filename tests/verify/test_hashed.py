@@ -1,7 +1,5 @@
 """Verification of layers that choose experts by token id: the table by hand, no ties, ids that must be there."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

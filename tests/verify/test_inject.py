@@ -1,7 +1,5 @@
 """Every fault is found, whatever the format, and faults that would change nothing are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import get_args
 

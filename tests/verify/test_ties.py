@@ -1,7 +1,5 @@
 """Which choices of experts are right, where scores are equal within rounding, and which are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A layer loaded tensor by tensor: in any order, in every format, on every rank, strictly, without a second copy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counters: a word for each source, and their sum."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.network_ends import COUNTERS, FLAG_BYTES, FLAGS, RANKS, own_window

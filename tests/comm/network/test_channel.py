@@ -1,7 +1,5 @@
 """The state of a channel: what it sends again over a new link, and what it forgets."""
 
-from __future__ import annotations
-
 import torch
 
 from moe_mk.comm.network.channel import Channel, Stream

@@ -1,7 +1,5 @@
 """Commands to messages: what is merged, what is not, and what rides along."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A command of 128 bits: by hand, there and back at random, and every field at its limit and beyond."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

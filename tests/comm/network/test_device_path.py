@@ -1,7 +1,5 @@
 """Eight steps of a device that posts its own work, and doorbells that are lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The listening socket: strangers in numbers, callers that say nothing, no descriptors left, and when it is open."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

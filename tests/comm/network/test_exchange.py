@@ -1,7 +1,5 @@
 """One suite for every link: what is put is there when its flag is seen, whatever carries it and in whatever order."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A symmetric heap over four processes that are two hosts of two, and what ends in errors."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Between hosts with nothing installed: what the proxies import, and that they work with no device and no library."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads that carry out commands: twelve steps, channels, links cut without a loss, slow peers, lost ones."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import re

@@ -1,7 +1,5 @@
 """A ring between one producer and one consumer: by hand, around its end, and between two threads and two processes."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

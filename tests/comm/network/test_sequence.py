@@ -1,7 +1,5 @@
 """Four bits restore order: immediates by hand, groups by hand, every shuffle inside the window, and beyond it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may connect, what strangers get, and where a rank listens."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

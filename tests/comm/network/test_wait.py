@@ -1,7 +1,5 @@
 """Who is named when a peer of another host leaves while it is awaited."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count

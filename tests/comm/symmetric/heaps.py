@@ -1,7 +1,5 @@
 """Heaps of virtual ranks, and rows to put into them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

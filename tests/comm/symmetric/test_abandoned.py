@@ -1,7 +1,5 @@
 """Processes that are killed while they open a heap leave no file behind, at the latest at the next one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

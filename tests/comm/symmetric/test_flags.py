@@ -1,7 +1,5 @@
 """Words of 64 bits, an epoch and a count, kept whole; and waits that distinguish the dead from the late."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

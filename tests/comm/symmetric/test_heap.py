@@ -1,7 +1,5 @@
 """A symmetric heap over the memory of one process: offsets, order, limits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

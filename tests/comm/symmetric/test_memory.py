@@ -1,7 +1,5 @@
 """Files of shared memory: whose they are, what is mapped, and what happens when there is no room."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat

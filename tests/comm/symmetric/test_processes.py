@@ -1,7 +1,5 @@
 """A symmetric heap between two processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """Tiles by rows an expert: measured inside the tuned range, built in outside, and a bad file is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, replace

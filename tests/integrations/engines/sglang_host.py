@@ -6,8 +6,6 @@ Nothing of SGLang is replaced. Of what it imports, torchvision is, whose wheels 
 nothing here calls it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Routed experts over an engine's weights: by loops, at the edges, compiled, and laid out anew when they change."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """The mini-sglang backend: entered by name, softmax and top-k inside, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The seams as they were read: stand-ins and adapters have them, and so have the engines where they are installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

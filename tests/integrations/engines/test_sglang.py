@@ -1,7 +1,5 @@
 """The SGLang runner core: one call by loops, what it refuses, and layers of the wheel where it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The torchtitan override: what it builds, rows by loops, padding, no gradients; by torchtitan where it is there."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The vLLM plugin: inert unless it is named, what vLLM calls, and vLLM itself where it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Formats of vLLM's routed experts: parameters as vLLM's loaders leave them are the experts that were quantised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models in the layouts of official quantised checkpoints, and the same models with dequantised weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts, tiny models of several families, and what tests ask of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Every experts class of the installed transformers, and a tiny random module of each."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

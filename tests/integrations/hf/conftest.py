@@ -1,7 +1,5 @@
 """Every test of this room finds "moe_mk" registered with no settings, and leaves it so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Tiny models with packed experts in the official layouts, and the same models with the decoded weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What one rank of an expert-parallel transformers model does; called by import path."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole blocks of DeepSeek-V3's shape in our layer, and blocks that are left alone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

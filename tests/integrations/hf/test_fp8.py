@@ -1,7 +1,5 @@
 """FP8 checkpoints run as FP8 on a CPU, and what cannot be computed is refused while loading."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole models of several families generate the same tokens, compiled ones too."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an experts module of transformers is: found by trying, refused by name."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """One call of the experts: by hand, without tokens, with dropped assignments, and wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

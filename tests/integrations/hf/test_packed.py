@@ -1,7 +1,5 @@
 """Experts of packed checkpoints run as they are stored, in models of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert parallelism of transformers, its communication half carried by our transports: two processes over gloo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Plans of modules: made once, made anew where something changed, by the settings that were registered."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 from pathlib import Path

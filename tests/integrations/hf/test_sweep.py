@@ -1,7 +1,5 @@
 """Every experts class of the installed transformers computes the same here, and faults in ours would be seen."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Windows of several ranks in the memory of one test, as one of them sees them; and sums through them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest.mock import Mock
 

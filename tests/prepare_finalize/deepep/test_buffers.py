@@ -1,7 +1,5 @@
 """What layers of one model share of a library, and what becomes of its failures."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from importlib import import_module

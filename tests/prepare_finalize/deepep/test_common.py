@@ -1,7 +1,5 @@
 """Rows as libraries want them and back, and the limits of number formats."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

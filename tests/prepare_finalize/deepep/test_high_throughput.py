@@ -1,7 +1,5 @@
 """DeepEP high throughput over its emulation: the order of a call, graphs without counts, limits, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """DeepEP low latency over its emulation: two calls in flight, scales, limits, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

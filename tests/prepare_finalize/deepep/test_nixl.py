@@ -1,7 +1,5 @@
 """NIXL EP over its emulation: how ranks meet, and the limits that are its own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The DeepEP family between real processes over gloo, and what survivors see when one of them dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta

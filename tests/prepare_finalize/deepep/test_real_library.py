@@ -4,8 +4,6 @@ The wheel is used where it lies: `pip download --no-deps --dest build/wheels sgl
 and is replaced; nothing of it is kept.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows as payloads of a library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

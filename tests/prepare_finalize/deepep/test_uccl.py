@@ -1,7 +1,5 @@
 """UCCL-EP over its emulation: its limits, and where its wrapper is found."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

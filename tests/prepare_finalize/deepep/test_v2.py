@@ -1,7 +1,5 @@
 """DeepEP V2 over its emulation: groups by hand; counts on the host or not, call by call; limits and bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

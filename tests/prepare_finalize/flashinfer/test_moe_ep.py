@@ -1,7 +1,5 @@
 """FlashInfer's moe_ep over its emulation: ids of no expert, alignment, limits, bytes, failures."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashInfer's one-sided transport over its emulation: payloads, limits, bytes, and versions that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

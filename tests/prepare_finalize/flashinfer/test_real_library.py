@@ -4,8 +4,6 @@ The wheel is read where it is stored: `pip download --no-deps --dest build/wheel
 GPUs; below `flashinfer.moe_ep` the emulation of `flashinfer.comm` takes their place. Nothing of the wheel is kept.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """FlashInfer's two-sided transport over its emulation: shared workspaces, limits, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a relay holds and hands on: by hand, and the same bits whether bytes are few or many, by kernels or by torch."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """A relay piece by piece: no bit depends on the size of a piece, and both levels work at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Two-level dispatch and combine: by hand, on hostile routings, byte for byte against the model, and in processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """One-sided against all-to-all between processes, on every wire, by kernels and by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

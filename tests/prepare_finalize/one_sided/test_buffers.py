@@ -1,7 +1,5 @@
 """Windows of the one-sided transport: experts write into them, layers share them, calls under way have their own."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

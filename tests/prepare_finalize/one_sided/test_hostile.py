@@ -1,7 +1,5 @@
 """Words that a peer must not write, in the windows of two ranks of one process: CommError by kernels and by torch."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

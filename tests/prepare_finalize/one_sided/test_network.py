@@ -1,7 +1,5 @@
 """One-sided over hosts: against all-to-all bit for bit, its messages, its memory, and when a peer dies."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Iterator

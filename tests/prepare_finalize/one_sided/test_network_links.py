@@ -1,7 +1,5 @@
 """One link between two live ranks is cut or held up in the middle of a call: the same bits, or an error on both."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

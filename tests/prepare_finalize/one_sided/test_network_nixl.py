@@ -1,7 +1,5 @@
 """`one_sided_network` over NIXL: the conformance kit, faults, and how the link is chosen and explained."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace

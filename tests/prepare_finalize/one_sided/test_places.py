@@ -1,7 +1,5 @@
 """Places in a window of the one-sided transport: by hand, and that no two writers ever share a byte."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """One-sided dispatch and combine between four processes: all-to-all bit for bit, stress, overlap, peers that die."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

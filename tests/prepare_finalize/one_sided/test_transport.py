@@ -1,7 +1,5 @@
 """One-sided dispatch and combine between ranks of one process: by hand, its slots and limits, what the oracle hears."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

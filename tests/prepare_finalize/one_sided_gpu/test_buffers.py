@@ -1,7 +1,5 @@
 """How windows of GPUs are mapped: by torch's symmetric memory, its stand-in as strict, or by IPC and why."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the oracle hears of the one-sided transport of GPUs; its calls are tested with the Triton kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

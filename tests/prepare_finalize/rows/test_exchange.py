@@ -1,7 +1,5 @@
 """Rows out and sums back: by hand, few bytes and many alike, with the counts of a plain all-to-all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

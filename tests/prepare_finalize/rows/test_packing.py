@@ -1,7 +1,5 @@
 """Rows as one buffer of bytes, and back bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Memory that calls use again: lent to one at a time, kept up to a limit, shared by the layers of a group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of groups of rows: by hand, in order, and the same bits by kernels and by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

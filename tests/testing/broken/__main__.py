@@ -1,7 +1,5 @@
 """Certify every broken backend, and print how many are refused: python -m tests.testing.broken [NAME ...]."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.testing.broken import experts, transports

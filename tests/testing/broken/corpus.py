@@ -1,7 +1,5 @@
 """Broken backends with the law that each violates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

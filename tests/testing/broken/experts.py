@@ -1,7 +1,5 @@
 """Experts that are each wrong in one way; `Right` is correct, and every other class changes one of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Transports that are each wrong in one way: all_to_all on two ranks, or no_ep, with one step changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

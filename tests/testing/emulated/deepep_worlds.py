@@ -1,7 +1,5 @@
 """Emulated libraries of the DeepEP family on ranks of threads, and the signatures that they must have."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Ranks as threads, for tests of emulated libraries that move rows."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable

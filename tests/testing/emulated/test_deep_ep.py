@@ -1,7 +1,5 @@
 """deep_ep as it is emulated: signatures, configs, and the laws of high-throughput kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`ElasticBuffer` as it is emulated: rows in no order, groups with gaps, and what follows the last row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

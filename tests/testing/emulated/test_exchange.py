@@ -1,7 +1,5 @@
 """What all emulations stand on: exchange over a group, and contents that are poison until they arrive."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

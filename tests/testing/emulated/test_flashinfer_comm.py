@@ -1,7 +1,5 @@
 """The emulated flashinfer.comm: its signatures, its laws, and what it refuses as the library does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The emulated `cutlass_fused_moe`: its signature, the order of gate and up, and what it refuses."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

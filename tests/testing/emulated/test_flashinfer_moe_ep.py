@@ -1,7 +1,5 @@
 """The emulated flashinfer.moe_ep: its signatures, its laws, and what it refuses as the library does."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

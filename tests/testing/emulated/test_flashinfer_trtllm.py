@@ -1,7 +1,5 @@
 """The emulated TRT-LLM entry points: their signatures, the order of rows and columns, routing, and what they refuse."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Low latency as deep_ep has it: every law of the emulation, and every refusal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulated mori: its signatures, its laws, and what it refuses as the library does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulated NCCL EP: its signatures, its laws, and what it refuses as the library does."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

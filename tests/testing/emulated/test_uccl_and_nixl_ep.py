@@ -1,7 +1,5 @@
 """What UCCL-EP and NIXL EP say otherwise than deep_ep: signatures, ids, handles, masks, how ranks meet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
