@@ -1,7 +1,5 @@
 """What the benchmarks have in common: options, the machine that a result file states, and the file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ A ratio above 1 states that the second run is slower. Exit code 1 if any forward
 two cannot be compared. Other differences between the runs are printed first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -18,8 +18,6 @@ Decode: new tokens after a prompt of 16, for 1, 4 and 16 sequences at once, the 
 token after a prompt of 512. vLLM runs compiled, its default, in one process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

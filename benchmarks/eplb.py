@@ -15,8 +15,6 @@ release in what is written.
 Only the file and the modules next to it that it imports are loaded, not the package: neither engine need be installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

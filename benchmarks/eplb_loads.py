@@ -1,7 +1,5 @@
 """What `eplb.py` measures with: loads like those of served DeepSeek-V3 layers, CPU times in turns, the goal table."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

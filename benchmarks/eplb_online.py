@@ -1,7 +1,5 @@
 """What `eplb.py` measures over time and over nodes: moves from window to window, and what tokens of a trace reach."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from pathlib import Path

@@ -11,8 +11,6 @@ Ratios, medians and minima are formed within a state; `all` are the samples of a
 without AMX.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import shlex

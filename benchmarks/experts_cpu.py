@@ -16,8 +16,6 @@ peers/README.md states how to get the other projects; what is not there is left 
 what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables and pictures of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable

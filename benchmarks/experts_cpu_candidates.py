@@ -6,8 +6,6 @@ rounded to INT8 as well (int8_w8a8, int8_block_w8a8, q8_0_w8a8, int4_g32_w4a8, q
 against f32 with the weights it really has and tokens in bf16.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial

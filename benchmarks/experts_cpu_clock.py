@@ -10,8 +10,6 @@ In an engine every call follows an operator of torch, whose threads spin for a w
 each turn has further calls, each directly behind it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 import time

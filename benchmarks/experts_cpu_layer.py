@@ -8,8 +8,6 @@ experts on another batch, as in a decoder that goes from layer to layer: all fin
 swept, and threads as those left them. The shared expert alone is 1 / top_k more bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Other projects' CPU experts over the same weights, each one call `(x, ids, weights) -> out`; see peers/README.md."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader

@@ -3,8 +3,6 @@
 python benchmarks/experts_cpu_report.py benchmarks/results/experts_cpu_e8.json [...] [--plot figures.png]
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

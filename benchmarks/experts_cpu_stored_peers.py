@@ -5,8 +5,6 @@ Layouts and operators were read in vLLM 0.32.0 (csrc/cpu/sgl-kernels, fused_moe/
 how to get the libraries, and what is rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -12,8 +12,6 @@ a tenth of the rounds stays below, which a loaded machine changes least. The lin
 `plan.paths.HostBound`: what each further rank adds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -6,8 +6,6 @@ One rank, then two processes over `one_sided` and over `all_to_all`. Every round
 an order that changes; a round's time is that of its slowest rank. Bytes are those that the communicators counted.
 """
 
-from __future__ import annotations
-
 import argparse
 from statistics import median
 from typing import Any

@@ -9,8 +9,6 @@ the time on the way in which experts computed, the median of rank 0's rounds. No
 a core that carries does not multiply, and there is only waiting to gain.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from dataclasses import fields

@@ -7,8 +7,6 @@ ratio is the median of the first way over that of the second; above 1 the change
 mostly GPUs: nothing is asserted, and a ratio far from what is reported states only that it is another machine.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -20,8 +20,6 @@ Steps that need more experts than fit are not run on it. The outputs of both are
 some steps with experts that were packed from the weights and never were in a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import mmap

@@ -8,8 +8,6 @@ of 256 that chooses 8. Two policies use information that no cache has, as bounds
 of experts that never changes, and `decayed` with the routing of the next steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

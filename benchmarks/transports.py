@@ -11,8 +11,6 @@ nodes, the latter over TCP, and over NIXL too where that is installed. `memcpy` 
 others (rows out, sums back) from a warm buffer to another, all ranks at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -3,8 +3,6 @@
 Writes the table of docs/quantisation.md between its marks. Run: python tools/accuracy.py [--check]
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import platform

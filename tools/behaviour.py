@@ -13,8 +13,6 @@ devices, and what the verbs `plan` and `place` compute: numbers and names, no se
 One core computes everything in about three minutes. The code under test is the `moe_mk` that Python finds.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib

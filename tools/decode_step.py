@@ -6,8 +6,6 @@ resumed. Not counted are torch, numpy and the standard library. The layer has a 
 kernels; FP8 experts, 16 of them. At EP=2 the ranks are two processes over `one_sided`, and both have one token.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ With a report, its summary replaces the committed result first. `--check` writes
 not show the committed result.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

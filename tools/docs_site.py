@@ -4,8 +4,6 @@ The front page is README.md, the change log CHANGELOG.md, and the reference has 
 Links that leave `docs/` become file names, because the site contains no sources.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ such a folder (--resume, by default `.peers/out`); other sources start anew. Not
 `.peers/whl` are installed first. Exit status 0: all parts passed; 1: one failed; 75: more to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

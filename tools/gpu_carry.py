@@ -8,8 +8,6 @@ torch, triton and numpy are the machine's own. git ignores `.peers`: nothing of 
 tuned tiles travel back as archives of less than 16 MiB (`pack`, `unpack`).
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import shutil

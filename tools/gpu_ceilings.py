@@ -3,8 +3,6 @@
 python tools/gpu_ceilings.py --json build/gpu/ceilings.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipp
 latencies of the same case the last one counts. Stand-in timings of a dry run are marked, and never written to the docs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 `--check` writes nothing and fails where a table is stale.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

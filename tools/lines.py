@@ -5,8 +5,6 @@ sets one byte of a file that is mapped into the process of the tests and, throug
 that these start. The bytes that a test has set are its lines. What runs at import is not recorded.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

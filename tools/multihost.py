@@ -8,8 +8,6 @@ user's own.
 Exit status 0: all is well, or this machine does not permit it, and then the reason is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

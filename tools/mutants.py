@@ -19,8 +19,6 @@ or an import that fails, kills it. `tests/equivalent.yaml` has those that change
 out of the sample.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -8,8 +8,6 @@ into the copy's prebuilt kernels. Then the tests run until one fails. A change t
 another one. Exit code 1 if one survives.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random

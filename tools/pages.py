@@ -1,7 +1,5 @@
 """Generated pages, and generated parts of pages between two marks."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ runs both. The exchange of rows runs against peers that store any counts,
 offsets, epochs and slots, before a call and while it runs. Exit status 0: clean.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

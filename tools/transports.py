@@ -4,8 +4,6 @@ Everything on the page comes from the registry: traits, `plan` and the reasons a
 `--check` writes nothing and fails where the file is stale.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
