@@ -6,7 +6,6 @@ One rank, then two processes over `one_sided` and over `all_to_all`. Every round
 an order that changes; a round's time is that of its slowest rank. Bytes are those that the communicators counted.
 """
 
-import argparse
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,9 @@ WAYS = {"plain": False, "invariant": True}
 
 
 def main() -> None:
-    options = parse()
+    parser = parser_of(__doc__, hidden=2048, inter=512, experts=32, top_k=8, rounds=15)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256], help="of each rank")
+    options = with_output(parser).parse_args()
     experts, rows = native_experts(), []
     print(f"{'ranks':<18}{'tokens':>8}{'plain ms':>10}{'invariant':>11}{'ratio':>7}{'bytes':>7}")
     with RankWorld(RANKS) as world:
@@ -46,12 +47,6 @@ def main() -> None:
         facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
         unit = "ms, median over rounds of the slowest rank; ratio: median of invariant over plain; bytes: the same"
         write(options.output, {**facts, "unit": unit, "rows": rows})
-
-
-def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, hidden=2048, inter=512, experts=32, top_k=8, rounds=15)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256], help="of each rank")
-    return with_output(parser).parse_args()
 
 
 def measure(rank: int, size: Size, transport: str, experts: str) -> tuple[dict[str, list[float]], dict[str, int]]:

@@ -9,7 +9,6 @@ the time on the way in which experts computed, the median of rank 0's rounds. No
 a core that carries does not multiply, and there is only waiting to gain.
 """
 
-import argparse
 from collections import defaultdict
 from dataclasses import fields
 from functools import partial
@@ -34,7 +33,10 @@ RANKS = 2
 
 
 def main() -> None:
-    options = parse()
+    parser = parser_of(__doc__, hidden=2048, inter=512, experts=16, top_k=4, rounds=9)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of each rank")
+    parser.add_argument("--transports", nargs="+", default=["all_to_all", "one_sided"])
+    options = with_output(parser).parse_args()
     experts, rows = native_experts(), []
     with RankWorld(RANKS) as world:
         for transport in options.transports:
@@ -47,13 +49,6 @@ def main() -> None:
         facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
         unit = "ms, median over rounds of the slowest rank; ratio: whole over it"
         write(options.output, {**facts, "unit": unit, "rows": rows})
-
-
-def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, hidden=2048, inter=512, experts=16, top_k=4, rounds=9)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of each rank")
-    parser.add_argument("--transports", nargs="+", default=["all_to_all", "one_sided"])
-    return with_output(parser).parse_args()
 
 
 def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, Any]:

@@ -94,7 +94,11 @@ GOALS = (
 
 
 def main() -> None:
-    options = parse()
+    parser = parser_of(__doc__, hidden=7168, experts=256, top_k=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 1024], help="of each rank")
+    parser.add_argument("--rounds", type=int, default=0, help="0: more for fewer tokens")
+    options = with_output(parser).parse_args()
     if not reasons_against():
         loaded()  # an exchange uses kernels that are there, and compiles none
     rows, verdicts = [], []
@@ -111,14 +115,6 @@ def main() -> None:
     met = sum(" not met" not in goal for goal in verdicts)
     print(f"{met} of {len(verdicts)} goals met")
     write(options.output, {**facts(options), "rows": rows, "goals": verdicts})
-
-
-def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, hidden=7168, experts=256, top_k=8)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 1024], help="of each rank")
-    parser.add_argument("--rounds", type=int, default=0, help="0: more for fewer tokens")
-    return with_output(parser).parse_args()
 
 
 def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, rounds: int) -> Seconds:

@@ -23,6 +23,13 @@ def moe_mk(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+def printed(*words: object) -> str:
+    """What `moe-mk` prints, where it ends with 0."""
+    done = moe_mk(*words)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 @pytest.fixture
 def invoke() -> Invoke:
     return moe_mk
@@ -32,7 +39,5 @@ def invoke() -> Invoke:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """32 experts of 128 x 256, layer 3, FP8. Never write into it."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    result = moe_mk("make-checkpoint", folder, *TINY)
-    assert result.exit_code == 0, result.output
-    assert "layer 3, 32 experts of DeepSeek-V3's 256, in 8 groups of 4" in result.stdout
+    assert "layer 3, 32 experts of DeepSeek-V3's 256, in 8 groups of 4" in printed("make-checkpoint", folder, *TINY)
     return folder

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from moe_mk.lab.cli import app
 from moe_mk.lab.cli.bench import bench_head, save_bench_plot, sizes_of
 from moe_mk.lab.cli.measure import SHOWN
+from tests.cli.conftest import moe_mk, printed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["bench", "--num-experts", "16", "--hidden", "128", "--intermediate", "128", "--repeats", "2"]
-runner = CliRunner()
 
 
 def compare() -> Any:
@@ -27,10 +25,9 @@ def compare() -> Any:
 
 def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = runner.invoke(app, [*TINY, "--tokens", "1,4", "--experts-backend", "torch_cpu", "--out", str(out), "--json"])
-    assert done.exit_code == 0, done.output
+    done = printed(*TINY, "--tokens", "1,4", "--experts-backend", "torch_cpu", "--out", out, "--json")
     facts = json.loads(out.read_text())
-    assert facts == json.loads(done.stdout)
+    assert facts == json.loads(done)
     assert facts["pair"] == "no_ep + torch_cpu" and facts["ran_as_decided"]
     assert [result["tokens"] for result in facts["results"]] == [1, 4]
     for result in facts["results"]:
@@ -40,9 +37,8 @@ def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
 
 def test_options_are_named_like_settings() -> None:
     small = "bench --hidden 128 --intermediate 128 --tokens 1 --repeats 1 --num-experts 16 --experts torch_cpu"
-    done = runner.invoke(app, [*small.split(), "--quant", "bf16", "--json"])
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
+    done = printed(*small.split(), "--quant", "bf16", "--json")
+    facts = json.loads(done)
     assert facts["layer"]["num_experts"] == 16 and facts["pair"] == "no_ep + torch_cpu"
 
 
@@ -59,9 +55,9 @@ def test_what_was_measured_is_reported_as_it_is() -> None:
 
 
 def test_a_pin_that_cannot_serve_ends_with_its_reasons() -> None:
-    done = runner.invoke(app, [*TINY, "--tokens", "1", "--prepare-finalize", "all_to_all"])
+    done = moe_mk(*TINY, "--tokens", "1", "--prepare-finalize", "all_to_all")
     assert done.exit_code == 3
-    assert runner.invoke(app, [*TINY, "--tokens", "one"]).exit_code == 2
+    assert moe_mk(*TINY, "--tokens", "one").exit_code == 2
 
 
 def test_sizes_are_read_once_each() -> None:

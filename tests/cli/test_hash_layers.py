@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_mk.lab.trace.routing import RoutingTrace
-from tests.cli.conftest import Invoke
+from tests.cli.conftest import Invoke, printed
 
 VOCABULARY, EXPERTS, TOP_K, HIDDEN = 40, 12, 6, 128
 
@@ -17,13 +17,10 @@ VOCABULARY, EXPERTS, TOP_K, HIDDEN = 40, 12, 6, 128
 @pytest.fixture(scope="module")
 def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """12 experts of 128 x 128 behind a table of 40 tokens. Never write into it."""
-    from tests.cli.conftest import moe_mk
 
     folder = tmp_path_factory.mktemp("hashed") / "v4"
     sizes = ("--experts", EXPERTS, "--hidden", HIDDEN, "--intermediate", 128, "--hash-vocabulary", VOCABULARY)
-    done = moe_mk("make-checkpoint", folder, *sizes)
-    assert done.exit_code == 0, done.output
-    assert "12 experts, routed by a table of 40 token ids, top-6" in done.stdout
+    assert "12 experts, routed by a table of 40 token ids, top-6" in printed("make-checkpoint", folder, *sizes)
     return folder
 
 
@@ -37,10 +34,9 @@ def files(folder: Path, rows: int, ids: object) -> tuple[object, ...]:
     return ("--hidden-states", folder / "rows.npy", "--token-ids", folder / "ids.npy")
 
 
-def test_inspection_states_how_it_chooses(invoke: Invoke, hashed: Path) -> None:
-    done = invoke("inspect-checkpoint", hashed)
-    assert done.exit_code == 0, done.output
-    assert "deepseek_v4" in done.stdout and "routed by a table of 40 token ids" in done.stdout
+def test_inspection_states_how_it_chooses(hashed: Path) -> None:
+    done = printed("inspect-checkpoint", hashed)
+    assert "deepseek_v4" in done and "routed by a table of 40 token ids" in done
 
 
 @pytest.mark.thorough
@@ -92,20 +88,15 @@ def test_ids_that_do_not_fit_are_refused(
     assert complaint in done.stderr
 
 
-def test_layers_that_choose_by_scores_record_ids_and_take_no_other_notice(
-    invoke: Invoke, tiny: Path, tmp_path: Path
-) -> None:
+def test_layers_that_choose_by_scores_record_ids_and_take_no_other_notice(tiny: Path, tmp_path: Path) -> None:
     save_file({"token_ids": torch.tensor([70000, 5]), "other": torch.zeros(1)}, tmp_path / "ids.safetensors")
     traced = tmp_path / "trace.safetensors"
     words = ("--token-ids", tmp_path / "ids.safetensors", "--tokens", 2, "--repeats", 1, "--record-trace", traced)
-    done = invoke("run", tiny, *words)
-    assert done.exit_code == 0, done.output
+    printed("run", tiny, *words)
     held = RoutingTrace.read(traced).token_ids_R
     assert held is not None and held.tolist() == [70000, 5, 70000]
 
 
-def test_it_can_be_measured(invoke: Invoke, hashed: Path) -> None:
-    done = invoke("bench", hashed, "--tokens", "1,3", "--repeats", 1, "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+def test_it_can_be_measured(hashed: Path) -> None:
+    found = json.loads(printed("bench", hashed, "--tokens", "1,3", "--repeats", 1, "--json"))
     assert found["ran_as_decided"] and [result["tokens"] for result in found["results"]] == [1, 3]

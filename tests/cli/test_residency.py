@@ -14,7 +14,7 @@ from moe_mk import DeepseekV3MoE
 from moe_mk.lab.checkpoints import stores
 from moe_mk.lab.cli.options import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, simulate
-from tests.cli.conftest import Invoke, moe_mk
+from tests.cli.conftest import Invoke, moe_mk, printed
 from tests.layer.native import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
@@ -24,9 +24,8 @@ pytestmark = NEEDS_COMPILER
 def store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of the tiny checkpoint for one rank. Never write into it."""
     folder = tmp_path_factory.mktemp("stores")
-    done = moe_mk("convert", tiny, folder, "--store")
-    assert done.exit_code == 0, done.output
-    assert "layer 3     32 experts" in done.stdout and "written in" in done.stdout
+    done = printed("convert", tiny, folder, "--store")
+    assert "layer 3     32 experts" in done and "written in" in done
     return folder
 
 
@@ -61,8 +60,7 @@ def test_every_rank_has_a_store_that_ranks_find(tiny: Path, invoke: Invoke, tmp_
 def test_two_ranks_run_from_their_stores(tiny: Path, invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("convert", tiny, tmp_path / "s", "--store", "--ranks", 2).exit_code == 0
     options = ("--memory", "1MB", "--store", tmp_path / "s", "--tokens", 8, "--repeats", 1, "--out", tmp_path / "o")
-    done = invoke("run", tiny, "--ranks", 2, *options)
-    assert done.exit_code == 0, done.output
+    printed("run", tiny, "--ranks", 2, *options)
     found = json.loads((tmp_path / "o").read_text())
     assert len(list((tmp_path / "s").iterdir())) == 2 and found["verification"]["passed"]
     measured, predicted = found["residency"]["rows"][:2]
@@ -104,20 +102,16 @@ def test_wrong_stores_are_errors(tiny: Path, store: Path, invoke: Invoke, tmp_pa
     assert refused.exit_code == 2 and "cannot be used for stores" in refused.stderr
 
 
-def figures(invoke: Invoke, *words: object) -> dict[str, Any]:
-    done = invoke(*words)
-    assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
+def figures(*words: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed(*words))
     return found
 
 
 @pytest.mark.row(173)
 @pytest.mark.parametrize("policy", ["lru", "decayed"])
-def test_measured_reads_are_those_that_the_simulator_predicts(
-    tiny: Path, store: Path, invoke: Invoke, policy: str
-) -> None:
+def test_measured_reads_are_those_that_the_simulator_predicts(tiny: Path, store: Path, policy: str) -> None:
     words = ("bench", tiny, "--memory", "1.2MB", "--store", store, "--tokens", "1,4", "--steps", 24, "--json")
-    for result in figures(invoke, *words, "--set", f"kernel.residency.policy={policy}")["results"]:
+    for result in figures(*words, "--set", f"kernel.residency.policy={policy}")["results"]:
         found = result["residency"]
         assert (found["policy"], found["steps"]) == (policy, 12)
         assert found["slots"] == 1_200_000 // found["record_bytes"]
@@ -134,7 +128,7 @@ def test_measured_reads_are_those_that_the_simulator_predicts(
 
 def test_several_layers_share_one_pool(tiny: Path, invoke: Invoke) -> None:
     sizes = "--num-experts 16 --hidden 256 --intermediate 128 --tokens 1 --steps 40 --layer 3 --layer 4".split()
-    found = figures(invoke, "bench", *sizes, "--memory", "2.4MB", "--json")["results"][0]["residency"]
+    found = figures("bench", *sizes, "--memory", "2.4MB", "--json")["results"][0]["residency"]
     measured, predicted, optimum, _ = found["rows"]
     assert predicted["name"] == "predicted, decayed, pool" and len(found["shares"]) == 2
     assert min(found["shares"]) > 0 and sum(found["shares"]) == 2_400_000 // found["record_bytes"]
@@ -155,11 +149,10 @@ def test_steps_are_counted_one_by_one() -> None:
     assert one.by_step == [(2, 2, 0), (1, 0, 1)] and len(one.seconds) == 2
 
 
-def test_run_states_hits_and_reads_beside_the_verdict(tiny: Path, store: Path, invoke: Invoke) -> None:
-    done = invoke("run", tiny, "--memory", "1MB", "--store", store, "--tokens", 12, "--repeats", 1)
-    assert done.exit_code == 0, done.output
-    assert "9 of 32 experts in memory; under uniform routing" in done.stdout
-    assert "PASS" in done.stdout and "predicted, decayed" in done.stdout and "predicted, page cache" in done.stdout
+def test_run_states_hits_and_reads_beside_the_verdict(tiny: Path, store: Path) -> None:
+    done = printed("run", tiny, "--memory", "1MB", "--store", store, "--tokens", 12, "--repeats", 1)
+    assert "9 of 32 experts in memory; under uniform routing" in done
+    assert "PASS" in done and "predicted, decayed" in done and "predicted, page cache" in done
 
 
 def test_a_budget_of_less_than_one_expert_names_the_least(tiny: Path, store: Path, invoke: Invoke) -> None:

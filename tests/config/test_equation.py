@@ -14,7 +14,7 @@ from moe_mk.config.equation import LayerEquation
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.checkpoints import config_problems, reading_of
 from moe_mk.weights import inspect_checkpoint
-from tests.cli.conftest import moe_mk
+from tests.cli.conftest import printed
 
 E, H, I, K = 6, 16, 8, 2
 CONFIG = {"model_type": "odd", "torch_dtype": "float32", "width": H, "sharpness": 1.5}
@@ -81,8 +81,7 @@ def test_the_command_runs_it_and_headers_describe_it(tmp_path: Path) -> None:
     assert [(each.layer, each.num_experts, each.kind) for each in facts.layers] == [(1, E, "fp32")]
     assert config_problems(tmp_path, facts) == []
     assert "scale 1.5 (layer_equation.json)" in reading_of(MoEConfig.from_hf(tmp_path), tmp_path)
-    done = moe_mk("run", tmp_path, "--dtype", "float32", "--experts", "torch_cpu", "--tokens", 8)
-    assert done.exit_code == 0, done.output
+    printed("run", tmp_path, "--dtype", "float32", "--experts", "torch_cpu", "--tokens", 8)
 
 
 @pytest.mark.parametrize(
