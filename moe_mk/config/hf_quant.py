@@ -146,6 +146,10 @@ def _listed(quant: Said, layers: list[int], role: str) -> tuple[str | None, list
     return next(iter(algorithms), None), problems
 
 
+def _mxfp4(quant: Said, layers: list[int]) -> Found:
+    return {"weights": "mxfp4"}, []
+
+
 _MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), ("nvfp4", 4, 16)), "MXFP8": ("mxfp8", 8, 32),
     "FP8": ("fp8_tensor", 8, None),
@@ -305,7 +309,6 @@ def _pack_quantized(weights: Said, tokens: object) -> Found:
 
 
 _READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
-    "fp8": _fp8, "mxfp4": lambda quant, layers: ({"weights": "mxfp4"}, []), "modelopt": _modelopt,
-    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors,
     "gptq": hf_rules.gptq, "awq": hf_rules.awq, "auto-round": hf_rules.auto_round, "quark": hf_rules.quark,
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Labels and widths."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
