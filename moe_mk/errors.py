@@ -150,5 +150,9 @@ class FallbackWarning(MoEMKWarning):
     """Something slower or less accurate than requested is used; the message gives the reason."""
 
 
+class CheckpointWarning(MoEMKWarning):
+    """The configuration of a checkpoint contradicts its tensors; the message names both and what is used."""
+
+
 class PluginWarning(MoEMKWarning):
     """A third-party plugin could not be loaded and was skipped."""

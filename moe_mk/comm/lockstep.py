@@ -41,14 +41,12 @@ class LockstepCommunicator(Communicator):
         self._calls = 0
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Cut the rows and exchange the pieces."""
         self._count_sent(phase, rows, send)
         starts = offsets(send)
         outgoing = [rows[starts[peer] : starts[peer + 1]] for peer in range(self.size)]
         return torch.cat((yield from self._exchange(outgoing, receive, phase)))
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Give the same rows to every peer."""
         self._count_sent(phase, rows, [rows.shape[0]] * self.size)
         return torch.cat((yield from self._exchange([rows] * self.size, counts, phase)))
 

@@ -102,7 +102,9 @@ def _fp8(quant: Said, layers: list[int]) -> Found:
     })  # fmt: skip
     if quant.get("expert_dtype") == "fp4":
         return {"weights": "mxfp4", "activations": "mxfp8", **_shared_fp8(quant)}, problems
-    return {"weights": "fp8_block", **_blocks(quant)} if in_blocks else {"weights": "fp8_tensor"}, problems
+    if in_blocks:
+        return {"weights": "fp8_block", **_blocks(quant)}, problems
+    return {"weights": "fp8_tensor", "activation_scales": quant.get("activation_scheme")}, problems
 
 
 def _blocks(quant: Said) -> dict[str, Any]:
@@ -146,10 +148,6 @@ def _listed(quant: Said, layers: list[int], role: str) -> tuple[str | None, list
     return next(iter(algorithms), None), problems
 
 
-def _mxfp4(quant: Said, layers: list[int]) -> Found:
-    return {"weights": "mxfp4"}, []
-
-
 _MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), ("nvfp4", 4, 16)), "MXFP8": ("mxfp8", 8, 32),
     "FP8": ("fp8_tensor", 8, None),
@@ -179,6 +177,7 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
         if columns is not None and section.get("group_size") not in (None, columns):
             problems.append(f"group_size is {section['group_size']}, {algorithm} has {columns}")
     settings |= {"weights": kind} | ({"activations": "none"} if algorithm.startswith("W4A16") else {})
+    settings |= {"activation_scales": "static"} if algorithm == "FP8" else {}
     groups = quant.get("config_groups")
     if groups is None or is_mixed:  # what lists modules one by one decides
         return settings, problems
@@ -187,7 +186,8 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
         return {}, problems + more
     tokens = group.get("input_activations")
     settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
-    return settings, problems + more
+    scales, others = hf_rules.scales_of(kind, tokens)
+    return settings | scales, problems + more + others
 
 
 def _group_in(
@@ -264,7 +264,8 @@ def _of_group(quant: Said, group: Said | None, problems: list[str]) -> Found:
         rest = {"strategy": ("group", "tensor_group"), "actorder": (None, False), "scale_dtype": _SCALES[kind]}
         problems += others_of(weights, held | rest, "weights.")
         problems += [] if is_empty(tokens) else others_of(tokens or {}, held, "input_activations.")
-        return {"weights": kind, "activations": "none" if is_empty(tokens) else kind}, problems
+        scales, more = hf_rules.scales_of(kind, tokens)
+        return {"weights": kind, "activations": "none" if is_empty(tokens) else kind, **scales}, problems + more
     if formats == {"pack-quantized"}:
         return _pack_quantized(weights, tokens)
     kind = "int8" if weights.get("type") == "int" else "fp8"
@@ -281,14 +282,14 @@ def _of_group(quant: Said, group: Said | None, problems: list[str]) -> Found:
         return {}, problems
     settings: dict[str, Any] = {"weights": names[strategy]}
     if strategy == "block":
-        settings["block"] = (128, 128) if weights.get("block_structure") is None else weights["block_structure"]
+        settings["block"] = [128, 128] if weights.get("block_structure") is None else weights["block_structure"]
     if tokens is None:
         settings["activations"] = "none"
     elif tokens.get("num_bits") != 8 or tokens.get("type") != weights.get("type"):
         problems.append(f"input_activations are {tokens.get('num_bits')}-bit {tokens.get('type')!r}")
     else:
         problems += others_of(tokens, {"symmetric": (True, None), "dynamic": (True, False, None)}, "input_activations.")
-    return settings, problems
+    return settings | hf_rules.scales_of(settings["weights"], tokens)[0], problems
 
 
 def _pack_quantized(weights: Said, tokens: object) -> Found:
@@ -309,6 +310,7 @@ def _pack_quantized(weights: Said, tokens: object) -> Found:
 
 
 _READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
-    "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors,
-    "gptq": hf_rules.gptq, "awq": hf_rules.awq, "auto-round": hf_rules.auto_round, "quark": hf_rules.quark,
+    "fp8": _fp8, "mxfp4": lambda quant, layers: ({"weights": "mxfp4"}, []), "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors, "gptq": hf_rules.gptq, "awq": hf_rules.awq,
+    "auto-round": hf_rules.auto_round, "quark": hf_rules.quark,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 from moe_mk.config.keys import is_empty, section_problems
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, GROUPS, kind_of
+from moe_mk.quant.kinds import STATIC_KINDS
 
 Said = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
@@ -64,6 +65,16 @@ def covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -
 def others_of(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str = "") -> list[str]:
     """The keys whose value is none of those allowed; null is allowed where None is, or the key is absent."""
     return [f"{title}{key} is {section.get(key)!r}" for key, fit in allowed.items() if section.get(key) not in fit]
+
+
+def scales_of(kind: str, tokens: Any, key: str = "dynamic") -> Found:
+    """What a section of activations states about their scales: nothing where they cannot be static ("local" is)."""
+    dynamic = None if is_empty(tokens) else tokens.get(key)
+    if dynamic not in (None, True, False, "local"):
+        return {}, [f"input_activations.{key} is {dynamic!r}"]
+    if dynamic is None or (dynamic and kind not in STATIC_KINDS):
+        return {}, []
+    return {"activation_scales": "static" if dynamic in (False, "local") else "dynamic"}, []
 
 
 def with_shared(experts: dict[str, Any], shared: dict[str, Any], problems: list[str]) -> Found:
@@ -210,9 +221,12 @@ def _of_quark(stated: Any) -> Found:
     weight, tokens = stated["weight"], stated.get("input_tensors") or {}
     if not (isinstance(weight, Mapping) and isinstance(tokens, Mapping)):
         return {}, [f"weight and input_tensors are {weight!r} and {tokens!r}, one scale each is supported"]
-    problems = [*section_problems(stated, "quark module"), *section_problems(weight, "quark tensor")]
+    problems = section_problems(stated, "quark module")
+    problems += [more for each in (weight, tokens) for more in section_problems(each, "quark tensor")]
+    if problems:
+        return {}, problems
     if (key := (weight.get("dtype"), weight.get("qscheme"))) not in _QUARK:
-        return {}, [*problems, f"weight.dtype is {key[0]!r} with qscheme {key[1]!r}, which is not supported"]
+        return {}, [f"weight.dtype is {key[0]!r} with qscheme {key[1]!r}, which is not supported"]
     kind, held = _QUARK[key]
     settings: dict[str, Any] = {"weights": kind, "activations": "auto" if tokens else "none"}
     problems += others_of(weight, {"is_dynamic": (False, None), "symmetric": (True, None), **held}, "weight.")
@@ -227,5 +241,5 @@ def _of_quark(stated: Any) -> Found:
     fitting = {"mxfp4": name in ("mxfp4", "mxfp8"), "mxfp8": name == "mxfp8"}
     if not fitting.get(kind, tokens.get("dtype") == key[0]):
         problems.append(f"input_tensors are {tokens.get('dtype')} {tokens.get('qscheme')} with {kind} weights")
-    problems += section_problems(tokens, "quark tensor")
+    settings |= scales_of(kind, tokens, "is_dynamic")[0]
     return settings, problems + others_of(tokens, {"symmetric": (True, None)}, "input_tensors.")

@@ -32,6 +32,8 @@ LIMITS: Kind = (
     lambda v: isinstance(v, list | tuple) and len(v) > 0 and all(each is None or LIMIT[1](each) for each in v),
 )
 ANY: Kind = ("any value", lambda v: True)
+BLOCKS: Kind = ("a text, or a list of texts or of lists of texts", lambda v: isinstance(v, str) or NAMES[1](v) or (
+    isinstance(v, list | tuple) and all(map(NAMES[1], v))))  # fmt: skip
 
 
 def one_of(*words: str) -> Kind:
@@ -143,7 +145,8 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "auto-round": (
         _METHOD | _MODULES | {
             "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "packing_format": WORD, "data_type": WORD,
-            "act_bits": COUNT, "extra_config": SECTIONS, "block_name_to_quantize": ANY, "to_quant_block_names": ANY,
+            "act_bits": COUNT, "extra_config": SECTIONS,
+            **dict.fromkeys(("block_name_to_quantize", "to_quant_block_names"), BLOCKS),
         },
         _CALIBRATION,
     ),

@@ -13,7 +13,7 @@ from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
-from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, activation_group, scheme_of_kind
+from moe_mk.quant.kinds import PLAIN_KINDS, STATIC_KINDS, WEIGHT_ONLY_KINDS, activation_group, scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
@@ -53,6 +53,8 @@ class QuantConfig(Settings):
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
     one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128. fp8
     with mxfp4 is one scale per 128 columns of a token, as dispatch in FP8 sends them."""
+    activation_scales: Literal["static", "dynamic"] | None = None
+    """What the configuration of the checkpoint states about them; None: nothing. Its tensors decide (input_scale)."""
     gptq_v2: bool = False
     """Zero points of GPTQ are stored as they are (checkpoint_format gptq_v2) instead of less one."""
     input_scale: float | None = Field(default=None, gt=0)
@@ -85,7 +87,7 @@ class QuantConfig(Settings):
             )
         if self.gptq_v2 and not self.weights.endswith("_zp"):
             raise ValueError(f"gptq_v2 is about zero points, which {self.weights} weights do not have; drop it")
-        if self.input_scale is not None and self.weights not in ("fp8_tensor", "fp8_channel", "nvfp4"):
+        if self.input_scale is not None and self.weights not in STATIC_KINDS:
             raise ValueError(f"input_scale={self.input_scale} means nothing for {self.weights} weights; drop it")
         if self.hidden_scale is not None and (self.input_scale is None or self.weights == "nvfp4"):
             raise ValueError(
@@ -95,7 +97,6 @@ class QuantConfig(Settings):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the experts are stored in FP8 blocks."""
         return self.weights == "fp8_block"
 
     @property

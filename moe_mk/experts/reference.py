@@ -52,7 +52,6 @@ class ReferenceExperts(FusedExperts):
         return 4 * (rows * (3 * hidden + 3 * inner) + 3 * hidden * inner)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Apply the experts in the layout of the tokens."""
         if isinstance(tokens, RowTokens):
             return ExpertOutput.reduced(self._rows(tokens, weights), self.context.dtype.dtype, tokens.out_RH)
         y = self._grouped(tokens, weights) if isinstance(tokens, GroupedTokens) else self._batched(tokens, weights)

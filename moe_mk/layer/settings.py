@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import CheckpointWarning, ConfigError, WeightError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import emulated, installed
 from moe_mk.oracle import select
@@ -22,7 +23,7 @@ from moe_mk.router.hashed import HashRouter, ImageRouter
 from moe_mk.router.router import Router
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
-from moe_mk.weights.input_scales import read_input_scales
+from moe_mk.weights.input_scales import calibrates, has_input_scales, read_input_scales, scales_contradict
 from moe_mk.weights.inspect import inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
@@ -81,15 +82,18 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
     scale for tokens and one for the rows between the products; NVFP4 gets the larger one for both, because its block
     scales cover the smaller one. NVFP4 experts without input scales are weight-only. Every rank reads the scales of all
     experts, so that all ranks have the same settings. Raises WeightError for invalid scales, and where they are missing
-    and NVFP4 activations are stated.
+    and NVFP4 activations are stated. Warns where scales that the configuration states are not those of the tensors.
     """
     quant, kernel = config.model.quant, config.kernel
-    if quant.weights not in ("fp8_tensor", "fp8_channel", "nvfp4") or quant.input_scale is not None:
-        return config
     is_plain = kernel.activations == "plain" and kernel.wire in ("auto", "plain")
-    if quant.activations == "none" or is_plain:
+    if quant.input_scale is not None or quant.kind == "plain" or is_plain or is_gguf(path):
         return config
-    if (scales := read_input_scales(open_source(path), layer, prefix=prefix)) is None:
+    source = open_source(path)
+    if text := scales_contradict(quant, has_input_scales(source, layer, prefix)):
+        warnings.warn(f"layer {layer} of {path}: {text}", CheckpointWarning, stacklevel=2)
+    if not calibrates(quant):
+        return config
+    if (scales := read_input_scales(source, layer, prefix=prefix, shared=quant.shared == "same")) is None:
         if quant.weights != "nvfp4":
             return config  # found token by token
         if quant.activations == "nvfp4" or kernel.activations == "checkpoint":

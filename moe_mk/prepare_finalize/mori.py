@@ -78,7 +78,6 @@ class Mori(PrepareFinalize):
         self._session.open_first_slot(self._operator)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Send each token to the ranks of its experts."""
         c = self.context
         self.expect_room(x_TH)
         x_wire = self.encode(x_TH)

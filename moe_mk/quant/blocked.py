@@ -78,7 +78,6 @@ class BlockedScheme(QuantScheme):
 
     @property
     def per_byte(self) -> int:
-        """Values in one byte of the values' tensor."""
         return self.element.per_byte
 
     has_global_scale: ClassVar[bool] = False
@@ -86,7 +85,6 @@ class BlockedScheme(QuantScheme):
 
     @property
     def block(self) -> tuple[int, int]:
-        """(rows, columns) under one scale."""
         return self.rows, self.columns
 
     @property

@@ -65,7 +65,6 @@ class Fp8Block(Fp8):
         return QuantTensor(values.reshape(x.shape), scales, self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        """Values times scale in f32, rounded once."""
         assert q.scales is not None
         return dequantize_blocks(q.values, q.scales, fitted(q.shape[-2], q.shape[-1], self.sides_of(q)), dtype)
 

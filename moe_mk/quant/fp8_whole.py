@@ -54,7 +54,6 @@ class Fp8Static(Fp8):
         return QuantTensor(E4M3.encode(x.to(torch.float32) / self.scale), None, self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        """Values times the scale in f32, rounded once."""
         return (E4M3.decode(q.values) * self.scale).to(dtype)
 
 

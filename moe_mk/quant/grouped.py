@@ -44,7 +44,6 @@ class Grouped(BlockedScheme):
 
     @property
     def family(self) -> str:
-        """wna16, whatever the bits and the group."""
         return "wna16"
 
     @property
@@ -60,7 +59,6 @@ class Grouped(BlockedScheme):
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes in which scales are held."""
         return SCALE_DTYPES
 
     @property
@@ -79,7 +77,6 @@ class Grouped(BlockedScheme):
         return (2.0 if self.has_zeros else 1.0) * crest / self.element.largest / math.sqrt(12.0)
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, of bf16 scales, and of one byte per zero point."""
         tall, wide = self.scale_shape(rows, columns)
         return super().num_bytes(rows, columns) + (tall * wide if self.has_zeros else 0)
 

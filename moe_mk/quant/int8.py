@@ -45,7 +45,6 @@ class Int8Block(BlockedScheme):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """float32."""
         return torch.float32
 
     @property
@@ -58,7 +57,6 @@ class Int8Block(BlockedScheme):
         return crest / INT8.largest / math.sqrt(12.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""
         n, k = x.shape[-2:]
         scales = linear_scales(block_amax(x, self.block), INT8.largest)
         values = INT8.encode(x.to(torch.float32) / spread(scales, n, k, self.block))

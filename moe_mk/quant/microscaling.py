@@ -39,7 +39,6 @@ class Microscaled(BlockedScheme):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """E8M0: the exponent of an f32."""
         return torch.float8_e8m0fnu
 
     @property

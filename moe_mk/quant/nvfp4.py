@@ -70,7 +70,6 @@ class Nvfp4(BlockedScheme):
         return QuantTensor(values, scales.to(self.scale_dtype), self, found)
 
     def spread_scales(self, q: QuantTensor) -> Tensor:
-        """The product of both scales for every element, f32."""
         scales = super().spread_scales(q)
         return scales if self.fixed_scale is None else scales * self.fixed_scale
 

@@ -21,7 +21,6 @@ class Plain(QuantScheme):
 
     @property
     def block(self) -> None:
-        """No scales, no blocks."""
         return None
 
     @property
@@ -30,11 +29,9 @@ class Plain(QuantScheme):
         return torch.finfo(self.dtype).eps / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Cast to the dtype if it differs."""
         return QuantTensor(x.to(self.dtype), None, self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        """Cast to the dtype if it differs."""
         return q.values.to(dtype)
 
     def num_bytes(self, rows: int, columns: int) -> int:

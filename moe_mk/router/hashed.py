@@ -90,7 +90,6 @@ class ImageRouter:
     """What chooses the experts of text by token id; None: scores with the layer's bias do."""
 
     def of(self, token_ids_T: Tensor) -> HashedTokens:
-        """The router of one batch: call it with the logits of the same tokens."""
         return HashedTokens(self, token_ids_T)
 
     def route(self, router_logits: Tensor, token_ids_T: Tensor, bias_E: Tensor | None = None) -> Routing:

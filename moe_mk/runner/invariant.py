@@ -30,7 +30,6 @@ class InvariantKernel(FusedMoEKernel):
     """A transport and experts, one row for each assignment, summed by the rank that has the token."""
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
-        """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H)."""
         (tokens, top_k), hidden = routing.ids_TK.shape, x_TH.shape[1]
         ids_N1 = routing.ids_TK.reshape(tokens * top_k, 1)
         x_NH = x_TH.unsqueeze(1).expand(tokens, top_k, hidden).reshape(tokens * top_k, hidden)

@@ -50,7 +50,6 @@ class TiledKernel(FusedMoEKernel):
     """Streams of the device for the workers; None makes them for each call."""
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
-        """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H)."""
         who, ran = type(self.prepare_finalize), self.spans.ledger.ran
         tiles = tiling.cut(tiling.MicroBatch(x_TH, routing), self.tiles)
         work = tiling.TileWork(self.prepare_finalize, lambda tokens: self.multiply(tokens, weights), tiles, self.onward)

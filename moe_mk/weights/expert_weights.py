@@ -158,7 +158,6 @@ class ExpertWeights:
 
     @property
     def num_slots(self) -> int:
-        """L, the physical experts of this rank."""
         return self.w13.shape[0]
 
     @property
@@ -191,12 +190,10 @@ class MappedExpertWeights:
 
     @property
     def num_slots(self) -> int:
-        """L, the physical experts of this rank."""
         return len(self.slots)
 
     @property
     def gated(self) -> bool:
-        """Whether the experts have a gate projection."""
         return any(slot.gate_IH is not None for slot in self.slots)
 
     @property

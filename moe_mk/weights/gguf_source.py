@@ -70,7 +70,6 @@ class GgufSource(TensorSource):
         return len(self._all) - len(self._entries)
 
     def names(self) -> Collection[str]:
-        """The tensors of MoE blocks."""
         return self._entries.keys()
 
     def entry(self, name: str) -> TensorEntry:
@@ -81,7 +80,6 @@ class GgufSource(TensorSource):
         return TensorEntry(name, dtype, entry.type_name, entry.shape, entry.num_bytes, entry.start, missing)
 
     def open(self, name: str) -> Tensor:
-        """A view of the memory-mapped file."""
         file = self._entries[name][0]
         if file.path not in self._maps:
             self._maps[file.path] = MappedFile(file.path, file.num_bytes)

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import WeightError
+from moe_mk.quant.kinds import STATIC_KINDS
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.completeness import some
-from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role, local_names, recognise
+from moe_mk.weights.names import Part, Role, local_names, recognise
 from moe_mk.weights.source import TensorSource
 
 PROJECTIONS = ("gate", "up", "down")
+ENDS = ("input_scale", "input_global_scale")
 
 
 @dataclass(frozen=True)
@@ -33,22 +36,28 @@ class InputScales:
     """Ratio of the largest to the smallest scale of gates and ups: the range lost by sharing one."""
 
 
-def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = None) -> InputScales | None:
+def read_input_scales(
+    source: TensorSource, layer: int, *, prefix: str | None = None, shared: bool = False
+) -> InputScales | None:
     """The scales of all experts of one layer, not only those of a rank; None if the checkpoint has none.
 
-    prefix: the part of names before "experts.0..."; None: the layer's block is searched. Raises WeightError if only
-    some experts have a scale, and for scales that are not finite and positive.
+    prefix: the part of names before "experts.0..."; None: the layer's block is searched. shared: whether those of the
+    shared experts count, which then round with the same ones. Raises WeightError if only some experts have a scale, and
+    for scales that are not finite and positive.
     """
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
-    local = set(local_names(source.names(), prefix))
-    names = input_scale_names(local)
-    if not names:
+    if not has_input_scales(source, layer, prefix):
         return None
+    local = set(local_names(source.names(), prefix))
     convention = recognise(local)
-    parts = [part for name in local if (part := _routed(convention, name))]
-    experts = sorted({part.expert for part in parts})  # type: ignore[type-var]
-    projections = sorted({part.projection for part in parts}, key=PROJECTIONS.index)  # without gates in some models
+    found = [part for name in local if (part := convention.parse(name)) and part.role is Role.EXPERT]
+    parts = [(part.projection, part.expert) for part in found if part.expert is not None]
+    experts = sorted({expert for _, expert in parts})
+    projections = sorted({projection for projection, _ in parts}, key=PROJECTIONS.index)  # without gates in some models
     wanted = [convention.spell(Part(Role.EXPERT, p, e, extra="input")) for e in experts for p in projections]
+    if shared and convention.holds(Role.SHARED, "input"):
+        own = [convention.spell(Part(Role.SHARED, p, extra="input")) for p in projections]
+        wanted += own if local & set(own) else []
     title = f"layer {layer} of {source.where}"
     if missing := [name for name in wanted if name not in local]:
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
@@ -57,18 +66,29 @@ def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = 
     broken = [name for name, s in scales.items() if len(s) != 1 or not bool(torch.isfinite(s).all() and (s > 0).all())]
     if broken:
         raise WeightError(f"{title}: input scales are no single positive number: {some(broken)}")
-    down = {convention.spell(Part(Role.EXPERT, "down", e, extra="input")) for e in experts}
+    down = {name for name in wanted if (part := convention.parse(name)) and part.projection == "down"}
     tokens = [float(scale) for name, scale in scales.items() if name not in down]
     hidden = [float(scale) for name, scale in scales.items() if name in down]
     return InputScales(max(tokens), max(hidden), len(experts), max(tokens) / min(tokens))
 
 
-def input_scale_names(local_names: set[str]) -> list[str]:
-    """The local names of a block that are input scales of routed or shared experts, sorted."""
-    convention = recognise(local_names)
-    return sorted(name for name in local_names if (part := convention.parse(name)) and part.extra == "input")
+def has_input_scales(source: TensorSource, layer: int, prefix: str | None = None) -> bool:
+    """Whether routed experts of a layer have any, by the names of tensors."""
+    prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
+    return any(name.startswith(f"{prefix}experts.") and name.endswith(ENDS) for name in source.names())
 
 
-def _routed(convention: Convention, name: str) -> Part | None:
-    part = CONVENTIONS[convention.name].parse(name)
-    return part if part is not None and part.role is Role.EXPERT and part.expert is not None else None
+def calibrates(quant: QuantConfig) -> bool:
+    """Whether activations of a format may have static scales."""
+    return quant.weights in STATIC_KINDS and quant.activations != "none"
+
+
+def scales_contradict(quant: QuantConfig, has_scales: bool) -> str:
+    """What a configuration states of the scales of activations that the tensors contradict; "" for nothing."""
+    static = calibrates(quant)
+    if (static and quant.activation_scales != "dynamic") if has_scales else quant.activation_scales != "static":
+        return ""
+    states = "no" if quant.activations == "none" else quant.activation_scales or "dynamic"
+    have = f"static ones (input_scale), which are {'' if static else 'not '}used"
+    text = f"the configuration states {states} scales of activations for {quant.weights} weights, the tensors have "
+    return text + (have if has_scales else "none (input_scale): every token gets one of its own")

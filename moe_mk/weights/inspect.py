@@ -56,6 +56,8 @@ class LayerFacts(Features):
     """The format of down projections where it differs; else empty."""
     shared: str = ""
     """The format of shared experts where it differs from that of the routed ones; else empty."""
+    has_input_scales: bool = False
+    """Whether routed experts have calibrated scales of activations."""
 
     def layer_spec(self) -> LayerSpec:
         """The specification for `load_layer`; WeightError if the layer's problems prevent it."""
@@ -187,6 +189,7 @@ def describe_block(
         sum(entry.num_bytes for entry in entries.values()), tuple(problems), _kind_of(spec),
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
+        any(part.role is Role.EXPERT and part.extra == "input" for part in parts),
         **(spec.features if spec else _named(parts)),
     )  # fmt: skip
 

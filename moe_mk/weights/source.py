@@ -156,11 +156,9 @@ class SafetensorsSource(TensorSource):
         self._file_of = self._find_files()
 
     def names(self) -> Collection[str]:
-        """All names of the index, or of the headers where there is no index."""
         return self._file_of.keys()
 
     def entry(self, name: str) -> TensorEntry:
-        """The entry of the tensor in the header of its file."""
         file = self._file_of[name]
         found = self.header(file).tensors.get(name)
         if found is None:
@@ -168,7 +166,6 @@ class SafetensorsSource(TensorSource):
         return found
 
     def open(self, name: str) -> Tensor:
-        """A view of the memory-mapped file."""
         file, entry = self._file_of[name], self.entry(name)
         if file not in self._maps:
             self._maps[file] = MappedFile(file, self.header(file).num_bytes)
@@ -300,7 +297,6 @@ class RenamedSource(SafetensorsSource):
         return self._views.keys()
 
     def entry(self, name: str) -> TensorEntry:
-        """The header of a tensor with the shape of its view."""
         view = self._views[name]
         whole = self._inner.entry(view.name)
         shape = view.shape_of(whole.shape)

@@ -198,7 +198,6 @@ class NetworkHeap(SymmetricHeap):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def signal(self, peer: int, flag: int, epoch: int, count: int = 0) -> None:
-        """Store a flag of a peer; everything put to it before is seen by whoever sees the flag."""
         if peer not in self.far:
             super().signal(peer, flag, epoch, count)
             return

@@ -266,7 +266,6 @@ class NixlLinks(Links):
                 arrivals.numbers.clear()
 
     def link(self, pipe: Pipe, key: LinkKey, on_sent: OnSent | None = None) -> Link:
-        """A link over a connection; see `Links.link`."""
         until = self.context.clock() + DRAIN_S
         while key[0] in self._left_over:
             if self.context.clock() > until:

@@ -93,12 +93,10 @@ class PackedExpertWeights:
 
     @property
     def num_slots(self) -> int:
-        """L, the physical experts of this rank."""
         return self.w13.num_slots
 
     @property
     def gated(self) -> bool:
-        """Whether the experts have a gate projection."""
         return self.w13.layout.gated
 
     @property

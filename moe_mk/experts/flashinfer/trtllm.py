@@ -303,7 +303,6 @@ class FlashInferTrtllmExperts(FusedExperts):
 
     @classmethod
     def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
-        """The cost model; the adapter has been tested only with the emulated library."""
         return None, "model; never run on a device"
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> TrtllmWeights:

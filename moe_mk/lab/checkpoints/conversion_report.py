@@ -34,7 +34,6 @@ class ConversionReport:
     """Contents of the source that the new checkpoint does not have: one line per block, with the reason."""
 
     def as_dict(self) -> dict[str, object]:
-        """The report as JSON."""
         listed = [{**vars(error), "worst": error.worst} for error in self.errors]
         sizes = {"bytes_read": self.bytes_read, "bytes_written": self.bytes_written}
         return {"to": self.to, **sizes, "dropped": self.dropped, "experts": listed}

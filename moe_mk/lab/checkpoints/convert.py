@@ -37,7 +37,7 @@ from moe_mk.weights.completeness import raise_if, some
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
-from moe_mk.weights.input_scales import input_scale_names
+from moe_mk.weights.input_scales import ENDS
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
@@ -339,7 +339,8 @@ def kind_of_target(to: str) -> str:
 
 def _dropped(source: TensorSource, layer: LayerFacts, to: str) -> list[str]:
     """Contents without counterpart in the new checkpoint: calibrated activation scales."""
-    names = input_scale_names({n.removeprefix(layer.prefix) for n in source.names() if n.startswith(layer.prefix)})
+    inside = [name.removeprefix(layer.prefix) for name in source.names() if name.startswith(layer.prefix)]
+    names = sorted(name for name in inside if name.endswith(ENDS))
     why = f"experts in {to} round activations as they come, and config.json states so"
     return [f"layer {layer.layer}: {len(names)} input scales ({some(names)}): {why}"] if names else []
 

@@ -25,6 +25,7 @@ from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.quant import BlockedScheme, Plain
+from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
 from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
@@ -88,7 +89,9 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
     config = MoEConfig.from_hf(directory, layer=layer)
     spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf))
     prefix = _PREFIXES.get(str(hf["model_type"]), _PREFIXES.get(config.model.name, convention.prefix))
-    tensors = tensors_of(spec, convention, seed)
+    tensors, quant = tensors_of(spec, convention, seed), config.model.quant
+    if quant.activations == "none" or quant.activation_scales == "dynamic":
+        tensors = {name: t for name, t in tensors.items() if not name.endswith(INPUT_ENDS)}
     if isinstance(equation, LayerEquation) and equation.names is not None:
         prefix, tensors = equation.names.prefix, _of_equation(tensors, equation.names.parts, spec)
     tensors = {prefix.replace("{N}", str(layer)) + name: t for name, t in tensors.items()}

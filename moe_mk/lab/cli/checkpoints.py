@@ -23,6 +23,7 @@ from moe_mk.text import amount
 from moe_mk.trace.clock import now
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, is_gguf
+from moe_mk.weights.input_scales import scales_contradict
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts
 
 FULL = CheckpointShape()
@@ -132,6 +133,8 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
             if by_config != by_tensors and each.kind:
                 text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
                 found[f"{what}: {text}"] = None
+        if not is_gguf(path) and (text := scales_contradict(model.quant, each.has_input_scales)):
+            found[f"layer {each.layer}: {text}"] = None
     return list(found)
 
 

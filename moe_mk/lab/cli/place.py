@@ -79,7 +79,6 @@ class Placing:
         return self.plan.policy if self.asked == self.plan.policy else f"{self.asked}: {self.plan.policy}"
 
     def as_dict(self) -> dict[str, object]:
-        """Numbers for JSON."""
         made = self.plan
         return {
             "policy": made.policy,
@@ -119,7 +118,6 @@ class Offer:
         return (round(self.step_over_ideal, 6), float(self.moved_experts), *remote)
 
     def as_dict(self) -> dict[str, object]:
-        """Numbers for JSON."""
         remote = None if self.nodes is None else self.nodes.remote
         return {name: value for name, value in asdict(self).items() if name != "nodes"} | {
             "remote_nodes_per_token": remote

@@ -78,7 +78,6 @@ class Report:
     verification: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
         settings, plan = self.plan.settings, self.plan
         return {
             "command": list(plan.command),

@@ -88,12 +88,10 @@ class _Noting(Policy):
         self.inner, self.calls = inner, list[tuple[int, ...]]()
 
     def used(self, experts: Sequence[int]) -> None:
-        """Notes them."""
         self.calls.append(tuple(experts))
         self.inner.used(experts)
 
     def worth(self, expert: int) -> float:
-        """That of the policy."""
         return self.inner.worth(expert)
 
 
@@ -110,7 +108,6 @@ class PagedSteps:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the uses that found their expert resident."""
         return sum(self.hits) / max(sum(self.uses), 1)
 
     @property
@@ -120,7 +117,6 @@ class PagedSteps:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step."""
         return sum(self.seconds) / len(self.seconds)
 
     @property

@@ -98,7 +98,6 @@ class Outcome:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step."""
         return float(np.mean(self.seconds))
 
     @property
@@ -145,7 +144,6 @@ class Belady(Policy):
         self._now = -1
 
     def used(self, experts: Sequence[int]) -> None:
-        """Advances by one step."""
         self._now += 1
 
     def worth(self, expert: int) -> float:

@@ -70,7 +70,6 @@ class VirtualWorld(ThreadWorld):
         """By call and rank: the message of each peer that sends it bytes."""
 
     def communicators(self) -> list[VirtualCommunicator]:  # type: ignore[override]
-        """One for each rank."""
         return [VirtualCommunicator(self, rank) for rank in range(self.size)]
 
 

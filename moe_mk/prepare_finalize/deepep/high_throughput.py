@@ -61,7 +61,6 @@ class HighThroughputTransport(RowKernels):
     """The module with the library's `Buffer`, where that is not the library itself."""
 
     def __init__(self, context: TransportContext) -> None:
-        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         if not hasattr(library, "Buffer") and self.surface:
@@ -73,7 +72,6 @@ class HighThroughputTransport(RowKernels):
         self._session.open(sizes, lambda most: self._made(library, most))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Send each token to the ranks of its experts."""
         c = self.context
         self.expect_room(x_TH)
         rows = to_library(self.encode(x_TH), self._hidden)

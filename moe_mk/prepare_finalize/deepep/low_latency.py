@@ -278,7 +278,6 @@ class LowLatencyTransport(PrepareFinalize):
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:
-        """A slot for every token of every rank at every local expert, filled or not."""
         most = low_latency_tokens(problem.config.kernel.max_num_tokens, problem.ranks)
         return problem.slots * problem.ranks * most
 

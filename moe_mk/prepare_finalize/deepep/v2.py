@@ -56,7 +56,6 @@ class ElasticTransport(RowKernels):
     expand: ClassVar[bool] = False
 
     def __init__(self, context: TransportContext) -> None:
-        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         self._ids_dtype = library.topk_idx_t
@@ -84,7 +83,6 @@ class ElasticTransport(RowKernels):
         return {} if units is None else {"num_sms": units}
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Send each token to the ranks of its experts."""
         c = self.context
         self.expect_room(x_TH)
         needed = {

@@ -78,7 +78,6 @@ class MoeEpTransport(PrepareFinalize):
         self._session.open_first_slot(self._communication)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Send each token to the ranks of its experts."""
         c = self.context
         self.expect_room(x_TH)
         x_wire = self.encode(x_TH)
@@ -196,7 +195,6 @@ class MoeEpOneSided(MoeEpTransport):
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
-        """One workspace; each further call in flight takes another one."""
         hidden, top_k = problem.config.model.hidden_size, problem.config.router.top_k
         combined = filled_hidden(problem.dtype, hidden) * problem.dtype.dtype.itemsize
         wires = [problem.dtype, *([] if problem.activations is None else [problem.activations])]
@@ -247,7 +245,6 @@ class MoeEpTwoSided(MoeEpTransport):
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
-        """The two workspaces of a process, whatever the tokens."""
         return NvlinkTwoSided.buffer_bytes(problem)
 
 

@@ -245,7 +245,6 @@ class NvlinkOneSided(PrepareFinalize):
         self._session.open_first_slot(self._exchange)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Write each token to the ranks of its experts."""
         c = self.context
         self.expect_room(x_TH)
         x_wire = self.encode(x_TH)

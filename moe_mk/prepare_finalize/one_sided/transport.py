@@ -230,7 +230,6 @@ class KernelRows:
         return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
     def show(self, handle: DispatchHandle) -> None:
-        """Signal every peer that the sums of its rows are written."""
         assert handle.buffer.exchange is not None
         handle.buffer.exchange.show(handle.epoch)
 

@@ -147,7 +147,6 @@ class OneSidedGpu(PrepareFinalize):
             return self._arrived(buffer, counts_W, slots_WT, self.expected_in_window(x_TH.shape[0]))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Signal the sums to the peers, and add up theirs for each token."""
         from moe_mk.kernels.triton.one_sided import pull_sums, show
 
         handle, c = tokens.handle, self.context

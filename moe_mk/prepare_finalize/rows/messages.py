@@ -171,7 +171,6 @@ class _LayerCall(MessageRows):
             self.layer.check(status, stage)
 
     def token_X(self) -> Tensor:
-        """int64. The token behind each row sent, rank by rank."""
         return self.layer.tokens_sent(self.num_tokens)
 
 

@@ -53,12 +53,10 @@ class Buffer:
         self._status: list[int] = []
 
     def destroy(self) -> None:
-        """Release what the buffer holds."""
         assert self.explicitly_destroy, "`explicitly_destroy` flag must be set"
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The point that the current stream has reached."""
         return EventOverlap(EventHandle())
 
     @staticmethod

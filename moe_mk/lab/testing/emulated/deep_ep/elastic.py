@@ -169,7 +169,6 @@ class ElasticBuffer:
         self.exchange.swap([[]] * self.exchange.size, "set-up")  # windows of all ranks are registered
 
     def destroy(self) -> None:
-        """Release what the buffer holds."""
         assert self.explicitly_destroy
 
     @staticmethod
@@ -192,7 +191,6 @@ class ElasticBuffer:
 
     @staticmethod
     def capture() -> EventHandle:
-        """The point that the current stream has reached."""
         return EventHandle()
 
     def dispatch(

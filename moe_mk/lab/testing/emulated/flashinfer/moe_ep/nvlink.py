@@ -220,7 +220,6 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """See the base class."""
         if self._state is not None:
             raise RuntimeError(TWICE)
         rows, experts = _room(self.params, max_tokens_per_rank), self.params.num_experts
@@ -241,7 +240,6 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         return MoEEpDispatchResult(received, ids, weights_RK, rows, scales, stats)
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
-        """See the base class."""
         state = self._state
         if state is None:
             raise RuntimeError("combine called before dispatch")
