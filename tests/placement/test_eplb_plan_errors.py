@@ -22,6 +22,9 @@ def test_too_few_slots_name_the_number_that_would_do():
         plan(np.ones((1, 16)), Topology(2, 1, 9), groups=3)
     with pytest.raises(InfeasiblePlacement, match=r"gpus=6 does not divide by nodes=4; the next .* 8"):
         Topology(6, 4)
+    for huge in (10**9, 10**23):  # not found by counting
+        with pytest.raises(InfeasiblePlacement, match=rf"gpus=2 does not divide by nodes={huge}; the next .* {huge}$"):
+            Topology(2, huge)
 
 
 def test_refusals_list_every_reason():

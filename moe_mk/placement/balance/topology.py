@@ -64,12 +64,13 @@ def _next_feasible(name: str, asked: int, divisions: Sequence[Division], at_leas
             sizes.append((1 if size >= floor else 0, 1))
         return all(parts > 0 and size > 0 and size % parts == 0 for size, parts in sizes)
 
-    largest = max([period, *(size for _, size, by, _ in divisions if by == name)])
-    return next(filter(fits, range(first, first + largest)), None)
+    start = -(-first // period) * period
+    largest = min((size for _, size, by, _ in divisions if by == name), default=start)
+    return next(filter(fits, range(start, largest + 1, period)[:MOST]), None)
 
 
 MOST = 65536
-"""GPUs, and slots of a GPU; the ranks of a layer are limited alike."""
+"""GPUs, and slots of a GPU; the ranks of a layer are limited alike. So many next feasible values are tried at most."""
 
 
 @dataclass(frozen=True)
