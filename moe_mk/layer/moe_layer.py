@@ -12,6 +12,7 @@ One forward:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -382,10 +383,13 @@ class MoELayer(WithoutParameters):
 
         For a GPU: the numbers for which graphs are captured, and one of prefill. Every rank calls it with the same
         numbers. The tokens are zeros; `expert_load` and `on_routing` do not see them, `report()` does. Raises
-        ShapeError for more than kernel.max_num_tokens.
+        ShapeError for more than kernel.max_num_tokens, and for what is no number of tokens.
         """
+        counts = set(token_counts)
+        if wrong := [count for count in counts if not isinstance(count, Integral) or count < 0]:
+            raise ShapeError(f"warm_up got token_counts with {wrong}; give integers of at least 0")
         with self.routing.unseen():
-            for count in sorted(set(token_counts)):
+            for count in sorted(counts):
                 x_TH = torch.zeros((count, self.config.model.hidden_size), dtype=self.dtype, device=self.device)
                 token_ids_T = torch.zeros((count,), dtype=torch.int64, device=self.device)
                 self.run(self.checked(x_TH), torch.zeros_like(self.expert_load), token_ids_T)

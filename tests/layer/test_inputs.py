@@ -73,6 +73,9 @@ def test_warming_up_runs_each_number_of_tokens_once_and_counts_nothing(
     assert ran == [0, 4, 16] and not seen and int(made.expert_load.sum()) == 0
     with pytest.raises(ShapeError, match=r"T=17 tokens, kernel\.max_num_tokens=16"):
         made.warm_up([17])
+    for wrong in (-1, 1.5, "2", None):
+        with pytest.raises(ShapeError, match=r"warm_up got token_counts with \[.*\]; give integers of at least 0"):
+            made.warm_up([3, wrong])  # type: ignore[list-item]
     made(torch.zeros(3, HIDDEN))
     assert len(seen) == 1, "the observer is there again"
 
