@@ -71,11 +71,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def resolved(path: Path) -> Path:
-    """Where a file is after symbolic links; raises OSError for links in a circle."""
+    """Where a file is after symbolic links; raises OSError for links in a circle, and for what no path can be."""
     try:
         return path.resolve()
-    except unless_signalled(RuntimeError) as problem:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from problem
+    except unless_signalled(RuntimeError, ValueError) as problem:
+        number = errno.ELOOP if isinstance(problem, RuntimeError) else errno.EINVAL
+        raise OSError(number, os.strerror(number), str(path)) from problem
 
 
 @contextmanager

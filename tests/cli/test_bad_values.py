@@ -17,7 +17,9 @@ BASES: dict[str, tuple[str, ...]] = {
     "run": ("{tiny}", "--tokens", "1", "--repeats", "1"),
     "bench": ("{tiny}", "--tokens", "1", "--repeats", "1"),
     "explain": ("deepseek_v3",),
-    "place": ("--loads", "{loads}", "--gpus", "2"),
+    "derive": ("{tiny}",),
+    "fit": ("{tiny}", "--trace", "{routing}", "--memory", "100kB"),
+    "place": ("--trace", "{routing}", "--gpus", "2"),
     "doctor": (),
     "make-checkpoint": ("{new}", "--experts", "8", *SIZES),
     "convert": ("{tiny}", "{new}", "--to", "bf16"),
@@ -28,11 +30,11 @@ BASES: dict[str, tuple[str, ...]] = {
     "tune": ("cpu_native", *SIZES, "--dry-run"),
     "compile": ("{new}", "--out", "{new}"),
     "bisect": ("reference", "reference", "--tokens", "2", *SIZES),
-    "waits": ("{loads}",),
+    "waits": ("{trace}",),
     "demo": ("no_such_host",),
     "plan layout": ("ep",),
 }
-"""A quick call of each verb. {tiny}: a checkpoint, {loads}: recorded loads, {new}: a path where nothing is."""
+"""A quick call of each verb. {tiny}: a checkpoint, {trace}, {routing}: of a run of it, {new}: where nothing is."""
 BAD = {
     "word": "no such thing", "negative": "-1", "zero": "0", "huge": str(10**23), "long": "9" * 5000, "fraction": "1.5",
     "nan": "nan", "inf": "inf", "empty": "", "space": " ", "unicode": "ﬁ̈ \U0001f4a5", "surrogate": "\udcff",
@@ -76,17 +78,24 @@ def cases() -> list[tuple[str, str, str]]:
     return made
 
 
+@pytest.fixture(scope="module")
+def recorded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("recorded")
+    made = {"trace": folder / "trace.json", "routing": folder / "routing.safetensors"}
+    done = moe_mk("run", tiny, "--tokens", 4, "--trace", made["trace"], "--record-trace", made["routing"])
+    assert done.exit_code == 0, done.output
+    return made
+
+
 @pytest.fixture
-def places(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    names = {name: tmp_path / name for name in ("folder", "file", "loop", "loads", "new", "here")}
+def places(tmp_path: Path, tiny: Path, recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    names = {name: tmp_path / name for name in ("folder", "file", "loop", "new", "here")}
     for name in ("folder", "here"):
         names[name].mkdir()
     names["file"].write_text("mine")
-    names["loads"] = tmp_path / "loads.json"
-    names["loads"].write_text("[[1, 2, 3, 4]]")
     names["loop"].symlink_to(names["loop"])
     monkeypatch.chdir(names["here"])
-    return names | {"tiny": tiny}
+    return names | recorded | {"tiny": tiny}
 
 
 def files(places: dict[str, Path]) -> list[str]:
@@ -94,7 +103,7 @@ def files(places: dict[str, Path]) -> list[str]:
     return sorted(f"{path}: {path.lstat().st_size}" for path in root.rglob("*") if not path.is_dir())
 
 
-@pytest.mark.parametrize("part", quick_where(lambda part: part == 0, range(5)))
+@pytest.mark.parametrize("part", quick_where(lambda part: part == 0, range(20)))
 def test_a_bad_value_is_one_message_and_a_code(places: dict[str, Path], part: int) -> None:
     wrong = []
     for verb, option, kind in cases()[part * 20 : part * 20 + 20]:

@@ -4,7 +4,8 @@ import pytest
 import typer
 
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
-from moe_mk.lab.cli.exits import RanksFailed, with_exit_code
+from moe_mk.lab.cli.exits import RanksFailed, leave_at_once, with_exit_code
+from moe_mk.lab.cli.world import world_of
 
 
 def raising(problem: BaseException) -> int:
@@ -36,8 +37,32 @@ def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, caps
 
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "moe-mk: interrupted\n"
+    assert raising(KeyboardInterrupt()) == 130 and raising(KeyboardInterrupt(15)) == 143
+    assert capsys.readouterr().err == "moe-mk: interrupted\nmoe-mk: ended by SIGTERM\n"
+
+
+def test_streams_that_were_closed_before_the_start_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("os._exit", left.append)
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert raising(ConfigError("c")) == 2 and raising(KeyboardInterrupt()) == 130
+    leave_at_once(3)
+    assert left == [3]
+
+
+@pytest.mark.parametrize("rank,size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])
+def test_variables_that_are_no_rank_of_a_launcher_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, size: str
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, rank)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, size)
+    with pytest.raises(typer.Exit) as ended:
+        with_exit_code(lambda: world_of(None, 1).size)()
+    assert ended.value.exit_code == 2
+    assert f"the environment has RANK={rank}, WORLD_SIZE={size}, " in capsys.readouterr().err
 
 
 def test_only_the_first_rank_of_a_launcher_speaks(

@@ -91,6 +91,12 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         (("bench", "--out", "/"), "--out / is a folder"),
         (("tune", "cpu_native", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
         (("tune", "cpu_native", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
+        (("tune", "cpu_native", "--tokens", HUGE, "--dry-run"), "holds a number outside [0, 2147483647]"),
+        (("bench", "--memory", "9" * 5000), "is no amount above 0"),
+        (("plan", "timeline", "--late", f"{'9' * 5000}=1"), "is not a list such as 3=50"),
+        (("plan", "timeline", "--late", "\u00b2=1"), "is not a list such as 3=50"),
+        (("plan", "timeline", "--late", "1=inf"), "is not a list such as 3=50"),
+        *((("plan", "timeline", f"--{each}", HUGE), "2147483647") for each in ("top-k", "hidden", "tokens", "experts")),
     ],
 )
 def test_what_is_out_of_range_is_reported(invoke: Invoke, words: tuple[object, ...], stated: str) -> None:
@@ -122,6 +128,8 @@ def test_a_defect_and_a_closed_pipe_are_no_refusal() -> None:
     full = named(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"))
     assert str(full).startswith("/x: No space left on device")
     assert isinstance(named(MemoryError()), ConfigError)
+    for problem in (OverflowError("int too large"), TypeError("Overflow when unpacking long long")):
+        assert "a number is too large" in str(named(problem))
     for problem in (RuntimeError("shape"), BrokenPipeError(errno.EPIPE, "gone"), TimeoutError("late")):
         assert named(problem) is None
 

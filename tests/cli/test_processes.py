@@ -85,12 +85,13 @@ def test_one_rank_needs_no_process(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from moe_mk.lab.cli.exits import with_exit_code
+from moe_mk.lab.cli.exits import end_in_order, with_exit_code
 from moe_mk.lab.cli.processes import run_ranks
 from moe_mk.lab.cli.world import World
 from tests.cli.test_processes import sleeps
 if __name__ == "__main__":
     import typer
+    end_in_order()
     try:
         with_exit_code(run_ranks)(sleeps, Path(sys.argv[1]), World(2, 1), "gloo", 20.0)
     except typer.Exit as ended:
@@ -99,11 +100,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("by,code", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("by,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Signals, code: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    (folder := tmp_path / "temporary").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)}
     watcher = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -123,8 +125,9 @@ def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Sig
     finally:
         if watcher.poll() is None:
             watcher.kill()
-    printed = b"moe-mk: interrupted\n" if by == signal.SIGINT else b""
+    printed = {signal.SIGINT: b"moe-mk: interrupted\n", signal.SIGTERM: b"moe-mk: ended by SIGTERM\n"}.get(by, b"")
     assert (watcher.returncode, out, err) == (code, b"", printed)
+    assert by == signal.SIGKILL or not list(folder.glob("moe-mk-*"))
 
 
 def wait_until(holds: Any, seconds: float = 60.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -38,6 +39,13 @@ def test_a_quiet_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> No
 def test_names_of_files_that_are_no_text_are_written_as_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
     Screen().fact("written", "caf\udce9")
     assert capsys.readouterr().out.split() == ["written", "caf\\udce9"]
+
+
+def test_a_stream_without_a_character_has_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    Screen().fact("load", "\u2588\u2588 2 assignments")
+    assert written.getvalue().split() == [b"load", b"??", b"2", b"assignments"]
 
 
 def test_a_text_on_a_terminal_continues_below_its_start(capsys: pytest.CaptureFixture[str]) -> None:

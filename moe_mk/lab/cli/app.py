@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from moe_mk.lab.cli.checkpoint_verbs import checkpoint_verbs
-from moe_mk.lab.cli.exits import with_exit_code
+from moe_mk.lab.cli.environment import has_launcher
+from moe_mk.lab.cli.exits import end_in_order, with_exit_code
 from moe_mk.lab.cli.options import (
     MODEL_NAMES,
     PROFILE_NAMES,
@@ -274,7 +275,7 @@ def place_command(
         int, typer.Option(min=1, help="copies of an expert; 2 tolerates the loss of any one GPU")
     ] = 1,
     expert_bytes: Annotated[
-        int | None, typer.Option(min=0, help="bytes of one expert, to compute memory and traffic")
+        int | None, typer.Option(min=0, max=10**12, help="bytes of one expert, to compute memory and traffic")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw GPU loads before and after")] = None,
     as_json: AsJson = False,
@@ -309,4 +310,6 @@ def schema() -> int:
 
 def main() -> None:
     """Entry point of `python -m moe_mk`."""
+    if not has_launcher():  # whose ranks may wait in C for peers that are gone
+        end_in_order()
     app()

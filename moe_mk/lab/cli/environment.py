@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from moe_mk.errors import ConfigError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -17,12 +21,23 @@ class Launched:
     """Ranks on this machine; they share its cores."""
 
 
+def has_launcher() -> bool:
+    """Whether a launcher has set its variables."""
+    return all(name in os.environ for name in NAMES)
+
+
 def launched() -> Launched | None:
-    """The variables of torchrun, or None without a launcher."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not all(name in os.environ for name in names):
+    """The variables of torchrun, or None without a launcher. Raises ConfigError where they are no ranks."""
+    if not has_launcher():
         return None
-    return Launched(*(int(os.environ[name]) for name in names))
+    try:
+        found = Launched(*(int(os.environ[name]) for name in NAMES))
+        if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.local_size):
+            raise ValueError
+    except ValueError:
+        stated = ", ".join(f"{name}={os.environ[name]}" for name in NAMES)
+        raise ConfigError(f"the environment has {stated}: no rank of torchrun; unset these variables") from None
+    return found
 
 
 def stay_on_this_machine() -> None:

@@ -1,13 +1,17 @@
-"""Exit codes: 0 ok, 1 mismatch or a failed peer, 2 usage, 3 unsupported here. Errors are printed once."""
+"""Exit codes: 0 ok, 1 mismatch or a failed peer, 2 usage, 3 unsupported here, 128 + n: ended by signal n.
+
+Errors are printed once.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 import typer
 
@@ -15,8 +19,8 @@ from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 from moe_mk.lab.cli import environment
 
 OK, MISMATCH, USAGE, UNSUPPORTED = 0, 1, 2, 3
-INTERRUPTED = 130
-"""The exit code of shells after Ctrl-C."""
+BY_SIGNAL = 128
+"""Shells add the number of the signal that ended a command: 130 after Ctrl-C."""
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "out of memory",
@@ -46,7 +50,7 @@ def exit_code_of(problem: MoEMKError) -> int:
 
 
 def named(problem: Exception) -> MoEMKError | None:
-    """An error of the system (file, memory) as a ConfigError; None for a defect or a closed pipe."""
+    """An error of the system (file, memory, 64-bit numbers) as a ConfigError; None for a defect or a closed pipe."""
     if isinstance(problem, OSError) and problem.errno not in (None, errno.EPIPE):
         file = problem.filename2 or problem.filename
         where = "" if file is None else f"{os.fsdecode(file) if isinstance(file, bytes) else file}: "
@@ -54,6 +58,8 @@ def named(problem: Exception) -> MoEMKError | None:
     words = str(problem)
     if isinstance(problem, MemoryError) or any(sign in words for sign in OUT_OF_MEMORY):
         return ConfigError(f"this does not fit into memory; use smaller sizes ({words[-200:] or 'MemoryError'})")
+    if isinstance(problem, OverflowError) or "Overflow when unpacking" in words:
+        return ConfigError(f"a number is too large ({words[:100]}); use smaller ones")
     return None
 
 
@@ -62,9 +68,12 @@ def print_error(problem: MoEMKError) -> int:
 
     After a CommError the first rank of each host prints it, because other hosts may be unreachable.
     """
-    place = environment.launched()
+    try:
+        place = environment.launched()
+    except ConfigError:
+        place = None
     if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
-        sys.stderr.write(f"moe-mk: {problem}\n")
+        typer.echo(f"moe-mk: {problem}", err=True)  # which a closed stream does not disturb
     return exit_code_of(problem)
 
 
@@ -74,9 +83,21 @@ def leave_at_once(code: int) -> NoReturn:
     A gloo thread that releases a tensor meanwhile would abort the process (torch 2.13, pytorch/pytorch#179291),
     and after a failure its threads wait for peers that are gone.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed before the start
+            stream.flush()
     os._exit(code)
+
+
+def end_in_order() -> None:
+    """SIGTERM and SIGHUP, where not ignored, end the command as Ctrl-C does: its files and processes are removed."""
+
+    def ended(number: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, ended)
 
 
 def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -88,15 +109,17 @@ def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
             code = command(*args, **kwargs)
         except MoEMKError as problem:
             code = print_error(problem)
-        except (OSError, MemoryError, RuntimeError) as problem:
+        except Exception as problem:
             error = named(problem)
             if error is None:
                 raise
             code = print_error(error)
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+        except KeyboardInterrupt as interrupt:
+            number = signal.Signals(*interrupt.args or (signal.SIGINT,))
+            code = BY_SIGNAL + number
             if (place := environment.launched()) is None or place.rank == 0:
-                sys.stderr.write("moe-mk: interrupted\n")
+                words = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+                typer.echo(f"moe-mk: {words}", err=True)
         raise typer.Exit(code or OK)
 
     return run

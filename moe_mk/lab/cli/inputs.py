@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig, RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.lab.cli.options import LARGEST
 from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
 from moe_mk.lab.verify import OwnBlock
@@ -168,8 +169,8 @@ def tokens_of(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--tokens {text!r} is not a number or a list of numbers such as 0,0,7,1") from None
-    if min(numbers) < 0:
-        raise ConfigError(f"--tokens {text!r} holds a negative number; an idle rank has 0")
+    if not 0 <= min(numbers) <= max(numbers) <= LARGEST:
+        raise ConfigError(f"--tokens {text!r} holds a number outside [0, {LARGEST}]; an idle rank has 0")
     return numbers
 
 

@@ -83,12 +83,16 @@ def settings_of(words: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
+LARGEST = 2**31 - 1
+"""Larger sizes do not fit into the integers that are sent."""
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def bytes_of(option: str, text: str, *, per_second: bool = False) -> int:
     """The number of bytes of a text such as 3GB, 512MiB or 3000000000, or per second of 1.1GB/s; else ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B|)", text.strip().removesuffix("/s" if per_second else ""))
+    found = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,18})?)\s*([kKMGT]i?B|B|)", text.strip().removesuffix("/s" if per_second else "")
+    )
     if found is None or found[2] not in UNITS or not (value := round(float(found[1]) * UNITS[found[2]])):
         example = "1.1GB/s" if per_second else "3GB, 512MiB or 3000000000"
         raise ConfigError(f"{option} {text!r} is no amount above 0; write for example {example}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,12 +254,13 @@ def show_timeline(screen: Screen, order: TimelineOrder, *, as_json: bool) -> int
 
 def _late_us(text: str | None, ranks: int) -> dict[int, float]:
     """Parse "3=50,5=20"; raises ConfigError for anything else."""
-    late: dict[int, float] = {}
-    for part in (text or "").split(",") if text else []:
-        rank, _, us = part.partition("=")
-        if not (rank.isdigit() and int(rank) < ranks and us.replace(".", "", 1).isdigit()):
-            raise ConfigError(f"--late {text!r} is not a list such as 3=50 of ranks below {ranks} and microseconds")
-        late[int(rank)] = float(us)
+    parts = [part.partition("=") for part in text.split(",")] if text else []
+    try:
+        late = {int(rank): float(us) for rank, _, us in parts}
+    except ValueError:
+        late = {-1: 0.0}
+    if not all(0 <= rank < ranks and 0 <= us < math.inf for rank, us in late.items()):
+        raise ConfigError(f"--late {text!r} is not a list such as 3=50 of ranks below {ranks} and microseconds")
     return late
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moe_mk.lab.cli.exits import with_exit_code
+from moe_mk.lab.cli.options import LARGEST
 from moe_mk.lab.cli.words import SIMULATED, TIMED, WIRES
 
 predictions = typer.Typer(
@@ -18,8 +19,8 @@ predictions = typer.Typer(
 
 Links = Annotated[str, typer.Option(help="name of a shipped link profile, or a file")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-TopK = Annotated[int, typer.Option(min=1, help="experts per token")]
-Hidden = Annotated[int, typer.Option(min=1, help="hidden size")]
+TopK = Annotated[int, typer.Option(min=1, max=LARGEST, help="experts per token")]
+Hidden = Annotated[int, typer.Option(min=1, max=LARGEST, help="hidden size")]
 
 
 @predictions.command("exchange", epilog="Example: moe-mk plan exchange --links h800_cx7 --ranks 32 --tokens 4096")
@@ -31,14 +32,16 @@ def exchange_command(
     device: Annotated[
         str | None, typer.Option(help="h100, h200, b200, gb200_nvl72 or mi300x: its links, in place of --links")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="expert-parallel size")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 4096,
+    ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="expert-parallel size")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens per rank")] = 4096,
     mode: Annotated[str, typer.Option(help="throughput or latency kernels")] = "throughput",
-    experts: Annotated[int, typer.Option("--num-experts", "--experts", min=1, help="routed experts")] = 256,
+    experts: Annotated[
+        int, typer.Option("--num-experts", "--experts", min=1, max=LARGEST, help="routed experts")
+    ] = 256,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
     nodes_kept: Annotated[
-        int | None, typer.Option(min=1, help="maximum number of nodes per token, by group-limited routing")
+        int | None, typer.Option(min=1, max=LARGEST, help="maximum number of nodes per token, by group-limited routing")
     ] = None,
     wire: Annotated[str, typer.Option(help=f"format of dispatched rows: {WIRES}")] = "fp8",
     combine_wire: Annotated[str, typer.Option(help="format of returned rows, one of the same")] = "bf16",
@@ -87,15 +90,19 @@ def held_out_command(
 @with_exit_code
 def timeline_command(
     transport: Annotated[str, typer.Argument(help=f"one of {TIMED}")] = "hierarchical",
-    ranks: Annotated[int, typer.Option(min=2, help="expert-parallel size")] = 16,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks of one node")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 16,
+    ranks: Annotated[int, typer.Option(min=2, max=LARGEST, help="expert-parallel size")] = 16,
+    ranks_per_node: Annotated[int, typer.Option(min=1, max=LARGEST, help="ranks of one node")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens per rank")] = 16,
     near: Annotated[str, typer.Option(help=f"link inside a node: {SIMULATED}")] = "nvlink",
     far: Annotated[str, typer.Option(help="link between nodes, one of the same")] = "ibgda",
-    experts: Annotated[int, typer.Option("--num-experts", "--experts", min=1, help="routed experts")] = 256,
+    experts: Annotated[
+        int, typer.Option("--num-experts", "--experts", min=1, max=LARGEST, help="routed experts")
+    ] = 256,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="maximum number of nodes per token")] = None,
+    nodes_kept: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="maximum number of nodes per token")
+    ] = None,
     wire: Annotated[str, typer.Option(help="format of dispatched rows: bf16, fp8, ...")] = "bf16",
     late: Annotated[str | None, typer.Option(help="ranks that begin later: 3=50 is rank 3 by 50 us, by comma")] = None,
     trace: Annotated[Path | None, typer.Option(help="write the timeline as a Chrome trace")] = None,
@@ -115,9 +122,11 @@ def timeline_command(
 @with_exit_code
 def relay_command(
     links: Links = "ascend_910",
-    nodes: Annotated[int, typer.Option(min=1, help="nodes")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 16,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes per token; default: uniform routing")] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=LARGEST, help="nodes")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens per rank")] = 16,
+    nodes_kept: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="nodes per token; default: uniform routing")
+    ] = None,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
     as_json: AsJson = False,
@@ -135,10 +144,10 @@ def relay_command(
 @predictions.command("volumes", epilog="Example: moe-mk plan volumes --tokens 4096 --ranks 32")
 @with_exit_code
 def volumes_command(
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of the instance")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens of the instance")] = 4096,
     hidden: Hidden = 7168,
     top_k: TopK = 8,
-    ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,
+    ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="ranks")] = 32,
 ) -> int:
     """Compare the communication and the tokens per rank of tensor and expert parallelism."""
     from moe_mk.lab.cli.predict import compare_volumes
@@ -152,8 +161,8 @@ def volumes_command(
 @with_exit_code
 def paths_command(
     device: Annotated[str, typer.Option(help="a shipped device profile by name, or a file of one")] = "h100",
-    ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 128,
+    ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="ranks")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens a rank")] = 128,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
 ) -> int:

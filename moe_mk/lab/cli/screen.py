@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,9 +18,11 @@ LABEL = 12
 
 
 class Screen:
-    """A rich console on standard output."""
+    """A rich console on standard output, where characters that its encoding lacks are question marks."""
 
     def __init__(self, *, quiet: bool = False) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         if not self.console.is_terminal:
             self.console.width = WIDTH

@@ -11,6 +11,7 @@ from moe_mk.lab.cli.exits import with_exit_code
 from moe_mk.lab.cli.options import (
     BACKEND_NAMES,
     EXPERTS_NAMES,
+    LARGEST,
     MODEL_NAMES,
     AllowEmulated,
     AsJson,
@@ -25,8 +26,6 @@ from moe_mk.lab.cli.options import (
 from moe_mk.lab.cli.words import FORMATS
 
 workbench = typer.Typer()
-LARGEST = 2**31 - 1
-"""Larger sizes do not fit into the integers that are sent."""
 
 
 @workbench.command("certify")
