@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight
 
@@ -25,17 +25,11 @@ def agree(comm: Communicator, notes: Mapping[str, str], layer: str = "") -> Flig
     notes: what must be equal, by name. Only a digest travels, unless ranks differ; then all notes do, and every rank
     raises CommError with the value of each differing name on each rank.
     """
-    ones = [1] * comm.size
-    mine = _as_row(digest(notes))
-    digests = (yield from comm.all_gather(mine, ones, PHASE)).tolist()
+    mine = torch.tensor([list(digest(notes))], dtype=torch.uint8, device="cpu")
+    digests = (yield from comm.all_gather(mine, [1] * comm.size, PHASE)).tolist()
     if all(other == digests[0] for other in digests):
         return
-    text = _text(notes).encode()
-    counts = yield from comm.gather_count(len(text), PHASE)
-    column = _as_row(text).view(len(text), 1)
-    everything = bytes((yield from comm.all_gather(column, counts, PHASE)).flatten().tolist())
-    starts = offsets(counts)
-    texts = [everything[starts[r] : starts[r + 1]].decode() for r in range(comm.size)]
+    texts = yield from comm.gather_texts(_text(notes), PHASE)
     problem = "ranks decided differently:\n" + diff(texts)
     raise CommError(problem, rank=comm.rank, phase=PHASE, layer=layer, on_all_ranks=True)
 
@@ -54,7 +48,3 @@ def diff(texts: list[str]) -> str:
 
 def _text(notes: Mapping[str, str]) -> str:
     return "\n".join(f"{name}={' '.join(str(value).split())}" for name, value in sorted(notes.items()))
-
-
-def _as_row(data: bytes) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(1, len(data))

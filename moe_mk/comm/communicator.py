@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -271,6 +271,14 @@ class Communicator(ABC):
         mine = torch.tensor([[count]], dtype=torch.int64, device="cpu")
         theirs = yield from self.all_gather(mine, [1] * self.size, phase)
         return [int(number) for number in theirs.flatten().tolist()]
+
+    def gather_texts(self, text: str, phase: str) -> Flight[list[str]]:
+        """Gather a text of each rank."""
+        data = text.encode()
+        counts = yield from self.gather_count(len(data), phase)
+        column = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(-1, 1)
+        everything = bytes((yield from self.all_gather(column, counts, phase)).flatten().tolist())
+        return [everything[start:end].decode() for start, end in pairwise(offsets(counts))]
 
     def _count_sent(self, phase: str, rows: Tensor, send: Sequence[int]) -> None:
         row = rows.element_size() * prod(rows.shape[1:])

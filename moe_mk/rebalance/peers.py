@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.agreement import digest
-from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.comm.communicator import Communicator
 from moe_mk.flight import Flight
 
 
@@ -51,8 +51,8 @@ class Peers:
     def gather_texts(self, text: str, phase: str) -> Flight[list[str]]:
         """All-gather a text; returns the texts by EP rank, those of its slices joined by line breaks."""
         if self.tp.size > 1:
-            text = "\n".join(filter(None, dict.fromkeys((yield from _texts(self.tp, text, phase)))))
-        return (yield from _texts(self.ep, text, phase))
+            text = "\n".join(filter(None, dict.fromkeys((yield from self.tp.gather_texts(text, phase)))))
+        return (yield from self.ep.gather_texts(text, phase))
 
     def from_leader(self, mine: Tensor | None, size: int, device: torch.device, phase: str) -> Flight[Tensor]:
         """Broadcast the leader's column of `size` bytes: first over its TP group, then over every EP group.
@@ -83,11 +83,3 @@ def _spread(comm: Communicator, column: Tensor, size: int, phase: str) -> Flight
     rows = column.repeat(comm.size, 1) if first else column[:0]
     send = [size if first else 0] * comm.size
     return (yield from comm.all_to_all(rows, send, [size] + [0] * (comm.size - 1), phase))
-
-
-def _texts(comm: Communicator, text: str, phase: str) -> Flight[list[str]]:
-    column = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu").view(-1, 1)
-    counts = yield from comm.gather_count(len(column), phase)
-    everything = bytes((yield from comm.all_gather(column, counts, phase)).flatten().tolist())
-    starts = offsets(counts)
-    return [everything[starts[rank] : starts[rank + 1]].decode() for rank in range(comm.size)]

@@ -7,7 +7,6 @@ connected. A rank that could not ends the attempt on every rank.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock
@@ -39,6 +38,7 @@ from moe_mk.comm.symmetric.flags import (
 )
 from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, aligned
 from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
+from moe_mk.comm.symmetric.setup import exchange_notes
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
@@ -271,11 +271,7 @@ class _Opening:
 
     def _reported(self, note: dict[str, object]) -> list[dict[str, Any]]:
         """Everybody's note. Raises CommError on every rank where one has a problem."""
-        text = json.dumps(note).encode()
-        assert len(text) <= NOTE_BYTES
-        row = torch.tensor([list(text.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
-        rows = wait(self.comm.all_gather(row, [1] * self.comm.size, PHASE))
-        notes = [json.loads(bytes(other)) for other in rows.tolist()]
+        notes = exchange_notes(self.comm, note, NOTE_BYTES)
         lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
         if lines:
             self._fail("not all ranks can open windows over the network: " + "; ".join(lines))

@@ -96,13 +96,13 @@ def _heap_of_processes(comm: DistributedCommunicator, shape: WindowShape, clock:
         if comm.rank == 0:
             name, memory, problem = _tried(lambda: _created(shape))
         mine = {"name": name, "bytes": shape.total_bytes, "process": vars(Process.this()), "problem": problem}
-        notes = _exchange(comm, mine)
+        notes = exchange_notes(comm, mine, NOTE_BYTES)
         name = str(notes[0]["name"])
         _check_sizes(comm, [int(note["bytes"]) for note in notes])
         _raise_problems(comm, notes)
         if comm.rank:
             _, memory, problem = _tried(lambda: (name, attach(name, shape.total_bytes)))
-        _raise_problems(comm, _exchange(comm, {"problem": problem}))
+        _raise_problems(comm, exchange_notes(comm, {"problem": problem}, NOTE_BYTES))
     finally:
         if name:
             unlink(name)  # everybody has mapped it, or never will; whoever is left removes it
@@ -136,10 +136,11 @@ def _tried(make: Callable[[], tuple[str, SharedMemory]]) -> tuple[str, SharedMem
         return "", None, str(problem)[: NOTE_BYTES // 2]
 
 
-def _exchange(comm: Communicator, note: dict[str, object]) -> list[dict[str, Any]]:
+def exchange_notes(comm: Communicator, note: dict[str, object], most_bytes: int) -> list[dict[str, Any]]:
+    """The note of each rank, in one collective. most_bytes: of its JSON, the same on all ranks."""
     text = json.dumps(note).encode()
-    assert len(text) <= NOTE_BYTES
-    row = torch.tensor([list(text.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
+    assert len(text) <= most_bytes
+    row = torch.tensor([list(text.ljust(most_bytes))], dtype=torch.uint8, device="cpu")
     rows = wait(comm.all_gather(row, [1] * comm.size, PHASE))
     return [json.loads(bytes(other)) for other in rows.tolist()]
 

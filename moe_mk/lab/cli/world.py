@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups, communicator
 from moe_mk.errors import CommError, ConfigError, MoEMKError
 from moe_mk.flight import wait
@@ -129,7 +128,7 @@ def together(team: Communicator, step: Callable[[], T]) -> T:
         raise
     except MoEMKError as problem:
         message, code = str(problem), exit_code_of(problem)
-    everyone = _exchange(team, f"{code} {message}")
+    everyone = wait(team.gather_texts(f"{code} {message}", "report"))
     failed = [rank for rank, words in enumerate(everyone) if words[0] != "0"]
     if failed:
         first_code, words = everyone[failed[0]].split(" ", 1)
@@ -137,16 +136,6 @@ def together(team: Communicator, step: Callable[[], T]) -> T:
         raise RanksFailed(prefix + words, int(first_code))
     assert result is not None
     return result
-
-
-def _exchange(team: Communicator, words: str) -> list[str]:
-    """The message of each rank."""
-    data = words.encode()
-    counts = wait(team.gather_count(len(data), "report"))
-    column = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(len(data), 1)
-    everything = bytes(wait(team.all_gather(column, counts, "report")).flatten().tolist())
-    starts = offsets(counts)
-    return [everything[starts[rank] : starts[rank + 1]].decode() for rank in range(team.size)]
 
 
 def join(place: Place, backend: str, meeting: str | None = None) -> None:

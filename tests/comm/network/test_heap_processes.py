@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
+from tests.support.one_sided_ranks import world_comm
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +25,9 @@ def world(world_link: str) -> Iterator[RankWorld]:
         yield ranks
 
 
-def comm_of_world(timeout_s: float = 30.0) -> DistributedCommunicator:
-    assert dist.group.WORLD is not None
-    return DistributedCommunicator(dist.group.WORLD, timeout_s=timeout_s, layer="layers.3")
-
-
 def fuzz(rank: int, rounds: int, per_node: int, link: str) -> dict[str, object]:
     """Random rows to every peer, each announced by a flag; what a flag announces must be there."""
-    heap = opened(comm_of_world(), per_node=per_node, link=link)
+    heap = opened(world_comm(), per_node=per_node, link=link)
     draw, wrong, size, region = random.Random(rank), 0, heap.size, 8000
     for epoch in range(1, rounds + 1):
         for peer in draw.sample(range(size), size):
@@ -64,7 +58,7 @@ def test_rows_and_flags_between_hosts_and_inside_them(world: RankWorld, world_li
 
 def leave_nothing(rank: int, link: str) -> list[int]:
     """Files and threads more than before, after heaps were used and dropped."""
-    opened(comm_of_world(), per_node=2, link=link).barrier()
+    opened(world_comm(), per_node=2, link=link).barrier()
 
     def now_open() -> list[int]:
         threads = [thread for thread in threading.enumerate() if thread.name == "moe-mk proxy"]
@@ -72,7 +66,7 @@ def leave_nothing(rank: int, link: str) -> list[int]:
 
     before = now_open()
     for _ in range(3):
-        heap = opened(comm_of_world(), per_node=2, link=link)
+        heap = opened(world_comm(), per_node=2, link=link)
         heap.barrier()
         del heap
     return [after - earlier for after, earlier in zip(now_open(), before, strict=True)]
@@ -85,7 +79,7 @@ def test_a_dropped_heap_leaves_no_thread_and_no_file(world: RankWorld, world_lin
 
 def until_one_dies(rank: int, how: str, signs: str, link: str) -> str:
     """What a rank is reported of rank 2, which is killed, or is stuck until the others have been reported."""
-    heap = opened(comm_of_world(timeout_s=30.0 if how == "killed" else 3.0), per_node=2, link=link)
+    heap = opened(world_comm(timeout_s=30.0 if how == "killed" else 3.0), per_node=2, link=link)
     for epoch in range(1, 30):
         if epoch == 20 and rank == 2:
             if how == "killed":
