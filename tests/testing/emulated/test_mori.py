@@ -102,34 +102,29 @@ def test_dispatch_refuses(changed: dict[str, Any], error: type[Exception], messa
         ({"rank": 1}, "not those of shmem"),
     ],
 )
-def test_an_operator_refuses_sizes(settings: dict[str, Any], message: str) -> None:
-    def job(group: ThreadCommunicator) -> None:
-        op = opened(group)
-        ops.EpDispatchCombineOp(ops.EpDispatchCombineConfig(**{**vars(op.config), **settings}))
-
+@on_each_rank(1)
+def test_an_operator_refuses_sizes(group: ThreadCommunicator, settings: dict[str, Any], message: str) -> None:
+    config = ops.EpDispatchCombineConfig(**{**vars(opened(group).config), **settings})
     with pytest.raises(AssertionError, match=message):
-        on_ranks(1, job)
+        ops.EpDispatchCombineOp(config)
 
 
-def test_combine_wants_the_ids_that_were_dispatched() -> None:
-    def with_ids(group: ThreadCommunicator, ids: Tensor) -> None:
-        op = opened(group, num_experts_per_rank=4)
-        op.combine(sent(op, 0)[0], None, ids)
-
+@on_each_rank(1)
+def test_combine_wants_the_ids_that_were_dispatched(group: ThreadCommunicator) -> None:
+    op = opened(group, num_experts_per_rank=4)
+    x = sent(op, 0)[0]
     with pytest.raises(ValueError, match="indices has 1 rows but this rank dispatched 2 tokens"):
-        on_ranks(1, lambda group: with_ids(group, IDS[1]))
+        op.combine(x, None, IDS[1])
     with pytest.raises(AssertionError, match="wants the ids that this rank dispatched"):
-        on_ranks(1, lambda group: with_ids(group, IDS[0] + 1))
+        op.combine(x, None, IDS[0] + 1)
 
 
-def test_an_operator_has_one_call_under_way() -> None:
-    def twice(group: ThreadCommunicator) -> None:
-        op = opened(group, num_experts_per_rank=4)
-        sent(op, 0)
-        sent(op, 0)
-
+@on_each_rank(1)
+def test_an_operator_has_one_call_under_way(group: ThreadCommunicator) -> None:
+    op = opened(group, num_experts_per_rank=4)
+    sent(op, 0)
     with pytest.raises(AssertionError, match="before the combine of the last one"):
-        on_ranks(1, twice)
+        sent(op, 0)
 
 
 def test_before_the_heap_is_set_up_there_is_no_operator() -> None:

@@ -241,16 +241,13 @@ def test_dispatch_refuses(algorithm: ep.Algorithm, changed: Any, error: type[Exc
         (torch.zeros(2, 128), "token-byte limit"),
     ],
 )
-def test_forwarded_scales_are_refused(scales: Tensor, message: str) -> None:
-    def job(comm: ThreadCommunicator) -> None:
-        out = {"scales": ep.Tensor(torch.zeros(4, 4, scales.shape[1], dtype=scales.dtype))}
-        one = Rank(comm)
-        one.dispatch(
-            inputs={"scales": ep.Tensor(scales)}, outputs=out, quantization_recipe=ep.DispatchQuantizationRecipe.FWD
-        )
-
+@on_each_rank(1)
+def test_forwarded_scales_are_refused(comm: ThreadCommunicator, scales: Tensor, message: str) -> None:
+    inputs = {"scales": ep.Tensor(scales)}
+    outputs = {"scales": ep.Tensor(torch.zeros(4, 4, scales.shape[1], dtype=scales.dtype))}
+    one, recipe = Rank(comm), ep.DispatchQuantizationRecipe.FWD
     with pytest.raises(NCCLEpError, match=message):
-        on_ranks(1, job)
+        one.dispatch(inputs=inputs, outputs=outputs, quantization_recipe=recipe)
 
 
 @pytest.mark.parametrize(
