@@ -3,11 +3,10 @@
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from moe_mk.lab.cli import app
 from moe_mk.lab.cli.explain import BUCKETS, Question, decide_on, experts_floor_us, rivals_of
 from moe_mk.lab.plan.roofline import LayerShape, Rates, experts_us
+from tests.cli.conftest import moe_mk
 
 H200 = Question("deepseek_v3", "h200", 64, libraries="triton")
 
@@ -24,7 +23,7 @@ def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:
     decision = decide_on(H200)
     priced = {v.experts: v for v in decision.verdicts if v.prepare_finalize == "no_ep" and v.cost_us is not None}
     assert decision.chosen.experts == "triton" and priced["triton"].cost_us < priced["reference"].cost_us
-    stated = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "h200", "--installed", "triton"]).output
+    stated = moe_mk("explain", "deepseek_v3", "--device", "h200", "--installed", "triton").output
     for tokens in BUCKETS:
         line = re.search(rf"^ *{tokens} +([\d,]+) us +([\d,]+) us +no_ep \+ triton, model;", stated, re.MULTILINE)
         assert line, stated
@@ -33,7 +32,7 @@ def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:
 
 
 def test_no_floor_is_shown_where_there_is_no_fp8_unit() -> None:
-    stated = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "cpu"]).output
+    stated = moe_mk("explain", "deepseek_v3", "--device", "cpu").output
     assert "by tokens" not in stated
 
 

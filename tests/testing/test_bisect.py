@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.flight import Flight
-from moe_mk.lab.cli import app
 from moe_mk.lab.cli.bisect import BisectOrder, scene_of
 from moe_mk.lab.testing.bisect import STAGES, bisect
 from moe_mk.prepare_finalize.all_to_all import AllToAll
@@ -21,11 +19,11 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import Weights
+from tests.cli.conftest import moe_mk
 
 ORDER = BisectOrder("reference", "wrong", tokens=12, experts=6, top_k=2, hidden=384, dtype="float32")
 SCENE = scene_of(ORDER)
 WRONG_EXPERT = 4
-runner = CliRunner()
 
 
 class WrongBlock(ReferenceExperts):
@@ -146,11 +144,11 @@ def test_what_is_no_pair_is_refused() -> None:
 def test_the_command_reports_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, WrongBlock)
     options = ["--tokens", "12", "--experts", "6", "--hidden", "384", "--dtype", "float32"]
-    done = runner.invoke(app, ["bisect", "reference", "wrong", *options])
+    done = moe_mk("bisect", "reference", "wrong", *options)
     assert done.exit_code == 1
     token = first_token_of(WRONG_EXPERT)
     assert f"stage experts: token {token}, expert 4, columns from 128: relative error" in done.stdout
-    done = runner.invoke(app, ["bisect", "reference", "wrong", *options, "--json"])
+    done = moe_mk("bisect", "reference", "wrong", *options, "--json")
     assert json.loads(done.stdout)["first"]["block"] == 1
-    assert runner.invoke(app, ["bisect", "reference", "torch_cpu", "--weights", "fp8"]).exit_code == 0
-    assert runner.invoke(app, ["bisect", "reference", "torch_cpu", "--weights", "int7"]).exit_code == 2
+    assert moe_mk("bisect", "reference", "torch_cpu", "--weights", "fp8").exit_code == 0
+    assert moe_mk("bisect", "reference", "torch_cpu", "--weights", "int7").exit_code == 2

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moe_mk import registry
 from moe_mk.comm.threads import ThreadWorld
@@ -19,7 +18,6 @@ from moe_mk.config.traits import UNSTATED
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import EMULATED, installed
-from moe_mk.lab.cli import app
 from moe_mk.lab.testing import backend_conformance, certify_checks
 from moe_mk.lab.testing.cases import larger_routings, routings_of_slots
 from moe_mk.lab.testing.certificate import CONTRACT
@@ -28,10 +26,9 @@ from moe_mk.lab.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law
 from moe_mk.lab.testing.limits import NonConforming
 from moe_mk.lab.testing.transports import world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
+from tests.cli.conftest import moe_mk
 from tests.support.tiers import thorough
 from tests.testing.broken import experts, transports
-
-runner = CliRunner()
 
 
 class WrongSignature(transports.Right):
@@ -314,32 +311,32 @@ def test_messages_of_the_kit_name_their_law() -> None:
 @pytest.mark.thorough
 def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    done = runner.invoke(app, ["certify", "no_ep", "--out", str(first)])
+    done = moe_mk("certify", "no_ep", "--out", first)
     assert done.exit_code == 0 and "CERTIFIED" in done.stdout and "1 rank, fp32 on the wire" in done.stdout
-    done = runner.invoke(app, ["certify", "no_ep", "--out", str(second), "--against", str(first), "--json"])
+    done = moe_mk("certify", "no_ep", "--out", second, "--against", first, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["differing"] == []
     facts = json.loads(first.read_text())
     facts["coverage"][0]["digest"] = "0" * 64
     first.write_text(json.dumps(facts))
-    done = runner.invoke(app, ["certify", "no_ep", "--out", str(second), "--against", str(first)])
+    done = moe_mk("certify", "no_ep", "--out", second, "--against", first)
     assert done.exit_code == 1 and "other bits" in done.stdout and "0000000000000000 there" in done.stdout
     other_kind = '{"contract": 2, "coverage": [{"check": [1], "digest": 2}]}'
     for text in ("{}", other_kind, "[" * 100_000):
         first.write_text(text)
-        done = runner.invoke(app, ["certify", "no_ep", "--against", str(first)])
+        done = moe_mk("certify", "no_ep", "--against", first)
         assert done.exit_code == 2 and "is no certificate" in done.output
 
 
 def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = install(monkeypatch, transports.ReversesTokens)
-    done = runner.invoke(app, ["certify", name, "--no-processes", "--out", str(tmp_path / "c.json")])
+    done = moe_mk("certify", name, "--no-processes", "--out", tmp_path / "c.json")
     assert done.exit_code == 1 and "REFUSED" in done.stdout
     assert "order: combined tokens have the order of the dispatched tokens" in done.stdout
     assert json.loads((tmp_path / "c.json").read_text())["failures"][0]["law"] == "order"
 
 
 def test_a_module_can_be_imported_first(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["certify", "no_ep", "--import", "no_such_module", "--out", str(tmp_path / "c.json")])
+    done = moe_mk("certify", "no_ep", "--import", "no_such_module", "--out", tmp_path / "c.json")
     assert done.exit_code == 2
 
 

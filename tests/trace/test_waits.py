@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.lab.cli import app
 from moe_mk.lab.testing.identity import IdentityExperts
 from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.lab.testing.virtual_time import uniform_routings
@@ -27,6 +25,7 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder, Span, Spans
+from tests.cli.conftest import moe_mk
 
 
 def test_a_matrix_by_hand() -> None:
@@ -104,9 +103,9 @@ def test_a_delayed_rank_is_named_under_every_transport(transport: str, late: int
     assert found.late == [late], found
     others = [rank for rank in range(3) if rank != late]
     assert all(found.waited_WW[rank][late] > 0.6 * DELAY_S * 1e6 for rank in others)
-    result = CliRunner().invoke(app, ["waits", str(file)])
+    result = moe_mk("waits", file)
     assert result.exit_code == 0 and f"late        rank {late}: others waited" in result.stdout
-    assert json.loads(CliRunner().invoke(app, ["waits", str(file), "--json"]).stdout)["late"] == [late]
+    assert json.loads(moe_mk("waits", file, "--json").stdout)["late"] == [late]
 
 
 def test_files_without_waits_are_refused(tmp_path: Path) -> None:

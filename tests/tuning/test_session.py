@@ -8,22 +8,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.lab.cli import app
 from moe_mk.lab.cli.tune import TuneOrder, case_of, command_of
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
 from moe_mk.lab.tuning.session import Stopwatch, thread_counts
 from moe_mk.quant.plain import FP32
 from moe_mk.weights.expert_weights import ExpertWeights
+from tests.cli.conftest import moe_mk, printed
 
 CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)
 CPU = torch.device("cpu")
-runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +208,7 @@ def test_a_dry_run_states_what_a_gpu_would_try(weights: str, activations: str, k
     options = (
         f"--weights {weights} --activations {activations} --slots 32 --top-k 8 --tokens 1,1024 --device cuda --dry-run"
     )
-    done = runner.invoke(app, ["tune", "triton", *options.split(), "--tuned-dir", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    reported = json.loads(done.stdout)
+    reported = json.loads(printed("tune", "triton", *options.split(), "--tuned-dir", tmp_path))
     assert reported["candidates"]["1"] == kinds and reported["candidates"]["1024"] > 3 and not list(tmp_path.iterdir())
     assert Path(reported["path"]).parent.name == "triton" and weights in reported["case"]
 
@@ -220,25 +216,21 @@ def test_a_dry_run_states_what_a_gpu_would_try(weights: str, activations: str, k
 def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
     sizes = ["--hidden", "128", "--intermediate", "128", "--slots", "4"]
     options = ["tune", "cpu_native", *sizes, "--tuned-dir", str(tmp_path)]
-    done = runner.invoke(app, [*options, "--tokens", "1,4", "--json"])
-    assert done.exit_code == 0, done.output
-    reported = json.loads(done.stdout)
+    reported = json.loads(printed(*options, "--tokens", "1,4", "--json"))
     assert reported["complete"] and Path(reported["path"]).is_file()
     case = case_of(TuneOrder("cpu_native", 128, 128, 4, 2, (1,), "fp8", "plain", "bfloat16", "cpu", 1.0, None, False))
     hint = command_of(case).split()
     assert hint[0] == "moe-mk"
-    dry = runner.invoke(app, [*hint[1:], "--tuned-dir", str(tmp_path), "--dry-run"])
-    assert dry.exit_code == 0
-    reported_dry = json.loads(dry.stdout)
+    reported_dry = json.loads(printed(*hint[1:], "--tuned-dir", tmp_path, "--dry-run"))
     assert reported_dry.pop("candidates").keys() == {"1", "4", "16", "64", "256"}
     assert reported_dry == {"case": case.name, "path": reported["path"]}
-    assert runner.invoke(app, ["tune", "torch_cpx", *sizes]).exit_code == 2
-    assert runner.invoke(app, ["tune", "cpu_native", "--weights", "int7"]).exit_code == 2
-    narrow = runner.invoke(app, ["tune", "cpu_native", "--intermediate", "64"])
+    assert moe_mk("tune", "torch_cpx", *sizes).exit_code == 2
+    assert moe_mk("tune", "cpu_native", "--weights", "int7").exit_code == 2
+    narrow = moe_mk("tune", "cpu_native", "--intermediate", "64")
     assert narrow.exit_code == 2 and "must be a multiple of 128 with --weights fp8" in narrow.stderr
 
 
 def test_a_backend_without_parameters_is_refused_at_once(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["tune", "torch_cpu", "--tuned-dir", str(tmp_path / "tuned")])
+    done = moe_mk("tune", "torch_cpu", "--tuned-dir", tmp_path / "tuned")
     assert done.exit_code == 3 and "have no parameters to tune" in done.stderr and "cpu_native" in done.stderr
     assert not (tmp_path / "tuned").exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moe_mk.config import tuned as tuned_files
 from moe_mk.config.tuned import Case, Point, Tuned, tuned_path
@@ -33,7 +32,6 @@ from moe_mk.experts.cpu_native.tuning import (
     tuning_of,
 )
 from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
-from moe_mk.lab.cli import app
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 from moe_mk.quant.fp8_block import FP8_128x128
@@ -41,6 +39,7 @@ from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import GroupedTokens, RowTokens
+from tests.cli.conftest import printed
 from tests.layer.native import NEEDS_COMPILER
 
 SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
@@ -135,9 +134,8 @@ def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
     (stated,) = [record.getMessage() for record in caplog.records]
     assert "\n" not in stated
     command = stated.partition("To measure: moe-mk ")[2].split()
-    done = CliRunner().invoke(app, [*command, "--tuned-dir", str(folder), "--dry-run"])
-    assert done.exit_code == 0, done.output
-    assert Path(json.loads(done.stdout)["path"]).name in stated
+    done = printed(*command, "--tuned-dir", folder, "--dry-run")
+    assert Path(json.loads(done)["path"]).name in stated
 
 
 def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> None:

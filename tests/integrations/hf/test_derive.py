@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from typer.testing import CliRunner
 
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
@@ -19,9 +18,9 @@ from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.checkpoints.like import write_like
-from moe_mk.lab.cli.app import app
 from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.names import layer_of
+from tests.cli.conftest import printed
 
 H, I, E, K, S = 40, 12, 6, 3, 20
 
@@ -127,8 +126,7 @@ def written(folder: Path, **changes: Any) -> OddModel:
 @pytest.mark.parametrize("kind", ["plain", "precise"])
 def test_a_family_that_no_table_has_runs_by_its_derived_equation(kind: str, tmp_path: Path) -> None:
     model = written(tmp_path, kind=kind)
-    done = CliRunner().invoke(app, ["derive", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    printed("derive", tmp_path)
     equation = json.loads((tmp_path / "layer_equation.json").read_text())
     assert equation["layers"] == [1, 2] and equation["names"]["prefix"] == "stages.{N}.mix."
     assert equation["config"] == {"breadth": H, "staff": E, "reach": I, "common": S, "pick": K, "stretch": 1.75}
@@ -211,9 +209,8 @@ def test_a_layer_like_a_derived_model_is_what_the_model_reads(family: str, tmp_p
     (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
     number = write_like(tmp_path / "small", tmp_path / "config.json")
     assert inspect_checkpoint(tmp_path / "small").sound
-    asked = ["run", str(tmp_path / "small"), "--layer", str(number), "--against", "transformers", "--tokens", "8"]
-    done = CliRunner().invoke(app, [*asked, "--dtype", "float32"])
-    assert done.exit_code == 0, done.output
+    asked = ("--layer", number, "--against", "transformers", "--tokens", 8, "--dtype", "float32")
+    printed("run", tmp_path / "small", *asked)
 
 
 WHOLE = (
