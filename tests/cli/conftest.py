@@ -30,6 +30,13 @@ def printed(*words: object) -> str:
     return done.stdout
 
 
+def usage_error(*words: object) -> str:
+    """What `moe-mk` states where it ends with 2."""
+    done = moe_mk(*words)
+    assert done.exit_code == 2, done.output
+    return done.stderr
+
+
 @pytest.fixture
 def invoke() -> Invoke:
     return moe_mk

@@ -13,7 +13,7 @@ from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoin
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.cli.exits import named
 from moe_mk.lab.cli.outputs import output_file
-from tests.cli.conftest import Invoke
+from tests.cli.conftest import Invoke, usage_error
 
 SMALL = ("--hidden", 128, "--intermediate", 128)
 SHAPE = CheckpointShape(
@@ -68,8 +68,7 @@ def test_a_layer_of_few_experts_is_written_and_found_under_its_number(invoke: In
     done = invoke("run", tmp_path / "7", "--tokens", 1, "--repeats", 1)
     assert done.exit_code == 0 and "7 experts" in done.stdout and "PASS" in done.stdout, done.output
     for count in (0, -3):
-        done = invoke("make-checkpoint", tmp_path / "none", "--num-experts", count, *SMALL)
-        assert done.exit_code == 2 and "must be at least 1" in done.stderr
+        assert "must be at least 1" in usage_error("make-checkpoint", tmp_path / "none", "--num-experts", count, *SMALL)
 
 
 def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
@@ -110,16 +109,14 @@ def test_experts_of_another_device_are_not_tuned_here(invoke: Invoke, tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_more_ranks_than_a_machine_starts_are_refused(invoke: Invoke, small: Path) -> None:
-    done = invoke("run", small, "--ranks", 10**14)
-    assert done.exit_code == 2 and "exceeds 65536" in done.stderr
+def test_more_ranks_than_a_machine_starts_are_refused(small: Path) -> None:
+    assert "exceeds 65536" in usage_error("run", small, "--ranks", 10**14)
 
 
 def test_a_picture_lies_where_it_was_asked_for(invoke: Invoke, small: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bench = ("bench", small, "--tokens", 1, "--repeats", 1, "--plot")
-    done = invoke(*bench, tmp_path / "stages.xyz")
-    assert done.exit_code == 2 and "name it stages.png" in done.stderr
+    assert "name it stages.png" in usage_error(*bench, tmp_path / "stages.xyz")
     assert invoke(*bench, tmp_path / "stages").exit_code == 0
     assert (tmp_path / "stages").is_file() and not (tmp_path / "stages.png").exists()
 
