@@ -70,8 +70,6 @@ def packed(file: Path, method: int = zipfile.ZIP_DEFLATED, /, **arrays: NDArray[
 
 
 class Calls:
-    """What pickles into a call."""
-
     def __init__(self, what: Callable[..., object], *args: object) -> None:
         self.what, self.args = what, args
 

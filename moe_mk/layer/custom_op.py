@@ -63,7 +63,7 @@ class Operator(Generic[T]):
             return run(self.owner(given[at]), *given[:at], *given[at + 1 :])
 
         _LIBRARY.impl(name, run_of_entry, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"moe_mk::{name}", fake or _fake, lib=_LIBRARY)
+        torch.library.register_fake(f"moe_mk::{name}", fake or like_first, lib=_LIBRARY)
         if untrained is not None:
             refuse_gradients(name, *untrained)
         self.call: Any = getattr(torch.ops.moe_mk, name).default
@@ -97,7 +97,8 @@ def refuse_gradients(name: str, subject: str, way_out: str) -> None:
     )
 
 
-def _fake(x: Tensor, *_: object) -> Tensor:
+def like_first(x: Tensor, *_: object) -> Tensor:
+    """The shape of a result like the first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

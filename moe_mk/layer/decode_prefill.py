@@ -100,7 +100,9 @@ class DecodePrefillMoE(nn.Module):
         layer = self.layer
         staged = {kind: layer.live.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}
         first, second = staged["decode"], staged["prefill"]
-        if first.weights is not None and _same_layout(first, second):
+        decisions = [state.backends.decision for state in (first, second)]
+        is_shared = len({(each.chosen.experts, each.compute, each.effect) for each in decisions}) == 1
+        if first.weights is not None and is_shared:  # the same backend with the same settings reads them as they are
             staged["prefill"] = replace(second, weights=first.weights, laid_out=first.laid_out)
         layer.live.flip(first)
         self._states, self._now, self._serving = staged, "decode", layer.state
@@ -129,9 +131,3 @@ class DecodePrefillMoE(nn.Module):
         cost = select(replace(problem, config=config, num_tokens=tokens)).chosen.cost_us
         assert cost is not None
         return cost
-
-
-def _same_layout(one: ServingState, other: ServingState) -> bool:
-    """Whether the experts of one state read the weights of the other: the same backend with the same settings."""
-    decisions = [state.backends.decision for state in (one, other)]
-    return len({(d.chosen.experts, d.compute, d.effect) for d in decisions}) == 1

@@ -38,7 +38,8 @@ def load_layer(
     Raises ConfigError for an impossible request, WeightError listing all that is missing, unexpected, half filled, of
     a wrong shape or dtype, cut off; then, after reading, all NaN codes and broken scales.
     """
-    _expect_owned(owned, spec)
+    if foreign := [e for e in owned if not 0 <= e < spec.num_experts]:
+        raise ConfigError(f"{len(foreign)} owned experts are not in 0..{spec.num_experts - 1}: {some(foreign)}")
     spec.slice_of(spec.intermediate_size, tp_rank, tp_size)
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     local = local_names(source.names(), prefix)
@@ -98,12 +99,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _expect_owned(owned: Sequence[int], spec: LayerSpec) -> None:
-    foreign = [e for e in owned if not 0 <= e < spec.num_experts]
-    if foreign:
-        raise ConfigError(f"{len(foreign)} owned experts are not in 0..{spec.num_experts - 1}: {some(foreign)}")
 
 
 def expect_order(spec: LayerSpec, convention: Convention) -> None:

@@ -52,7 +52,6 @@ GROUPS = {"mistral4": {"n_group": 4, "topk_group": 2}}
 
 
 def written(folder: Path, name: str) -> Path:
-    """A published configuration as files."""
     files = PUBLISHED.get(name)
     if files is None:
         made = transformers.AutoConfig.for_model(name).to_dict()

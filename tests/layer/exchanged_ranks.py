@@ -98,7 +98,6 @@ def tokens(rank: int, count: int, seed: int = 0) -> Tensor:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Tokens of the native calls that are made."""
     calls = list[int]()
     with pytest.MonkeyPatch.context() as patch:
         for kind in (FusedOneSided, FusedMessages):

@@ -149,8 +149,6 @@ def test_a_limit_of_zero_takes_equal_bits_and_nothing_else(twin: Twin) -> None:
 
 @dataclass
 class Silent:
-    """Shared experts that add nothing."""
-
     weights: object
 
     def __call__(self, x_TH: Tensor) -> Tensor:

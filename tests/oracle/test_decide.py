@@ -90,8 +90,6 @@ def test_both_oracles_are_called_by_their_known_names() -> None:
 
 
 class Trapped(dict[str, str]):
-    """An environment that must not be read."""
-
     def __getitem__(self, key: str) -> str:
         raise AssertionError(f"{key} was read")
 

@@ -57,7 +57,6 @@ def batch(rank: int, tokens: int, seed: int) -> tuple[Tensor, Routing]:
 
 
 def call(transport: AllToAll, x_TH: Tensor, routing: Routing, seen: list[Any]) -> Flight[Tensor]:
-    """One call whose experts double their rows."""
     received = yield from transport.prepare(x_TH, routing)
     assert isinstance(received, RowTokens)
     x_RH = received.x_RH

@@ -90,7 +90,6 @@ def test_ranks_of_one_process_keep_no_more_after_many_calls(name: str, calls: in
 
 
 def grows_on_processes(rank: int, names: tuple[str, ...], calls: int) -> dict[str, str]:
-    """Worker of a `RankWorld`."""
     found, own = {}, batches(rank)
     for name in names:
         transport = made(name, world_comm(timeout_s=60.0))

@@ -42,7 +42,6 @@ class OnePlanner:
         return self.planner.busy
 
     def finish(self, step: int = 1) -> PlanMessage | None:
-        """Take what the job made."""
         self.planner.think(step, self.history, self.ledger, None, 7, 4)
         return None if self.planner.outbox is None else PlanMessage.decode(self.planner.outbox)
 

@@ -29,7 +29,6 @@ Given = tuple[Tensor, Routing]
 
 
 def kernel_of(name: str, comm: Any, place: ExpertMap, top_k: int) -> FusedMoEKernel:
-    """One rank's transport around identity experts in bf16."""
     context = TransportContext(
         comm, place, place.tables(CPU), BF16, BF16, HIDDEN, top_k, CPU, max_num_tokens=MOST_TOKENS, allow_emulated=True
     )
@@ -46,8 +45,6 @@ def in_tiles(kernel: FusedMoEKernel, tiles: int, **settings: Any) -> TiledKernel
 
 
 class Ranks:
-    """One transport on every rank of a case."""
-
     def __init__(self, name: str, case: RoutingCase, *, threads: bool) -> None:
         self.case, self.traits = case, PREPARE_FINALIZE[name].traits
         count, top_k = len(case.routings), case.routings[0].ids_TK.shape[1]
@@ -80,7 +77,6 @@ def no_thread_is_left() -> bool:
 
 
 def both_ways(record: TileRecord) -> set[tuple[str, str]]:
-    """Pairs that overlapped, in either order."""
     pairs = record.overlaps()
     return {*pairs, *((other, one) for one, other in pairs)}
 

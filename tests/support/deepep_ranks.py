@@ -26,7 +26,6 @@ def asked(*, num_tokens: int = 128, dtype: Plain = BF16, device: str = "h200", *
 
 
 def small(*, hidden: int = 256, experts: int = 64, top_k: int = 4, quant: Any = None, **settings: Any) -> Problem:
-    """A model of any shape."""
     model = {"hidden_size": hidden, "moe_intermediate_size": 128, "num_experts": experts, "quant": quant or {}}
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
     config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})

@@ -51,7 +51,6 @@ class Model:
 
     @property
     def buffers(self) -> list[list[Any]]:
-        """What each layer uses at the moment."""
         kept = [[layer.prepare_finalize._session.pool for layer in mine] for mine in self.layers]  # type: ignore[attr-defined]
         return [[each.slots[0] if each.slots else each.buffer for each in mine] for mine in kept]
 

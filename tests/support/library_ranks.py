@@ -108,7 +108,6 @@ def combine_all(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[flo
 
 
 def problem(device: str, *, num_tokens: int = 128, model: str = "deepseek_v3", **settings: Any) -> Problem:
-    """A question to the oracle with every library there."""
     config = load_config(model).with_(**{"max_num_tokens": num_tokens, "ep": 8, **settings})
     libraries = frozenset({"flashinfer", "mori"})
     return Problem(config, device_profile(device), BF16, num_tokens, libraries)

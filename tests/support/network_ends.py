@@ -57,8 +57,6 @@ def library_of(kind: type[Links]) -> ModuleType | None:
 
 @dataclass
 class End:
-    """One rank with one channel."""
-
     rank: int
     exchange: Exchange
     window: OwnWindow
@@ -152,7 +150,6 @@ def tcp_pipes() -> tuple[TcpPipe, TcpPipe]:
 
 
 def links(kind: str, seed: int = 0) -> tuple[Link, Link]:
-    """Both ends of a link of one kind."""
     if kind == "shuffled":
         return ShuffledLink.pair(seed)
     if kind == "shuffled twice":

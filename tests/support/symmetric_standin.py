@@ -59,8 +59,6 @@ class StandIn:
 
 
 class Meeting:
-    """Where ranks meet."""
-
     def __init__(self, ranks: int) -> None:
         self._notes: list[Any] = [None] * ranks
         self._all = threading.Barrier(ranks, timeout=20.0)

@@ -135,7 +135,6 @@ def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
-    """A copy in one file with other tensors."""
     state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     save_file(change(state), target / "model.safetensors")
     shutil.copy(source / "config.json", target)

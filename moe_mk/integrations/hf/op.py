@@ -15,7 +15,7 @@ from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, held_plan, module_of, plan_of
 from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.custom_op import is_untraced, refuse_gradients
+from moe_mk.layer.custom_op import is_untraced, like_first, refuse_gradients
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
@@ -41,17 +41,13 @@ def _run(
     return plan.run(hidden_states.contiguous(), routing)
 
 
-def _fake(hidden_states: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
 _LIBRARY.define(
     "hf_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor[] tensors, int number, "
     "str settings) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.impl("hf_experts", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_mk::hf_experts", _fake, lib=_LIBRARY)
+torch.library.register_fake("moe_mk::hf_experts", like_first, lib=_LIBRARY)
 refuse_gradients("hf_experts", "experts_implementation='moe_mk'", "train with experts_implementation='grouped_mm'")
 hf_experts: Any = torch.ops.moe_mk.hf_experts.default
 """The operator of `_run`."""

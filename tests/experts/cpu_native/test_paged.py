@@ -48,7 +48,6 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def failing(bad: int) -> Iterator[None]:
-    """Reads of one expert fail."""
     read = ExpertStore.read_piece
 
     def fail(self: ExpertStore, expert: int, start: int, record: memoryview) -> None:

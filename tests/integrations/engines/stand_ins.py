@@ -23,7 +23,6 @@ from moe_mk.integrations.vllm_linear import DISPATCH, REQUANTISE, REQUANTISING, 
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, object]]) -> None:
-    """Modules for one test, parents included."""
     for name in modules:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):

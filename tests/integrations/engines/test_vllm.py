@@ -232,7 +232,6 @@ def test_layers_in_bf16_are_multiplied_here_where_it_is_faster(
 
 
 def processor_is(monkeypatch: pytest.MonkeyPatch, has_product: bool, avx512_bf16: bool, amx: bool) -> None:
-    """A processor with these, as torch sees it."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_product)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)

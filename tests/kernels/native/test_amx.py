@@ -37,7 +37,6 @@ def counts(native: Native) -> Counts:
 
 
 def weights_of(*packed: PackedMatrix) -> int:
-    """Packed weights of one expert, padding included."""
     return sum(matrix.layout.pairs * 32 * matrix.layout.steps * 32 for matrix in packed)
 
 

@@ -75,7 +75,6 @@ def product(x: QuantTensor, scheme: QuantScheme, q: QuantTensor, part: int) -> T
 def ungated(
     native: Native, scheme: QuantScheme, hidden: int, inter: int
 ) -> tuple[list[QuantTensor], list[PackedMatrix]]:
-    """up and down, and the same packed."""
     g, storage, dtype = torch.Generator("cpu").manual_seed(1), storage_of(scheme), DTYPES[len(scheme.name) % 3]
     assert storage is not None
     tensors, packed = [], []

@@ -49,7 +49,6 @@ def prepared(native: Native) -> tuple[Call, Tensor]:
 
 @pytest.fixture
 def on_engine(native: Native) -> Native:
-    """Calls of this thread run on torch's OpenMP threads."""
     if isinstance(reason := engine_runtime(), str):
         pytest.skip(reason)
     call, _ = prepared(native)

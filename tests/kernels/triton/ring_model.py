@@ -33,8 +33,6 @@ APART = 1000
 
 @dataclass(frozen=True)
 class Traces:
-    """What one program does."""
-
     partitions: tuple[tuple[Action, ...], ...]
     counts: Mapping[Barrier, int]
     """Arrivals that complete a phase."""
@@ -85,8 +83,6 @@ class View:
 
 @dataclass(frozen=True)
 class Stages:
-    """An operand of every stage."""
-
     boxes: tuple[str, ...]
     apart: bool = False
     """Whether each box is a view of its own."""

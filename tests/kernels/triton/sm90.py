@@ -49,7 +49,6 @@ class Compiled:
 
     @property
     def spills(self) -> int:
-        """Loads and stores of local memory."""
         return self.instructions["LDL"] + self.instructions["STL"]
 
 
@@ -98,7 +97,6 @@ def compile_for_hopper(
 
 
 def is_product(name: str) -> bool:
-    """Whether an instruction is one of the matrix unit."""
     return name.endswith("GMMA") or name in ("HMMA", "IMMA")
 
 

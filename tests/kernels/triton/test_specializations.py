@@ -44,7 +44,6 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 
 def layer(**tuned: Any) -> Callable[[int], object]:
-    """A router and FP8 experts, called with T tokens."""
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.workspace import Workspace
     from moe_mk.kernels.triton.topk import placed_topk

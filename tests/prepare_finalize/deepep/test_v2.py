@@ -33,7 +33,6 @@ def test_the_mode_is_chosen_in_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def groups(tokens: GroupedTokens) -> list[list[tuple[float, ...]]]:
-    """The rows of each expert with their weights."""
     rows = torch.cat((tokens.x_NH.dequantize(torch.float32), tokens.weights_N[:, None]), dim=1)
     return [sorted(map(tuple, part.tolist())) for part in torch.split(rows, tokens.counts_L.tolist())]
 
