@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,11 +64,20 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A value of JSON, in UTF-8 where it is bytes; raises ValueError, for values nested too deep as well."""
+    """A value of JSON, in UTF-8 where it is bytes; raises ValueError, also for deep values and for double keys."""
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_pairs_hook=_each_once)
     except RecursionError as problem:
         raise ValueError("its values are nested too deep") from problem
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of these keys. Raises ValueError for one that appears twice, whose first value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice[:100]!r} appears twice in one mapping")
+    return found
 
 
 def resolved(path: Path) -> Path:
@@ -143,6 +153,8 @@ class _BoundedLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"values are nested above {MOST_LEVELS} levels", mark)
         node = super().compose_node(parent, index)
         self._levels -= 1
+        if isinstance(node, yaml.MappingNode) and not is_alias:
+            _each_once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         if not is_alias:
             self._values += 1
             self._values_of[id(node)] = self._values - before

@@ -220,6 +220,9 @@ def test_values_of_yaml_are_counted_at_every_use_of_an_alias(tmp_path: Path) -> 
         read_yaml(file)
     file.write_text("[" * MOST_LEVELS + "]" * MOST_LEVELS)
     assert isinstance(read_yaml(file), list)
+    file.write_text("kernel: {wire: plain}\nrouter: {top_k: 2}\nkernel: {tiles: 2}\n")
+    with pytest.raises(ValueError, match="the key 'kernel' appears twice in one mapping"):
+        read_yaml(file)
     file.write_text("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))
     with pytest.raises(ValueError, match=f"nested above {MOST_LEVELS} levels"):
         read_yaml(file)

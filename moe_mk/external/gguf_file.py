@@ -6,6 +6,7 @@ by the package. Versions of the package: 0.17 to 0.19.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from moe_mk.external.library import find
 Value = str | int | float | bool | list[Any]
 LONGEST = 4096
 """Arrays of more values, such as a vocabulary, are left out of the metadata."""
+MOST = 1 << 22
+"""Values of an array; the package reads them one by one."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,35 @@ def read_gguf(path: Path) -> GgufFile:
     class Header(gguf.GGUFReader):  # type: ignore[name-defined,misc]
         """Without the data, so that a truncated file is described and its tensors can be named."""
 
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):  # the package returns what is there
+                raise ValueError(f"a value at byte {offset} is beyond the end of the file")
+            return super()._get(offset, dtype, count, *rest, **named)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == gguf.GGUFValueType.ARRAY and (size := int(self._get(orig_offs + 4, np.uint64)[0])) > MOST:
+                raise ValueError(f"an array at byte {orig_offs} has {size} values, the limit is {MOST}")
+            return super()._get_field_parts(orig_offs, raw_type)
+
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             infos.extend((start_offs, field) for field in fields)
 
     try:
         reader = Header(path)
         tensors = tuple(_entry(gguf, start, field) for start, field in infos)
+        end = reader.data_offset
+        for entry in tensors:  # as llama.cpp: without gaps but those of the alignment, in this order
+            if entry.start != end:
+                raise ValueError(f"{entry.name} begins at byte {entry.start}, its place is {end}")
+            end += -(-entry.num_bytes // int(reader.alignment)) * int(reader.alignment)
         metadata = {
             name: field.contents()
             for name, field in reader.fields.items()
             if len(field.data) <= LONGEST and not name.startswith(("GGUF.", "tokenizer."))
         }
-    except unless_signalled(OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
+    except unless_signalled(
+        OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError
+    ) as problem:
         raise WeightError(f"{path.name} has no readable GGUF header ({type(problem).__name__}: {problem})") from problem
     if len({entry.name for entry in tensors}) < len(tensors):
         raise WeightError(f"{path.name} has two tensors of one name")
@@ -84,7 +104,7 @@ def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:
     kind = gguf.GGMLQuantizationType(int(number[0]))
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     shape = [int(size) for size in reversed(dims.tolist())]
-    total = int(np.prod(shape, dtype=np.int64)) // values * num_bytes
+    total = math.prod(shape) // values * num_bytes
     if values > 1:
         if shape[-1] % values:
             raise ValueError(f"{bytes(name).decode()}: rows of {shape[-1]} are no whole {kind.name} blocks")

@@ -49,6 +49,10 @@ def file_of(path: Path, header: dict[str, Any] | str, data: int = 8) -> Path:
         ({"a": F32 | {"data_offsets": ["0", "8"]}}, "the entry of a is"),
         ({"\ud800": F32}, "1 names of tensors are no text"),
         ({"a": F32, "b": F32}, "b shares bytes with a"),
+        (
+            f'{{"a": {json.dumps(F32)}, "a": {json.dumps(F32 | {"dtype": "I32"})}}}',
+            "its header is not JSON .*'a' appears twice",
+        ),
         ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, "b shares bytes with a"),
         ({"a": F32 | {"data_offsets": [8, 16]}}, "a starts 8 bytes after the header"),
         ({"a": F32 | {"shape": [1], "data_offsets": [0, 4]}}, "4 bytes behind a belong to no tensor"),
@@ -190,6 +194,38 @@ def test_no_change_of_an_index_a_header_or_a_file_ends_in_an_error_of_another_ki
             file.write_bytes(len(text).to_bytes(8, "little") + text + octets[8 + length :])
         found = outcome_of(folder)
         assert found in ("WeightError", right), f"trial {trial}: {found}"
+
+
+def test_a_gguf_header_that_cannot_be_is_reported(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
+    writer = gguf.GGUFWriter(file := tmp_path / "model.gguf", "deepseek2")
+    writer.add_array("numbers", [7, 8, 9])
+    for name in "ab":
+        writer.add_tensor(name, torch.ones(2, 16).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    octets = file.read_bytes()
+    length = octets.index(b"numbers") + len(b"numbers") + 8  # behind the types of the value and of its elements
+    sizes = octets.index((1).to_bytes(8, "little") + b"b") + 13  # behind name and number of dimensions
+    place = sizes + 20  # behind two sizes and the type
+
+    def changed(at: int, value: int) -> bytes:
+        return octets[:at] + value.to_bytes(8, "little") + octets[at + 8 :]
+
+    arrays_of_arrays = ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 2000
+    for damaged, words in (
+        (changed(length, 5_000_000), "an array at byte .* has 5000000 values, the limit is"),
+        (changed(length, 100_000), "a value at byte .* is beyond the end of the file"),
+        (octets[: length - 4] + arrays_of_arrays, "RecursionError"),
+        (changed(place, 0), "b begins at byte .*, its place is"),
+        (changed(place, 256), "b begins at byte .*, its place is"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(WeightError, match=f"model.gguf has no readable GGUF header .*{words}"):
+            read_gguf(file)
+    file.write_bytes(changed(sizes, 2**60))
+    assert read_gguf(file).tensors[-1].num_bytes == 2**60 * 2 * 4, "counted without an end"
 
 
 @pytest.mark.thorough
