@@ -51,8 +51,9 @@ def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int 
     if problems:
         raise ConfigError(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
-            "in e4m3, 'mxfp4', 'compressed-tensors' with 8 bits, packed integers or 4-bit floats, 'gptq', 'awq' of "
-            "version 'gemm', 'auto-round' in their layouts, 'quark' MXFP4, FP8 or INT8, 'modelopt' NVFP4, MXFP8 or FP8"
+            "in e4m3, 'fbgemm_fp8', 'mxfp4', 'compressed-tensors' with 8 bits, packed integers or 4-bit floats, 'gptq' "
+            "or 'awq' of version 'gemm', 'auto-round' in their layouts, 'quark' MXFP4, NVFP4, FP8 or INT8, 'modelopt' "
+            "NVFP4, MXFP8 or FP8"
         )
     return settings
 
@@ -311,6 +312,7 @@ def _pack_quantized(weights: Said, tokens: object) -> Found:
 
 _READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
     "fp8": _fp8, "mxfp4": lambda quant, layers: ({"weights": "mxfp4"}, []), "modelopt": _modelopt,
+    "fbgemm_fp8": lambda quant, layers: ({"weights": "fp8_channel", "activation_scales": "dynamic"}, []),
     "compressed-tensors": _compressed_tensors, "gptq": hf_rules.gptq, "awq": hf_rules.awq,
     "auto-round": hf_rules.auto_round, "quark": hf_rules.quark,
 }  # fmt: skip

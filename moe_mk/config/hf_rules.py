@@ -219,6 +219,8 @@ def _of_quark(stated: Any) -> Found:
     if is_empty(stated) or is_empty(stated.get("weight")):
         return {}, []
     weight, tokens = stated["weight"], stated.get("input_tensors") or {}
+    if isinstance(weight, list) and isinstance(tokens or [], list):
+        return _of_levels(stated, {"weight": weight, "input_tensors": list(tokens)})
     if not (isinstance(weight, Mapping) and isinstance(tokens, Mapping)):
         return {}, [f"weight and input_tensors are {weight!r} and {tokens!r}, one scale each is supported"]
     problems = section_problems(stated, "quark module")
@@ -243,3 +245,19 @@ def _of_quark(stated: Any) -> Found:
         problems.append(f"input_tensors are {tokens.get('dtype')} {tokens.get('qscheme')} with {kind} weights")
     settings |= scales_of(kind, tokens, "is_dynamic")[0]
     return settings, problems + others_of(tokens, {"symmetric": (True, None)}, "input_tensors.")
+
+
+def _of_levels(stated: Said, parts: Mapping[str, list[Any]]) -> Found:
+    """NVFP4 of Quark: values of four bits under FP8 scales of blocks, and these under one of a whole tensor."""
+    block: dict[str, tuple[object, ...]] = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (16,)}
+    whole: dict[str, tuple[object, ...]] = {"dtype": ("fp8_e4m3",), "qscheme": ("per_tensor",), "is_dynamic": (False,)}
+    problems = section_problems(stated, "quark module")
+    for title, levels in parts.items():
+        block["is_dynamic"] = (title == "input_tensors",)
+        for each, held in zip(levels, (block, whole), strict=False):
+            more = others_of(each, held, f"{title}.") if isinstance(each, Mapping) else [f"{title} has {each!r}"]
+            problems += more or section_problems(each, "quark tensor")
+        problems += [f"{title} has {len(levels)} scales, NVFP4 has two"] * (len(levels) not in (0, 2))
+    tokens = parts["input_tensors"]
+    scales = {"activations": "nvfp4", "activation_scales": "static"} if tokens else {"activations": "none"}
+    return {"weights": "nvfp4", **scales}, problems

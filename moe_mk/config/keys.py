@@ -124,6 +124,7 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
                 "config_groups": SECTION}, _WRITER,
     ),
     "mxfp4": (_METHOD | _MODULES, _WRITER),
+    "fbgemm_fp8": (_METHOD | _MODULES | {"activation_scale_ub": FACTOR}, _WRITER),
     "modelopt": (
         _METHOD | _MODULES | {
             "quant_algo": WORD, "quantization": SECTION, "config_groups": SECTION, "group_size": COUNT,
@@ -161,7 +162,7 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "quark module": ({"weight": ANY, "input_tensors": ANY}, frozenset({"target_device"})),
     "quark tensor": (
         {"dtype": WORD, "qscheme": WORD, "ch_axis": ANY, "group_size": COUNT, "block_size": PAIR, "symmetric": FLAG,
-         "is_dynamic": FLAG, "scale_format": WORD},
+         "is_dynamic": FLAG, "scale_format": WORD, "is_scale_quant": FLAG},
         frozenset({"round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
                    "max_input_numel", "zero_point_type"}),
     ),

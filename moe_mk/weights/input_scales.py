@@ -19,8 +19,8 @@ from moe_mk.weights.completeness import some
 from moe_mk.weights.names import Part, Role, local_names, recognise
 from moe_mk.weights.source import TensorSource
 
-PROJECTIONS = ("gate", "up", "down")
-ENDS = ("input_scale", "input_global_scale")
+PROJECTIONS = ("gate", "up", "gate_up", "down")
+ENDS = ("input_scale", "input_global_scale", "input_scale_2")
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ def read_input_scales(
     local = set(local_names(source.names(), prefix))
     convention = recognise(local)
     found = [part for name in local if (part := convention.parse(name)) and part.role is Role.EXPERT]
-    parts = [(part.projection, part.expert) for part in found if part.expert is not None]
-    experts = sorted({expert for _, expert in parts})
+    parts = [(part.projection, part.expert) for part in found]
+    experts = sorted({expert for _, expert in parts}, key=lambda expert: expert or 0)  # None alone: stacks
     projections = sorted({projection for projection, _ in parts}, key=PROJECTIONS.index)  # without gates in some models
     wanted = [convention.spell(Part(Role.EXPERT, p, e, extra="input")) for e in experts for p in projections]
     if shared and convention.holds(Role.SHARED, "input"):
-        own = [convention.spell(Part(Role.SHARED, p, extra="input")) for p in projections]
+        words = [p for p in convention.shared_words if p != "gate" or projections[0] != "up"]
+        own = [convention.spell(Part(Role.SHARED, p, extra="input")) for p in words]
         wanted += own if local & set(own) else []
     title = f"layer {layer} of {source.where}"
     if missing := [name for name in wanted if name not in local]:

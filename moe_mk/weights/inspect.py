@@ -238,7 +238,12 @@ def _guess(
         return None, f"down projections have shape {list(shape)}"
     both, halves = parts.get(Part(Role.EXPERT, "gate_up" if convention.fused else "up")), 1 + convention.fused
     turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
-    turned = turned and both is not None and both.shape[-1] == halves * shape[-2] != shape[-1] and dtype in FLOATS
+    turned = (
+        turned
+        and both is not None
+        and both.shape[-1] == halves * shape[-2] != shape[-1]
+        and (dtype in (*FLOATS, torch.float8_e4m3fn))
+    )
     if turned:
         shape = (*shape[:-2], shape[-1], shape[-2])
     latent = parts.get(Part(Role.LATENT, "down"))
@@ -288,6 +293,8 @@ def _guess_packed(
     if router is None or len(router.shape) != 2 or up is None or down is None:
         return None, "the gate or the first expert is missing, which state the sizes of packed experts"
     num_experts, hidden = router.shape
+    latent = parts.get(Part(Role.LATENT, "down"))
+    latent_size = latent.shape[0] if latent is not None and latent.shape else None
     if len(up.shape) != (3 if first is None else 2) or len(down.shape) != len(up.shape):
         return None, f"projections have shapes {list(up.shape)} and {list(down.shape)}"
     if convention.packing == "gguf":
@@ -300,10 +307,11 @@ def _guess_packed(
         )
     else:
         inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
-        integers = _integers(parts, convention, (first, hidden, inner), quantization)
+        known = first, latent_size or hidden, inner
+        integers = _integers(parts, convention, known, quantization)
         if integers is None:
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
-        schemes = (integers, _integers(parts, convention, (first, hidden, inner), quantization, "down") or integers)
+        schemes = (integers, _integers(parts, convention, known, quantization, "down") or integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
     width = _shared_width(parts, convention, shared)
     theirs = {replace(part, role=Role.EXPERT): entry for part, entry in parts.items() if part.role is Role.SHARED}
@@ -318,7 +326,7 @@ def _guess_packed(
             num_experts, hidden, inner, schemes[0], int(width > 0), width,
             has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
             down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
-            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), **_named(parts),
+            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), latent_size=latent_size, **_named(parts),
         )  # fmt: skip
         expected_tensors(spec, convention)
     except ConfigError as problem:
@@ -404,7 +412,7 @@ def _scheme(
     if dtype is torch.float8_e4m3fn and per_row and grid[1:] == (shape[1] // GROUP,) and scale.dtype in E8M0:
         return quant.MXFP8
     if dtype is torch.float8_e4m3fn and block is None and math.prod(grid) in (1, shape[0]):
-        return quant.FP8_CHANNEL if per_row and math.prod(grid) > 1 else quant.FP8_TENSOR
+        return quant.FP8_CHANNEL if max(grid, default=1) == math.prod(grid) > 1 else quant.FP8_TENSOR
     if dtype in (torch.uint8, torch.int8) and per_row and len(grid) == 2 and grid[1] > 1:
         return {torch.float8_e4m3fn: quant.NVFP4}.get(
             scale.dtype or torch.uint8, quant.MXFP4 if scale.dtype in E8M0 else None

@@ -208,21 +208,22 @@ class LayerReader:
         scheme = self.spec.scheme_of(part.role, part.projection)
         is_plain = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
         name, values = self._open(replace(part, extra="plain") if is_plain else part, row)
+        values = values.T if self.spec.stacks_transposed and row is not None else values
         if not isinstance(scheme, BlockedScheme):
-            is_turned = self.spec.stacks_transposed and row is not None
-            return (name, ""), QuantTensor(values.T if is_turned else values, None, scheme)
+            return (name, ""), QuantTensor(values, None, scheme)
         values = values.flatten(1) if values.dim() == 3 else values
         values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
         scale_name, scales = self._open(replace(part, is_scale=True), row)
         tall_wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
         above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
+        above = None if above is None else above.to(torch.float32)
         above = 1.0 / above if above is not None and self.convention.divides else above
         return (name, scale_name), QuantTensor(values, scales.reshape(tall_wide), scheme, above)
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
         """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
-        if self.spec.stacks_transposed and q.scales is None:
+        if self.spec.stacks_transposed:
             q = replace(q, values=q.values.contiguous())
         self.contents.note(q, *names, f"{names[0]}, global scale")
         if q.scales is None or q.scheme.family == "wna16":
@@ -269,7 +270,7 @@ class LayerReader:
         name = self.convention.spell(part)
         self.names[self.prefix + name] = None
         tensor = self.source.open(self.prefix + name)
-        if row is None:
+        if row is None or tensor.numel() == 1:  # one scale of all experts
             self.source.read_ahead(self.prefix + name)
             return name, tensor
         num_bytes = tensor[row].numel() * tensor.element_size()

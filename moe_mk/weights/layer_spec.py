@@ -248,7 +248,8 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         "experts without a gate (model.gated=False)": not spec.gated and convention.fused,
         "scaled values in transposed stacks": spec.stacks_transposed
         and convention.fused
-        and not isinstance(scheme, Plain),
+        and not isinstance(scheme, Plain)
+        and scheme.name not in ("fp8_channel", "fp8_tensor"),
     }
     return [f"{convention.name} names have none for {what}" for what, wanting in asked.items() if wanting]
 
@@ -285,7 +286,8 @@ class _Matrices:
         apart = ((*stack, n, k // group, group),) if self.convention.blocks_apart and k % group == 0 else ()
         whole = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
         named = replace(part, extra="plain") if whole else part
-        values = Expected(named, (*stack, n, k), VALUE_DTYPES[scheme.element.dtype], apart)
+        sides = (k, n) if self.spec.stacks_transposed and stack else (n, k)
+        values = Expected(named, (*stack, *sides), VALUE_DTYPES[scheme.element.dtype], apart)
         return [values, *self._scales(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
 
     def _packed(
@@ -310,8 +312,13 @@ class _Matrices:
     ) -> list[Expected]:
         tall, wide = scheme.scale_shape(rows, columns)
         shorter = ((*stack, tall), stack) if tall == wide == 1 else ((*stack, tall),) if wide == 1 else ()
+        shape: tuple[int, ...] = (*stack, tall, wide)
+        if stack and self.spec.stacks_transposed:  # of one tensor, or of the outputs on either axis
+            turned = (*stack, wide, tall)
+            of_rows = (shape, (turned, *shorter)) if part.projection == "down" else (turned, (shape, *shorter))
+            shape, shorter = ((), ((1,), stack, shape)) if tall == 1 else of_rows
         scale = Part(part.role, part.projection, part.expert, is_scale=True)
-        tensors_of_part = [Expected(scale, (*stack, tall, wide), scale_dtypes(scheme), shorter)]
+        tensors_of_part = [Expected(scale, shape, scale_dtypes(scheme), shorter)]
         if scheme.has_global_scale:
             tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
         if self.convention.holds(part.role, "input"):
@@ -323,10 +330,11 @@ class _Matrices:
             return []
         return [Expected(Part(part.role, part.projection, part.expert, extra="bias"), (*stack, rows), FLOATS)]
 
-    @staticmethod
-    def _scalar(part: Part, stack: tuple[int, ...], extra: str, *, optional: bool) -> Expected:
+    def _scalar(self, part: Part, stack: tuple[int, ...], extra: str, *, optional: bool) -> Expected:
         scalar = Part(part.role, part.projection, part.expert, extra=extra)
-        return Expected(scalar, stack, (torch.float32,), ((*stack, 1),), optional)
+        also = (stack, (*stack, 1), (1,)) if stack else ((1,),)
+        shape = () if self.spec.stacks_transposed else stack
+        return Expected(scalar, shape, (torch.float32, torch.bfloat16), also, optional)
 
 
 def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:

@@ -259,6 +259,7 @@ KIMI_K3 = replace(
             "norm": "routed_expert_norm.weight"},
 )  # fmt: skip
 KIMI_LINEAR = replace(KIMI_K3, name="kimi_linear", expert=MIXTRAL.expert, expert_scale=MIXTRAL.expert_scale)
+_KIMI_PACKED = tuple(_packed(packing, KIMI_LINEAR) for packing in ("compressed_tensors", "awq", "gptq"))
 LLAMA4 = replace(
     FUSED, name="llama4", prefix="language_model.model.layers.{N}.feed_forward.", router="router.weight",
     shared="shared_expert.{p}.weight", shared_scale="shared_expert.{p}.weight_scale_inv",
@@ -279,6 +280,15 @@ _GEMMA4 = tuple(
     for like in (FUSED, OFFICIAL, SCALED, COMPRESSED, PACKED, AWQ, GPTQ)
 )  # fmt: skip
 """Experts and router are next to the dense MLP of their decoder layer."""
+LLAMA4_ROWS = replace(
+    LLAMA4, name="llama4_rows", expert_scale="experts.{p}_scale", shared_scale="shared_expert.{p}.weight_scale"
+)
+"""Stacks in FP8 with a scale for each output, as fbgemm writes them."""
+LLAMA4_WHOLE = replace(
+    LLAMA4_ROWS, name="llama4_whole", expert_scale="experts.{p}_weight_scale",
+    expert_extras={"input": "experts.{p}_input_scale"}, shared_extras={"input": "shared_expert.{p}.input_scale"},
+)  # fmt: skip
+"""Stacks in FP8 with one scale, as modelopt writes them."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
 _LONGCAT = tuple(
     replace(
@@ -300,6 +310,12 @@ _SCALED_W123 = tuple(
     for like in (MIXTRAL, CONVERTED)
 )  # fmt: skip
 """modelopt's scales under the names of MiniMax-M2 and of DeepSeek-V4, whose shared experts keep their own format."""
+_QUARK = tuple(
+    _renamed(f"{like.name}_quark", like, {"input_scale": "input_scale_2"})
+    for like in (SCALED, _M3_SCALED, *_SCALED_W123, *_ONE_SHARED, *_LLAMA4, *_GEMMA4, *_LONGCAT)
+    if "input" in like.expert_extras and not like.divides
+)
+"""NVFP4, whose static scale of activations is the second of two."""
 _MIXTRAL_PACKED = replace(
     PACKED, name="mixtral_packed", prefix=MIXTRAL.prefix, bias=MIXTRAL.bias, expert_words=_W123, shared_words=_W123
 )
@@ -309,7 +325,7 @@ CONVENTIONS: dict[str, Convention] = {
     for c in (
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, PACKED, _MIXTRAL_PACKED, GGUF_NAMES,
         GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
-        *_LLAMA4, *_GEMMA4, *_LONGCAT,
+        *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
     )
 }  # fmt: skip
 

@@ -28,9 +28,11 @@ from moe_mk.weights.layer_weights import LayerWeights, matrices_of
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 REFUSED = {"sgl-project--DeepSeek-V4-Flash-FP8": "no MoE layer is known for model_type 'deepseek_ref'"}
 FORMATS = {
+    "K3-int4": "int4_g32",
     "MXFP4": "mxfp4", "-static": "fp8_tensor", "-ptpc": "fp8_channel", "g64-asym": "int4_g64_zp", "-int4": "int4_g128",
     "w4a16": "int4_g128", "FP8-dynamic": "fp8_channel", "-NVFP4": "nvfp4",
     "AWQ-4bit": "int4_g32_zp", "AWQ": "int4_g128_zp", "GPTQ": "int4_g128", "K2-Thinking": "int4_g32",
+    "fbgemm": "fp8_channel", "16E-Instruct-FP8": "fp8_tensor",
     "Air-FP8": "fp8_channel", "MiMo": "fp8_block", "Super-120B-A12B-FP8": "fp8_tensor",
     "55B-FP8": "fp8_tensor", "-FP8": "fp8_block",
     "MiniMax-M2": "fp8_block", "DeepSeek-V4": "mxfp4", "gpt-oss": "mxfp4", "Kimi-K2.5": "int4_g32",
@@ -147,26 +149,45 @@ def loaded(folder: Path, layer: int) -> tuple[LayerWeights, MoEConfig]:
     return load_layer(source, layer, layer_spec_of(config), owned=[1]), config
 
 
+def of_stacks(held: dict[str, Tensor], projection: str) -> Tensor:
+    """The same of expert 1 of Llama 4's stacks in FP8: a scale for each output, or one for all experts."""
+    name = "down_proj" if projection == "down" else "gate_up_proj"
+    scales = next(held[name + end].double() for end in ("_scale", "_weight_scale") if name + end in held)
+    values = held[name][1].double().T * (scales[1].reshape(-1, 1) if scales.dim() else scales)
+    return values if projection == "down" else values.chunk(2)[projection == "up"]
+
+
 def by_definition(folder: Path, weights: LayerWeights, less: int = 1) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(module, its values as loaded, the same by the definition of their format) of every projection."""
     source = open_source(folder)
     modules = {name.rpartition(".")[0] for name in source.names() if "expert" in name and "expert_gate" not in name}
     words = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+    stacks = {name.partition(".experts.")[2]: source.open(name) for name in source.names() if ".experts." in name}
+    stacks = stacks if "gate_up_proj" in stacks else {}
     for role, slot in {".experts.1.": weights.experts.slots[0], ".shared_expert": weights.shared}.items():
         for projection, q in matrices_of(slot) if slot is not None else ():
+            if stacks and role == ".experts.1.":
+                yield "stacks", decoded(q), of_stacks(stacks, projection).float().double()
+                continue
             module = next(each for each in modules if role in each and each.endswith(words[projection]))
             parts = {name.rpartition(".")[2]: source.open(name) for name in source.names() if f"{module}." in name}
             expected = parts["weight"].double() if len(parts) == 1 else independent(parts, less)
             yield module, decoded(q), expected.float().double()
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith(("quark", "auto-", "compressed-"))])
+LATELY = ("quark", "auto-", "compressed-", "fbgemm", "nvidia--Llama-4")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith(LATELY)])
 def test_weights_are_those_of_an_independent_decoder(name: str, tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
     folder = tmp_path / "small"
     number = write_like(folder, written(tmp_path / "published", name))
-    for module, values, expected in by_definition(folder, loaded(folder, number)[0]):
+    weights, config = loaded(folder, number)
+    for module, values, expected in by_definition(folder, weights):
         assert torch.equal(values, expected), module
+    quant = config.model.quant
+    assert (quant.input_scale is not None) == (quant.activation_scales == "static")
 
 
 BLOCKS = {

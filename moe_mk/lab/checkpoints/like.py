@@ -24,7 +24,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
 from moe_mk.layer.settings import layer_spec_of
-from moe_mk.quant import BlockedScheme, Plain
+from moe_mk.quant import WHOLE, BlockedScheme, Plain
 from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
 from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
@@ -181,7 +181,10 @@ def _style_of(hf: Mapping[str, Any]) -> str:
         return "packed"
     if method == "auto-round":
         method = "awq" if str(quant.get("packing_format")).endswith("awq") else "gptq"
-    return {"gptq": "gptq", "awq": "awq", "quark": "scaled", "compressed-tensors": "scaled"}.get(method, "")
+    if method == "quark" and "'group_size': 16" in str(quant):
+        return "quark"
+    styles = {"quark": "scaled", "compressed-tensors": "scaled", "modelopt": "whole", "fbgemm_fp8": "rows"}
+    return {"gptq": "gptq", "awq": "awq", **styles}.get(method, "")
 
 
 def convention_of(config: MoEConfig, style: str = "") -> Convention:
@@ -191,12 +194,14 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
-        start = f"{name}_" if name in ("gemma4", "llama4", "longcat") else start
+        start = f"{name}_" if name in ("gemma4", "llama4", "longcat", "kimi_linear") else start
         return CONVENTIONS[f"{start}{style if style in ('gptq', 'awq') else 'compressed_tensors'}{one_shared}"]
     if style == "packed" and name != "kimi_linear":
         return CONVENTIONS[_SCALED.get(name, "scaled").replace("scaled", "packed")]
+    if name == "llama4" and style in ("rows", "whole") and quant.weights in ("fp8_channel", "fp8_tensor"):
+        return CONVENTIONS[f"llama4_{style}"]
     if not isinstance(scheme, Plain) and (style == "scaled" or quant.weights not in ("fp8_block", "mxfp4")):
-        return CONVENTIONS[_SCALED.get(name, "scaled")]
+        return CONVENTIONS[_SCALED.get(name, "scaled") + "_quark" * (style == "quark")]
     if name == "kimi_linear" and scheme.family == "mxfp4":
         return CONVENTIONS["kimi_k3"]
     if name in ("gemma4", "llama4") and not isinstance(scheme, Plain):
@@ -250,6 +255,9 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
     stack = spec.num_experts if part.role is Role.EXPERT and part.expert is None else 0
     gain = DOWN_GAIN if part.projection == "down" else GATE_UP_GAIN
     found = [scheme.quantize(_normal(random, (n, k), gain * k**-0.5)) for _ in range(stack or 1)]
+    if stack and spec.stacks_transposed and isinstance(scheme, BlockedScheme) and scheme.rows == WHOLE:  # one scale
+        one = scheme.quantize(_normal(random, (stack * n, k), gain * k**-0.5))
+        found = [replace(one, values=values) for values in one.values.chunk(stack)]
     if convention.packing and not isinstance(scheme, Plain):
         held = pack("gptq_v2" if spec.gptq_v2 else convention.packing, found[0])
         return {convention.spell(_piece(part, what)): tensor for what, tensor in held.items()}
@@ -263,7 +271,7 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
     for what, tensors in pieces.items():
         name = convention.spell(each.part if what == "" else _piece(part, what))
         want = each if what == "" else expected_tensors(spec, convention)[name]
-        whole = torch.stack(tensors) if stack else tensors[0]
+        whole = torch.stack(tensors) if stack and want.shape else tensors[0]
         turned = what == "" and stack and spec.stacks_transposed
         whole = whole.transpose(-1, -2) if turned else whole
         shape = want.also[0] if convention.blocks_apart and what == "" and want.also else want.shape
