@@ -25,7 +25,8 @@ def test_a_checkpoint_that_is_not_there_is_named_with_the_way_to_write_it(invoke
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Mock(side_effect=AssertionError("a rank was started"))
-    monkeypatch.setattr("moe_mk.lab.cli.processes.run_ranks", started)  # a verb imports it when it is called
+    monkeypatch.setattr("moe_mk.lab.cli.bench.run_ranks", started)
+    monkeypatch.setattr("moe_mk.lab.cli.processes.run_ranks", started)  # `run` imports it when it is called
 
 
 USAGE = [
