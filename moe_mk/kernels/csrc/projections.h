@@ -55,41 +55,32 @@ struct OutputBlock {
   int first, count, next;  // next: the first pair of the block that this thread probably computes next; -1: none
   float* sums;
 
-  int columns() const {
-    return std::min(count * kPairColumns, layer.call.w2.num_outputs - first * kPairColumns);
-  }
-  void write(int64_t row, const float* values) const {
+  void write(int64_t row, int pair, int pairs, const float* values) const {
     const MoeMkExperts& c = layer.call;
-    const int64_t at = row * c.out_stride + int64_t(first) * kPairColumns;
-    if (c.out_f32) std::memcpy(static_cast<float*>(c.out) + at, values, size_t(columns()) * 4);
-    else layer.kernels.to_bf16(values, static_cast<uint16_t*>(c.out) + at, columns());
+    const int64_t column = int64_t(first + pair) * kPairColumns, at = row * c.out_stride + column;
+    const int64_t columns = std::min<int64_t>(pairs * kPairColumns, c.w2.num_outputs - column);
+    if (c.out_f32) std::memcpy(static_cast<float*>(c.out) + at, values, size_t(columns) * 4);
+    else layer.kernels.to_bf16(values, static_cast<uint16_t*>(c.out) + at, columns);
   }
   void add(const Set& set, int slot, int64_t place, int rows, const float* totals) const {
     const size_t width = size_t(count) * kPairColumns;
-    float biases[kMaxPairs][kPairColumns];
-    const float *bias[kMaxPairs], *scale[kMaxPairs];
-    for (int p = 0; p < count; ++p) {
-      bias[p] = set.w2.bias(slot, first + p, biases[p]);
-      scale[p] = set.w2.output_scales(slot, first + p);
-    }
-    const auto add_one = [&](int p, int r, float* sum) {
-      layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, scale[p], bias[p], set.plan.weight[place + r],
-                               sum + p * kPairColumns);
-    };
-    for (int r = 0; layer.one_term() && r < rows; ++r) {
-      float only[kMaxPairs * kPairColumns] = {};
-      for (int p = 0; p < count; ++p) add_one(p, r, only);
-      write(set.plan.row[place + r], only);
-    }
     // In the order of the totals: those of one row may all map to the same cache sets.
-    for (int p = 0; !layer.one_term() && p < count; ++p)
-      for (int r = 0; r < rows; ++r) add_one(p, r, sums + set.plan.row[place + r] * width);
+    for (int p = 0; p < count; ++p) {
+      float biases[kPairColumns];
+      const float *bias = set.w2.bias(slot, first + p, biases), *scale = set.w2.output_scales(slot, first + p);
+      for (int r = 0; r < rows; ++r, totals += kPairColumns) {
+        const int64_t row = set.plan.row[place + r];
+        float only[kPairColumns] = {}, *sum = layer.one_term() ? only : sums + row * width + p * kPairColumns;
+        layer.kernels.accumulate(totals, scale, bias, set.plan.weight[place + r], sum);
+        if (sum == only) write(row, p, 1, only);
+      }
+    }
   }
   void finish() const {
     const float zeros[kMaxPairs * kPairColumns] = {};
     for (int64_t row = 0; row < layer.call.num_rows; ++row) {
-      if (!layer.one_term()) write(row, sums + size_t(row) * count * kPairColumns);
-      else if (!layer.visits(row)) write(row, zeros);
+      if (!layer.one_term()) write(row, 0, count, sums + size_t(row) * count * kPairColumns);
+      else if (!layer.visits(row)) write(row, 0, count, zeros);
     }
   }
 };
