@@ -3,6 +3,8 @@
 // Reads packed weights once, two pairs of columns at a time, half of the task apart: two contiguous memory streams, so
 // that the lines prefetched at the end of one pair are used by the next. Writes totals
 // [pair][row][32].
+#include <type_traits>
+
 #include "avx512.h"
 
 #include "blocked.h"
@@ -40,6 +42,7 @@ template <int N, int P, typename Decode>
 inline __attribute__((always_inline)) void dot_lines(const Decode& decode, size_t apart, const uint8_t* at, int first, int last,
                                                       const Rows& rows, int step, ptrdiff_t ahead, Sums<N, P>& sums) {
   constexpr int kRows = Decode::kRows;
+  constexpr bool kBroadcast = std::is_same_v<Decode, Bf16> && N > 2;
 #pragma GCC unroll 8
   for (int line = first; line < last; ++line) {
     __m512i weights[2 * P][kRows];
@@ -55,8 +58,13 @@ inline __attribute__((always_inline)) void dot_lines(const Decode& decode, size_
       const uint16_t* x = rows.bf16(m) + step * kStep + 2 * kRows * line;
 #pragma GCC unroll 4
       for (int h = 0; h < kRows; ++h) {
+        __m512i two;  // NOTE Zen 4, from the L2: 0.75 of the time in bf16, 1.05 where weights are decoded
+        if constexpr (kBroadcast) asm volatile("vpbroadcastd %1, %0" : "=v"(two) : "m"(*reinterpret_cast<const uint32_t*>(x + 2 * h)));
 #pragma GCC unroll 4
-        for (int t = 0; t < 2 * P; ++t) add_two(sums.open[m][t], weights[t][h], x + 2 * h);
+        for (int t = 0; t < 2 * P; ++t) {
+          if constexpr (kBroadcast) sums.open[m][t] = _mm512_dpbf16_ps(sums.open[m][t], reinterpret_cast<__m512bh>(weights[t][h]), reinterpret_cast<__m512bh>(two));
+          else add_two(sums.open[m][t], weights[t][h], x + 2 * h);
+        }
       }
     }
   }
