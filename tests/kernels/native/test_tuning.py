@@ -45,6 +45,20 @@ def test_the_least_and_the_most_of_each_give_the_same_bits(isa_here, storage: St
                 assert torch.equal(got, wanted), (rows, mode, tuning)
 
 
+@pytest.mark.parametrize("rows", [5, 8, 9, 40, 300])
+def test_rows_of_bf16_have_the_bits_that_they_have_alone(isa_here, rows: int) -> None:
+    # Groups of at most eight rows; 33 steps of k: units of 32, and a rest.
+    native, isa = isa_here
+    w13, w2 = Layer(1, 1056, 144, Storage.BF16).pack(native)
+    x, ids, weights = batch(rows, 1056, 1, 1)
+    mode = ExpertsMode(batch_invariant=True)
+    together = experts_rows(native, x, ids, weights, w13, w2, mode=mode, isa=isa)
+    for row in {0, 4, rows // 2, rows - 1}:
+        one = slice(row, row + 1)
+        alone = experts_rows(native, x[one], ids[one], weights[one], w13, w2, mode=mode, isa=isa)
+        assert torch.equal(alone, together[one]), row
+
+
 @pytest.mark.thorough
 def test_more_rows_than_a_block_in_the_least_memory(isa_here) -> None:
     # 256 rows at a time, few steps of k each; the one row that is left over goes its own way.
