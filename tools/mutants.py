@@ -109,7 +109,7 @@ class Outcome:
 
     mutant: Mutant
     state: str
-    """killed, survived, late: the time limit came first, lost: a test is not there, or broken: none was collected."""
+    """killed, survived, crashed: by a signal, late: at the time limit, lost: a test is not there, broken: none ran."""
     seconds: float
     detail: str = ""
 
@@ -357,7 +357,9 @@ def run(mutant: Mutant, copy: Path, tests: Sequence[str], limit_s: float = LIMIT
         code, printed = _pytest(copy, [test for test in tests if mutant.tests in test], limit_s)
     finally:
         file.write_text(original, encoding="utf-8")
-    state = {0: "survived", 1: "killed", None: "late"}.get(code, "lost" if "not found: " in printed else "broken")
+    state = {0: "survived", 1: "killed", None: "late"}.get(code) or (
+        "crashed" if code is not None and code < 0 else "lost" if "not found: " in printed else "broken"
+    )
     detail = "" if state == "killed" else "\n".join(f"    {line}" for line in printed.splitlines()[-8:])
     return Outcome(mutant, state, time.monotonic() - started, detail)
 

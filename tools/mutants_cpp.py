@@ -5,7 +5,8 @@ python tools/mutants_cpp.py 20 --seed 3     20 changes, one line each, and the r
 Comparisons, arithmetic, constants, indices, guards and early ends of sources in `moe_mk/kernels/csrc` that this
 processor runs are changed in a copy of the repository, one at a time. Sources that a change reaches are compiled again
 into the copy's prebuilt kernels. Then the tests run until one fails. A change that does not compile is replaced with
-another one. Exit code 1 if one survives.
+another one, one that a test or a crash ends is killed, and one that is late probably hangs. Exit code 1 if one
+survives, or its tests did not run.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,8 +117,14 @@ def judged(kernels: Kernels, mutant: Mutant, copy: Path, tests: Sequence[str]) -
     finally:
         file.write_text(original, encoding="utf-8")
         kernels.build([name])
-    state = outcome.state if outcome.state in ("survived", "lost") else "killed"  # by a test, a crash, or a hang
-    return replace(outcome, mutant=mutant, state=state, detail="")
+    return replace(outcome, mutant=mutant, detail="")
+
+
+def summary(states: Counter[str]) -> tuple[str, int]:
+    """What became of the changes, and the exit code. Tests and crashes kill; other states are counted apart."""
+    killed, total = states["killed"] + states["crashed"], states.total()
+    others = "".join(f", {states[each]} {each}" for each in sorted(states) if each not in ("killed", "crashed"))
+    return f"{killed} of {total} changes of the kernels killed{others}", 0 if killed + states["late"] == total else 1
 
 
 def main() -> int:
@@ -129,18 +137,19 @@ def main() -> int:
     files = [file for file in sorted((ROOT / CSRC).glob("*.*")) if runs_here(file.name, has)]
     found = [each for file in files for each in changes_of(file.relative_to(ROOT), file.read_text(encoding="utf-8"))]
     random.Random(options.seed).shuffle(found)
-    killed = judged_so_far = 0
+    states: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="moe-mk-mutants-") as folder:
         copy = copied(ROOT, Path(folder))
         kernels = Kernels(copy, has)
         for mutant in found:
-            if judged_so_far == options.count:
+            if states.total() == options.count:
                 break
             if (outcome := judged(kernels, mutant, copy, options.tests)) is not None:
                 print(outcome.line(), flush=True)
-                judged_so_far, killed = judged_so_far + 1, killed + (outcome.state == "killed")
-    print(f"{killed} of {judged_so_far} changes of the kernels killed")
-    return 0 if killed == judged_so_far else 1
+                states[outcome.state] += 1
+    text, code = summary(states)
+    print(text)
+    return code
 
 
 if __name__ == "__main__":
