@@ -77,17 +77,17 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
     if "moe_mk" not in name:
         model = load(folder, dtype="auto", experts_implementation="grouped_mm")
     else:
-        from moe_mk.integrations.transformers import pack_linears, patch_blocks, prepare, register, replace_experts
+        from moe_mk.integrations import transformers as ours
 
-        register(experts="cpu_native")
+        ours.register(experts="cpu_native")
         if folder.suffix == ".gguf":
-            model = load(folder.parent, gguf_file=folder.name, dtype=torch.bfloat16)
-            replace_experts(model, folder, experts="cpu_native")
+            model = ours.model_without_experts(folder)
+            ours.replace_experts(model, folder, experts="cpu_native")
         else:
             model = load(folder, dtype="auto", experts_implementation="moe_mk")
-            patch_blocks(model, experts="cpu_native") if "blocks" in name else prepare(model, in_place=True)
+            ours.patch_blocks(model, experts="cpu_native") if "blocks" in name else ours.prepare(model, in_place=True)
         if "linears" in name:
-            pack_linears(model)
+            ours.pack_linears(model, folder)
     model.train(False)
 
     def generate(prompts: Sequence[Sequence[int]], new: int) -> object:

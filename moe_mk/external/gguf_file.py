@@ -7,7 +7,7 @@ by the package. Versions of the package: 0.17 to 0.19.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,22 @@ def dequantized(type_name: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     gguf = find("gguf")
     values: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType[type_name])
     return values
+
+
+def parameter_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, str]:
+    """The tensors of a file by the names that transformers has for them, as far as the package knows them.
+
+    architecture: as files spell it. Raises LibraryMissing without the package, WeightError for an unknown one.
+    """
+    gguf, found = find("gguf"), {}
+    number = next((key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), None)
+    if number is None:
+        raise WeightError(f"the gguf package knows no architecture {architecture!r}; install a newer one")
+    known = gguf.get_tensor_name_map(number, num_layers)
+    for name in names:
+        stored = known.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+        found |= {} if stored is None else {name: stored}
+    return found
 
 
 def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:

@@ -91,7 +91,7 @@ class QuantTensor:
         """The tensor in `dtype`; plain values of that dtype come back as they are."""
         return self.scheme.dequantize(self, dtype)
 
-    def __getitem__(self, index: int | Tensor) -> QuantTensor:
+    def __getitem__(self, index: int | slice | Tensor) -> QuantTensor:
         """Pick along the first dimension: an expert of a stack, or rows by index. Rows of a block cannot be picked."""
         parts = [part for part in self._parts().values() if part is not None]
         assert all(len(part) == len(self.values) for part in parts), "the first dimension is cut into blocks"

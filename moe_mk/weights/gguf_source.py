@@ -1,7 +1,8 @@
 """GGUF files as a source of tensors: one file, or all parts of a split one, memory-mapped.
 
-Only tensors of MoE blocks are listed: `blk.3.` is the prefix of a whole transformer block, with its attention. Rows of
-block types are opened as their bytes, uint8, and the entry's `dtype_name` is the type, such as Q4_K.
+Only tensors of MoE blocks are listed, unless everything is asked for: `blk.3.` is the prefix of a whole transformer
+block, with its attention. Rows of block types are opened as their bytes, uint8, and the entry's `dtype_name` is the
+type, such as Q4_K.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufSource(TensorSource):
     """The MoE blocks of a GGUF model."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, everything: bool = False) -> None:
         from moe_mk.external.gguf_file import read_gguf
 
         self.path, self.where = Path(path), str(path)
@@ -49,7 +50,7 @@ class GgufSource(TensorSource):
         if len(entries) < sum(len(file.tensors) for file in self._files):
             raise WeightError(f"{self.where} has tensors of one name in two files")
         self._all = entries
-        self._entries = {name: found for name, found in entries.items() if _is_of_moe(name)}
+        self._entries = {name: found for name, found in entries.items() if everything or _is_of_moe(name)}
         self._maps: dict[Path, MappedFile] = {}
 
     @property

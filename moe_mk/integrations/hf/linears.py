@@ -1,4 +1,4 @@
-"""The linear layers of a model in bf16, by the native kernels.
+"""The linear layers of a model, by the native kernels: in bf16, or in the format in which a checkpoint has them.
 
 torch multiplies weights in bf16 as they are stored, by oneDNN, or on processors without AVX-512 by loops of its own.
 """
@@ -6,45 +6,60 @@ torch multiplies weights in bf16 as they are stored, by oneDNN, or on processors
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.experts.cpu_native.weights import storage_of
 from moe_mk.integrations.hf.packed import cannot_be_saved
+from moe_mk.integrations.hf.stored import PART, stored_parameters
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.kernels.native.layout import STEP
 from moe_mk.quant import QuantTensor
+from moe_mk.quant.gguf import GGUF, Gguf
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.plain import BF16
 
 
 class PackedLinearModule(nn.Module):
     """Called like the `nn.Linear` that it replaces. Its only parameter is the bias, so the model cannot be saved."""
 
-    def __init__(self, linear: nn.Linear, name: str) -> None:
+    def __init__(self, linear: nn.Linear, q: QuantTensor | None, name: str) -> None:
+        """q: the weight in a format of the kernels; None: in bf16."""
         super().__init__()
+        q = QuantTensor(linear.weight.detach().contiguous(), None, BF16) if q is None else q
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.packed = PackedLinear(QuantTensor(linear.weight.detach().contiguous(), None, BF16), name)
+        self.packed, self.format = PackedLinear(q, name), q.scheme.name
         self.entry = nn.Buffer(self.packed.entry, persistent=False)
         self.register_state_dict_pre_hook(cannot_be_saved)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """The sizes and the format."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}"
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) bf16 to (..., N)."""
         return packed_linear(x, self.entry, self.bias, self.out_features)
 
 
-def pack_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, int]:
+def pack_linears(
+    model: nn.Module, path: str | PathLike[str] | None = None, *, skip: Sequence[str] = ()
+) -> dict[str, int]:
     """Replace the `nn.Linear` modules of a model on the CPU by packed ones; returns their paths with packed bytes.
 
     Layers in bf16 with a multiple of 32 inputs are replaced, one by one, and each frees its weight unless another
     module holds it too, as tied embeddings do. Subclasses of `nn.Linear` and layers with hooks stay as they are.
+    path: the checkpoint that the model was loaded from, a folder or a GGUF file. A layer whose matrix it holds as INT4,
+    INT8 or blocks of GGUF is packed as such, if its weight still is that matrix, decoded; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
     The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer.
     """
     chosen = {
-        path: module
-        for path, module in model.named_modules()
-        if type(module) is nn.Linear and path and path.rpartition(".")[2] not in skip
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name and name.rpartition(".")[2] not in skip
         and module.weight.dtype is torch.bfloat16 and module.weight.device.type == "cpu"
         and module.in_features % STEP == 0 and not module._forward_hooks and not module._forward_pre_hooks
         and not hasattr(module, "_hf_hook")
@@ -54,10 +69,26 @@ def pack_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, int
             f"{type(model).__name__} has no linear layer to pack",
             [f"layers are nn.Linear in bf16 on the CPU with a multiple of {STEP} inputs, without hooks"],
         )
+    stored = None if path is None else stored_parameters(path, model)
     sizes: dict[str, int] = {}
-    for path in list(chosen):
-        parent, _, name = path.rpartition(".")
-        packed = PackedLinearModule(chosen.pop(path), path)
-        setattr(model.get_submodule(parent), name, packed)
-        sizes[path] = packed.packed.num_bytes
+    for name in list(chosen):
+        linear = chosen.pop(name)
+        q = None if stored is None else _same(linear.weight.detach(), stored.matrix(f"{name}.weight"))
+        packed = PackedLinearModule(linear, q, name)
+        del linear
+        model.set_submodule(name, packed)
+        sizes[name] = packed.packed.num_bytes
     return sizes
+
+
+def _same(w: Tensor, q: QuantTensor | None) -> QuantTensor | None:
+    """The matrix, if the kernels store its format and it is the weight w, decoded and rounded to the dtype of w."""
+    if q is None or q.shape != w.shape:
+        return None
+    if isinstance(q.scheme, Gguf) and storage_of(q.scheme) is None and q.scheme.blocks.held in {**GGUF, **GROUPED}:
+        q = q.scheme.exact(q)
+    if storage_of(q.scheme) is None:
+        return None
+    rows = max(1, PART // q.shape[1])
+    parts = (slice(start, start + rows) for start in range(0, len(w), rows))
+    return q if all(torch.equal(q[part].dequantize(w.dtype), w[part]) for part in parts) else None

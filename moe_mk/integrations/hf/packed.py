@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import UnsupportedError, unless_signalled
-from moe_mk.files import read_json
+from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_experts
 from moe_mk.integrations.hf.op import routing_of
 from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
+from moe_mk.integrations.hf.stored import stated_quantisation
 from moe_mk.layer import MoELayer
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.quant.gguf import GGUF
@@ -30,7 +29,7 @@ from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS
 from moe_mk.text import amount
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.completeness import raise_if
-from moe_mk.weights.gguf_source import is_gguf, open_source
+from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.names import layer_of
 from moe_mk.weights.source import is_mapped
@@ -233,7 +232,8 @@ def _layers_of(
 ) -> dict[str, tuple[MoELayer, LayerFacts]]:
     """An empty layer for each module, and the block of the checkpoint to load it from. Reads headers only."""
     (device, dtype), (settings, pool) = _rest_of(model, found), pooled(settings)
-    checkpoint, stated = inspect_checkpoint(path), _stated_kind(path)
+    checkpoint, quant = inspect_checkpoint(path), stated_quantisation(path)
+    stated = str(quant_from_hf(quant, str(path))["weights"]) if quant else ""
     raise_if(f"{path} cannot be read", checkpoint.problems)
     layers, refused = {}, []
     for name, module in found.items():
@@ -250,19 +250,6 @@ def _layers_of(
     if refused:
         raise UnsupportedError(f"the experts of {type(model).__name__} cannot be replaced from {path}", refused)
     return layers
-
-
-def _stated_kind(path: str | PathLike[str]) -> str:
-    """The format of config.json, "" without one. Raises ConfigError listing all of it that is not supported."""
-    if is_gguf(path):
-        return ""
-    root = Path(path)
-    try:
-        config = read_json((root if root.is_dir() else root.parent) / "config.json")
-    except unless_signalled(FileNotFoundError):
-        return ""
-    quant = config.get("quantization_config") if isinstance(config, dict) else None
-    return str(quant_from_hf(quant, str(path))["weights"]) if isinstance(quant, dict) else ""
 
 
 def _block_of(path: str, layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts | None, list[str]]:

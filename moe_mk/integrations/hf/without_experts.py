@@ -8,41 +8,54 @@ model; the experts are left to `replace_experts`. Models from a configuration al
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import UnsupportedError, WeightError, unless_signalled
 from moe_mk.integrations.hf.modules import is_experts
-from moe_mk.quant.kinds import WEIGHT_ONLY_KINDS, scheme_of_kind
+from moe_mk.integrations.hf.stored import StoredParameters, stored_parameters
 from moe_mk.weights.completeness import some
-from moe_mk.weights.gguf_source import is_gguf
-from moe_mk.weights.packed_layouts import unpack
-from moe_mk.weights.source import SafetensorsSource
+from moe_mk.weights.gguf_source import GgufSource, gguf_files, is_gguf
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ImportError,
             ZeroDivisionError, NotImplementedError, OSError)  # fmt: skip
 """What a class raises that is not built or called as others are."""
 
+WIDTHS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Keys of GGUF metadata that transformers does not read, by the attributes of its configurations."""
+
 
 def config_of(path: str | PathLike[str]) -> PretrainedConfig:
-    """Load the configuration of a config.json, given as a file or its folder; its remote code is never executed.
+    """Load the configuration of a config.json, given as a file or its folder, or of a GGUF file; no remote code.
 
     Raises UnsupportedError for what transformers itself cannot read.
     """
+    files = gguf_files(Path(path)) if is_gguf(path) else []
+    where, settings = (files[0].parent, {"gguf_file": files[0].name}) if files else (path, {})
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        found: PretrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **settings)
     except unless_signalled(*FAILURES) as problem:
         raise UnsupportedError(f"{path}: transformers has no such configuration", [first_line(problem)]) from None
+    if files:
+        source = GgufSource(path, everything=True)
+        found.tie_word_embeddings = "output.weight" not in source.names()  # transformers looks into the first part only
+        stated = {key.partition(".")[2]: value for key, value in source.metadata.items()}
+        for key, attribute in WIDTHS.items():
+            if key in stated and hasattr(found, attribute):
+                setattr(found, attribute, stated[key])
     return found
 
 
@@ -82,41 +95,28 @@ def _builders(config: PretrainedConfig) -> Iterator[tuple[str, Callable[..., Any
     yield from ((each.__name__, each._from_config) for each in found if "For" not in each.__name__)
 
 
-WORDS: Mapping[str, Mapping[str, str]] = {
-    "compressed-tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point"},
-    "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"},
-    "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros"},
-}
-"""The tensors of a packed matrix by quant_method."""
-
-
 @torch.no_grad()
 def model_without_experts(
     path: str | PathLike[str], *, dtype: torch.dtype = torch.bfloat16, config: PretrainedConfig | None = None
 ) -> Any:
     """The causal model of a checkpoint folder on the CPU, in evaluation mode, its experts on the meta device.
 
-    dtype: of all parameters, except those that the model keeps in f32. config: None reads config.json.
-    Raises ConfigError for a quantisation that is not supported, UnsupportedError for a GGUF file and for a model that
-    transformers lacks or that has no experts, WeightError listing all parameters that the checkpoint lacks or has in
-    another shape.
+    path: a folder of safetensors, or a GGUF file. dtype: of all parameters, except those that the model keeps in f32.
+    config: None reads config.json, or the metadata of a GGUF file.
+    Raises ConfigError for a quantisation that is not supported, UnsupportedError for a model that transformers lacks or
+    that has no experts, and for matrices with scales outside of the experts, WeightError listing all parameters that
+    the checkpoint lacks or has in another shape.
     """
-    if is_gguf(path):
-        raise UnsupportedError(
-            f"{path} is a GGUF model, whose other tensors transformers reads",
-            ["load it with from_pretrained(folder, gguf_file=name), then call replace_experts"],
-        )
     config = copy.deepcopy(config_of(path) if config is None else config)
-    quant = dict(getattr(config, "quantization_config", None) or {})
-    packing = _Packing(SafetensorsSource(path), quant, str(path))
-    if quant:
+    if getattr(config, "quantization_config", None):
         del config.quantization_config
     with _parameters_on_meta():
         model: Any = model_of(config, dtype=dtype)
+    stored = stored_parameters(path, model)
     inside = tuple(f"{name}." for name, module in model.named_modules() if is_experts(module))
     if not inside:
         raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
-    _load_rest(model, packing, inside, dtype)
+    _load_rest(model, stored, inside, dtype)
     empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if empty:
         raise UnsupportedError(
@@ -153,7 +153,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _load_rest(model: Any, packing: _Packing, inside: tuple[str, ...], dtype: torch.dtype) -> None:
+def _load_rest(model: Any, stored: StoredParameters, inside: tuple[str, ...], dtype: torch.dtype) -> None:
     """Load everything outside of the experts; raises WeightError before the model is used."""
     wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     tied = set(model._tied_weights_keys or ()) if model.config.get_text_config().tie_word_embeddings else set()
@@ -162,7 +162,7 @@ def _load_rest(model: Any, packing: _Packing, inside: tuple[str, ...], dtype: to
         if name.startswith(inside):
             continue
         owner, _, leaf = name.rpartition(".")
-        tensor = packing.find(name, torch.float32 if any(word in name for word in wide) else dtype)
+        tensor = stored.find(name, torch.float32 if any(word in name for word in wide) else dtype)
         if tensor is None and name not in tied:
             missing.append(name)
         elif tensor is not None and tensor.shape != held.shape:
@@ -177,30 +177,4 @@ def _load_rest(model: Any, packing: _Packing, inside: tuple[str, ...], dtype: to
     problems += [f"{len(wrong)} parameters are of a wrong shape: {some(wrong)}"] if wrong else []
     if problems:
         lines = "".join(f"\n  - {line}" for line in problems)
-        raise WeightError(f"{packing.where} has not all of {type(model).__name__}:{lines}")
-
-
-class _Packing:
-    """The tensors of a checkpoint by the names of parameters, packed ones decoded."""
-
-    def __init__(self, source: SafetensorsSource, quant: Mapping[str, Any], where: str) -> None:
-        self.source, self.where, self._names = source, where, source.names()
-        kind = str(quant_from_hf(quant, where)["weights"]) if quant else ""
-        self._scheme = scheme_of_kind(kind) if kind in WEIGHT_ONLY_KINDS else None
-        self._method = str(quant.get("quant_method", ""))
-        v2 = self._method == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
-        self._packing = "gptq_v2" if v2 else self._method.replace("-", "_")
-        self._words = WORDS.get(self._method, {})
-
-    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A copy in a dtype; None if there is neither the tensor nor a packed matrix."""
-        if name in self._names:
-            return self.source.open(name).to(dtype, copy=True)
-        folder = name.removesuffix("weight")
-        parts = {part: folder + word for part, word in self._words.items() if folder + word in self._names}
-        if self._scheme is None or not name.endswith(".weight") or not {"", "scale"} <= parts.keys():
-            return None
-        opened = {part: (full, self.source.open(full)) for part, full in parts.items()}
-        found = unpack(self._packing, self._scheme, opened)
-        matrix = found.q.dequantize(dtype)
-        return matrix if found.order_K is None else matrix[:, torch.argsort(found.order_K)].contiguous()
+        raise WeightError(f"{stored.where} has not all of {type(model).__name__}:{lines}")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
+from moe_mk.quant.gguf import GGUF
 from moe_mk.weights import inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
 from tests.weights.one_layer import wide
@@ -24,8 +26,8 @@ QWEN_HEADS = 2
 MOE_LAYERS = (1, 2)
 
 
-def family_model(family: str) -> Any:
-    """A seeded random model in f32: DeepSeek-V3 with one dense layer, or Qwen3-MoE."""
+def family_model(family: str, *, dense: tuple[int, ...] = (0,)) -> Any:
+    """A seeded random model in f32: DeepSeek-V3 with one dense layer, or Qwen3-MoE with dense layers."""
     if family == "deepseek_v3":
         sizes = {"hidden_size": SIZE, "moe_intermediate_size": SIZE, "num_hidden_layers": LAYERS}
         return tiny_model(3, n_routed_experts=EXPERTS, initializer_range=0.1, **sizes)
@@ -33,7 +35,7 @@ def family_model(family: str) -> Any:
         vocab_size=96, hidden_size=SIZE, intermediate_size=SIZE, moe_intermediate_size=SIZE, num_hidden_layers=LAYERS,
         num_attention_heads=QWEN_HEADS, num_key_value_heads=QWEN_HEADS, head_dim=SIZE // QWEN_HEADS,
         num_experts=EXPERTS,
-        num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[0], initializer_range=0.1,
+        num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=list(dense), initializer_range=0.1,
         max_position_embeddings=128, pad_token_id=0, eos_token_id=95, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -89,10 +91,14 @@ def decoded_model(folder: Path, family: str) -> Any:
     return model
 
 
-def write_gguf_model(folder: Path, quant: str) -> Path:
-    """A whole Qwen3-MoE as llama.cpp names it: packed experts, everything else in f32."""
+def write_gguf_model(folder: Path, quant: str, rest: str = "F32") -> Path:
+    """A whole Qwen3-MoE as llama.cpp names it: packed experts, other matrices as `rest`, everything else in f32.
+
+    With other matrices than F32 it has no dense layer, as files that llama.cpp reads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model, spec = family_model("qwen3_moe"), shape_of("qwen3_moe", quant).layer_spec()
+    dense = (0,) if rest == "F32" else ()
+    model, spec = family_model("qwen3_moe", dense=dense), shape_of("qwen3_moe", quant).layer_spec()
     names = {
         "model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output",
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -109,9 +115,8 @@ def write_gguf_model(folder: Path, quant: str) -> Path:
         else:
             _, _, layer, local = name.split(".", 3)
             spelled = f"blk.{layer}.{names[local.removesuffix('.weight')]}.weight"
-        octets = tensor.contiguous().reshape(*tensor.shape[:-1], -1).view(torch.uint8)
-        tensors.append(GgufTensor(spelled, "F32", tuple(octets.shape), octets.numpy))
-    for layer in MOE_LAYERS:
+        tensors.append(gguf_tensor(spelled, tensor, "F32" if tensor.dim() == 1 or "gate_inp" in spelled else rest))
+    for layer in range(len(dense), LAYERS):
         experts = model.model.layers[layer].mlp.experts
 
         def matrix(part: Any, experts: Any = experts) -> Any:
@@ -133,6 +138,17 @@ def write_gguf_model(folder: Path, quant: str) -> Path:
     metadata = {f"qwen3moe.{key}": value for key, value in sizes.items()}
     write_gguf(folder / "model.gguf", "qwen3moe", metadata, tensors)
     return folder / "model.gguf"
+
+
+def gguf_tensor(name: str, tensor: Tensor, kind: str) -> GgufTensor:
+    """A tensor in a type of ggml: F32, one of `GGUF`, or one that the gguf package quantises."""
+    if kind == "F32":
+        octets = tensor.contiguous().reshape(*tensor.shape[:-1], -1).view(torch.uint8)
+    elif kind.lower() in GGUF:
+        octets = GGUF[kind.lower()].quantize(tensor).values
+    else:
+        octets = torch.from_numpy(gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind]))
+    return GgufTensor(name, kind, tuple(octets.shape), octets.numpy)
 
 
 class PeakBytes(TorchDispatchMode):

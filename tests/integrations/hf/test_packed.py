@@ -13,20 +13,24 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
 import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
 from moe_mk.integrations.transformers import (
     explain,
     model_without_experts,
+    pack_linears,
     patch_blocks,
     prepare,
     register,
     replace_experts,
 )
 from moe_mk.lab.checkpoints import write_checkpoint
+from moe_mk.lab.checkpoints.gguf_checkpoint import write_gguf
 from moe_mk.lab.checkpoints.tiny_models import tiny_model, write_packed_checkpoint
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.weights.packed_layouts import pack
 from tests.integrations.hf.cases import generate, logits, prompt
@@ -38,10 +42,12 @@ from tests.integrations.hf.packed import (
     bytes_of_experts,
     decoded_model,
     family_model,
+    gguf_tensor,
     shape_of,
     write_gguf_model,
     write_packed,
 )
+from tests.layer.native import NEEDS_COMPILER
 
 MATRICES = 3 * EXPERTS * len(MOE_LAYERS)
 BF16 = 2 * MATRICES * SIZE * SIZE
@@ -168,15 +174,57 @@ def test_mixed_types_of_gguf_are_read_by_projection(written: Written) -> None:
     assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5) and "down q6_k" in str(report)
 
 
-def test_a_gguf_model_that_transformers_expanded_is_packed_again(written: Written) -> None:
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate: pip install accelerate")
-    folder, ids = written("qwen3_moe", "q4_k"), prompt()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", dtype=torch.float32, config=family_model("qwen3_moe").config
-    )
-    wanted = logits(model, ids)
-    replace_experts(model, folder / "model.gguf")
-    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("rest", ["Q6_K", "Q5_1"])
+def test_a_gguf_model_has_the_parameters_that_transformers_reads(rest: str, tmp_path: Path) -> None:
+    file, empty = write_gguf_model(tmp_path, "q4_k", rest), family_model("qwen3_moe", dense=())
+    theirs = load_gguf_checkpoint(file, return_tensors=True, model_to_load=empty)["tensors"]
+    wanted = {name: tensor for name, tensor in theirs.items() if ".experts." not in name}
+    with PeakBytes() as built:
+        model = model_without_experts(file, dtype=torch.float32)
+    found = {name: tensor for name, tensor in model.named_parameters() if tensor.device.type != "meta"}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
+    assert built.peak < 2 * sum(each.nbytes for each in wanted.values()), "the experts are not decoded"
+    replace_experts(model, file)
+    empty.load_state_dict(theirs, strict=False)
+    assert torch.allclose(logits(model, prompt()), logits(empty, prompt()), rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(("rest", "stored"), [("Q6_K", "q6_k"), ("IQ4_XS", "int8_g32"), ("Q5_1", "bf16")])
+def test_linear_layers_keep_the_type_that_a_file_has(rest: str, stored: str, tmp_path: Path) -> None:
+    file = write_gguf_model(tmp_path, "q4_k", rest)
+    model = model_without_experts(file)
+    replace_experts(model, file)
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] += 2**-7
+    held = {name: module.weight.detach() for name, module in model.named_modules() if type(module) is nn.Linear}
+    sizes, x, formats = pack_linears(model, file), torch.randn(3, SIZE).bfloat16(), {}
+    for name, w in held.items():
+        packed, wanted = model.get_submodule(name), x.double() @ w.double().T
+        formats[name] = packed.format
+        assert float((packed(x).double() - wanted).norm() / wanted.norm()) < 0.01
+    assert sizes.keys() == held.keys() and f"bias=False, {stored})" in str(model)
+    assert formats.pop("model.layers.1.self_attn.k_proj") == "bf16", "it is not the file's any more"
+    assert set(formats.values()) == {stored}
+
+
+@NEEDS_COMPILER
+def test_rows_that_llama_cpp_stores_in_another_order_are_put_back(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+    model, tensors = transformers.LlamaForCausalLM(config).bfloat16(), []
+    for name, heads in (("q", 4), ("k", 2)):
+        w = getattr(model.model.layers[0].self_attn, f"{name}_proj").weight.detach()
+        stored = w.float().view(heads, 2, 32, 256).transpose(1, 2).reshape(-1, 256)
+        q = GGUF["q4_k"].quantize(stored)
+        w.copy_(q.dequantize(torch.bfloat16).view(heads, 32, 2, 256).transpose(1, 2).reshape(-1, 256))
+        tensors.append(gguf_tensor(f"blk.0.attn_{name}.weight", stored, "Q4_K"))
+    write_gguf(tmp_path / "model.gguf", "llama", {}, tensors)
+    x, attention = torch.randn(3, 256).bfloat16(), model.requires_grad_(False).model.layers[0].self_attn
+    wanted = [attention.q_proj(x), attention.k_proj(x)]
+    pack_linears(model, tmp_path / "model.gguf")
+    assert (attention.q_proj.format, attention.k_proj.format, model.lm_head.format) == ("q4_k", "q4_k", "bf16")
+    for got, each in zip((attention.q_proj(x), attention.k_proj(x)), wanted, strict=True):
+        assert float((got - each).norm() / each.norm()) < 0.01
 
 
 def copy_with(folder: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
@@ -200,6 +248,9 @@ def test_packed_matrices_outside_of_the_experts_are_decoded(written: Written, tm
     folder = copy_with(written("qwen3_moe", "awq"), tmp_path, change)
     model = model_without_experts(folder, dtype=torch.float32)
     assert torch.equal(model.model.layers[2].self_attn.q_proj.weight, decoded[0])
+    model.to(torch.bfloat16)
+    pack_linears(model, folder)
+    assert model.model.layers[2].self_attn.q_proj.format == "int4_g128_zp"
 
 
 def test_parameters_that_a_checkpoint_lacks_are_listed(written: Written, tmp_path: Path) -> None:
@@ -266,8 +317,17 @@ def test_models_that_are_not_loaded_or_were_replaced_are_refused(written: Writte
         replace_experts(model, folder)
     with pytest.raises(UnsupportedError, match="replace_experts returned their report"):
         explain(model)
-    with pytest.raises(UnsupportedError, match="gguf_file=name"):
-        model_without_experts(written("qwen3_moe", "q4_k"))
+
+
+def test_what_model_without_experts_cannot_decode_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shape_of("deepseek_v3", "fp8"), threads=1)
+    config = family_model("deepseek_v3").config
+    with pytest.raises(UnsupportedError, match="matrices of attention as fp8_block"):
+        model_without_experts(tmp_path, config=config)
+    (tmp_path / "gguf").mkdir()
+    write_checkpoint(tmp_path / "gguf", shape_of("deepseek_v3", "q5_k"), threads=1)
+    with pytest.raises(UnsupportedError, match=r"architecture 'deepseek2'\n.*not known how llama.cpp stores"):
+        model_without_experts(tmp_path / "gguf" / "model.gguf", config=config)
 
 
 def test_a_format_that_config_json_contradicts_is_refused(written: Written, tmp_path: Path) -> None:

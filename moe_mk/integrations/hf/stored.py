@@ -1,0 +1,166 @@
+"""The tensors of a checkpoint by the names of a model's parameters: decoded, or packed as they are stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import modeling_gguf_pytorch_utils as transformers_gguf
+
+from moe_mk.config.hf_quant import quant_from_hf
+from moe_mk.errors import UnsupportedError, unless_signalled
+from moe_mk.external.gguf_file import dequantized, parameter_names
+from moe_mk.files import read_json
+from moe_mk.quant import QuantTensor
+from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
+from moe_mk.weights.gguf_source import GgufSource, is_gguf
+from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, decoded, of_gguf, unpack
+from moe_mk.weights.source import SafetensorsSource
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "compressed-tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point"},
+    "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"},
+    "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros"},
+}
+"""The tensors of a packed matrix by quant_method."""
+PART = 2**24
+"""Values of a block type that are decoded at once."""
+
+
+class StoredParameters(ABC):
+    """What a checkpoint holds of a model."""
+
+    where: str
+
+    @abstractmethod
+    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A copy of a parameter in a dtype; None if the checkpoint has none."""
+
+    @abstractmethod
+    def matrix(self, name: str) -> QuantTensor | None:
+        """A matrix in the format of the checkpoint; None if it is not packed, or has its columns in another order."""
+
+
+class SafetensorsParameters(StoredParameters):
+    """Of safetensors, some packed as in compressed-tensors, GPTQ or AWQ."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        """Raises ConfigError for a quantisation that is not supported, UnsupportedError for one with scaled values."""
+        self.source, self.where = SafetensorsSource(path), str(path)
+        quant = stated_quantisation(path)
+        kind = str(quant_from_hf(quant, self.where)["weights"]) if quant else "bf16"
+        if kind not in (*WEIGHT_ONLY_KINDS, *PLAIN_KINDS):
+            raise UnsupportedError(
+                f"{path}: matrices of attention as {kind}",
+                ["load the model with from_pretrained(path, experts_implementation='moe_mk'), which reads them"],
+            )
+        self._scheme = scheme_of_kind(kind) if kind in WEIGHT_ONLY_KINDS else None
+        method = str(quant.get("quant_method", ""))
+        v2 = method == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
+        self._packing = "gptq_v2" if v2 else method.replace("-", "_")
+        self._words, self._names = WORDS.get(method, {}), self.source.names()
+
+    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        if name in self._names:
+            return self.source.open(name).to(dtype, copy=True)
+        q, order_K = self._unpacked(name)
+        if q is None:
+            return None
+        matrix = q.dequantize(dtype)
+        return matrix if order_K is None else matrix[:, torch.argsort(order_K)].contiguous()
+
+    def matrix(self, name: str) -> QuantTensor | None:
+        q, order_K = self._unpacked(name)
+        return q if order_K is None else None
+
+    def _unpacked(self, name: str) -> tuple[QuantTensor | None, Tensor | None]:
+        folder = name.removesuffix("weight")
+        parts = {part: folder + word for part, word in self._words.items() if folder + word in self._names}
+        if self._scheme is None or not name.endswith(".weight") or not {"", "scale"} <= parts.keys():
+            return None, None
+        opened = {part: (full, self.source.open(full)) for part, full in parts.items()}
+        found = unpack(self._packing, self._scheme, opened)
+        return found.q, found.order_K
+
+
+class GgufParameters(StoredParameters):
+    """Of a GGUF model, all parts of a split one, of an architecture that transformers reads too.
+
+    llama.cpp stores some tensors in another order or with an offset, which transformers' processor of the architecture
+    takes back.
+    """
+
+    def __init__(self, path: str | PathLike[str], model: nn.Module) -> None:
+        """model: whose parameters are asked for; not read. Raises UnsupportedError for another architecture."""
+        self.source, self.where = GgufSource(path, everything=True), str(path)
+        architecture = str(self.source.metadata.get("general.architecture"))
+        if plain(architecture) not in map(plain, transformers_gguf.GGUF_SUPPORTED_ARCHITECTURES):
+            raise UnsupportedError(
+                f"{path}: GGUF architecture {architecture!r}",
+                ["transformers reads no files of it, so it is not known how llama.cpp stores its tensors"],
+            )
+        config: Any = model.config
+        config = config.get_text_config()
+        made = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
+        self._processor = made(config=config.to_dict())
+        names = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+        self._names = parameter_names(architecture, config.num_hidden_layers, names)
+        for name in names:
+            others: dict[str, str] = {}
+            self._processor.perform_fallback_tensor_mapping(others, "", "", name)
+            for stored in others:
+                self._names.setdefault(name, stored)
+
+    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        stored = self._names.get(name)
+        if stored is None or stored not in self.source.names():
+            return None
+        return torch.from_numpy(np.ascontiguousarray(self._processed(stored, self._values(stored)))).to(dtype)
+
+    def matrix(self, name: str) -> QuantTensor | None:
+        stored = self._names.get(name)
+        if stored is None or stored not in self.source.names() or self.source.entry(stored).dtype is not torch.uint8:
+            return None
+        kind = self.source.entry(stored).dtype_name.lower()
+        rows = torch.from_numpy(np.ascontiguousarray(self._processed(stored, self.source.open(stored).numpy())))
+        if kind in DECODED:
+            return decoded(kind, rows)
+        return of_gguf(IN_GGUF[kind], rows) if kind in IN_GGUF else None
+
+    def _processed(self, stored: str, values: Any) -> Any:
+        return self._processor.process(values, stored, tensor_key_mapping={}, parsed_parameters={}).weights
+
+    def _values(self, stored: str) -> Any:
+        """A tensor in f32, decoded in parts."""
+        kind, held = self.source.entry(stored).dtype_name, self.source.open(stored)
+        if held.dtype is not torch.uint8:
+            return held.to(torch.float32).numpy()
+        rows = max(1, PART // max(1, held.shape[-1]))
+        return np.concatenate([dequantized(kind, part.numpy()) for part in held.split(rows)])
+
+
+def plain(architecture: str) -> str:
+    """A name that llama.cpp and transformers spell differently, such as qwen3moe and qwen3_moe, without signs."""
+    return architecture.replace("_", "").replace("-", "")
+
+
+def stated_quantisation(path: str | PathLike[str]) -> dict[str, Any]:
+    """The quantization_config in the config.json of a checkpoint, {} without one and for GGUF. Raises ValueError."""
+    root = Path(path)
+    try:
+        config = {} if is_gguf(path) else read_json((root if root.is_dir() else root.parent) / "config.json")
+    except unless_signalled(FileNotFoundError):
+        return {}
+    quant = config.get("quantization_config") if isinstance(config, dict) else None
+    return quant if isinstance(quant, dict) else {}
+
+
+def stored_parameters(path: str | PathLike[str], model: nn.Module) -> StoredParameters:
+    """The parameters of a folder or file for a model, in the quantisation that its config.json states."""
+    return GgufParameters(path, model) if is_gguf(path) else SafetensorsParameters(path)
