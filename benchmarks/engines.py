@@ -68,7 +68,7 @@ def vllm_engine(name: str, folder: Path) -> tuple[Generate, str]:
 
 
 def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
-    """transformers with grouped_mm, with experts by moe_mk, or with whole blocks by moe_mk; a GGUF file by moe_mk."""
+    """transformers with grouped_mm, with experts by moe_mk, or with whole blocks by moe_mk, in any format."""
     import torch
     import transformers
 
@@ -80,11 +80,12 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
         from moe_mk.integrations import transformers as ours
 
         ours.register(experts="cpu_native")
-        if folder.suffix == ".gguf":
+        if name.endswith((":q4_k", ":int4")):
             model = ours.model_without_experts(folder)
             ours.replace_experts(model, folder, experts="cpu_native")
         else:
-            model = load(folder, dtype="auto", experts_implementation="moe_mk")
+            with ours.cpu_fp8():
+                model = load(folder, dtype="auto", experts_implementation="moe_mk")
             ours.patch_blocks(model, experts="cpu_native") if "blocks" in name else ours.prepare(model, in_place=True)
         if "linears" in name:
             ours.pack_linears(model, folder)

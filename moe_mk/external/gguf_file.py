@@ -104,15 +104,17 @@ def parameter_names(architecture: str, num_layers: int, names: Iterable[str]) ->
 
     architecture: as files spell it. Raises LibraryMissing without the package, WeightError for an unknown one.
     """
-    gguf, found = find("gguf"), {}
+    gguf = find("gguf")
     number = next((key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), None)
     if number is None:
         raise WeightError(f"the gguf package knows no architecture {architecture!r}; install a newer one")
     known = gguf.get_tensor_name_map(number, num_layers)
-    for name in names:
-        stored = known.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        found |= {} if stored is None else {name: stored}
-    return found
+
+    def stored(name: str) -> str | None:
+        found: str | None = known.get_name(name.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        return found
+
+    return {name: found for name in names if (found := stored(name)) is not None}
 
 
 def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.experts.cpu_native.weights import storage_of
+from moe_mk.experts.cpu_native.weights import BLOCK, storage_of
 from moe_mk.integrations.hf.packed import cannot_be_saved
 from moe_mk.integrations.hf.stored import PART, stored_parameters
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.kernels.native.layout import STEP
-from moe_mk.quant import QuantTensor
+from moe_mk.quant import QuantTensor, weight_scheme
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.plain import BF16
@@ -26,10 +26,9 @@ from moe_mk.quant.plain import BF16
 class PackedLinearModule(nn.Module):
     """Called like the `nn.Linear` that it replaces. Its only parameter is the bias, so the model cannot be saved."""
 
-    def __init__(self, linear: nn.Linear, q: QuantTensor | None, name: str) -> None:
-        """q: the weight in a format of the kernels; None: in bf16."""
+    def __init__(self, linear: nn.Linear, q: QuantTensor, name: str) -> None:
+        """q: the weight in a format of the kernels."""
         super().__init__()
-        q = QuantTensor(linear.weight.detach().contiguous(), None, BF16) if q is None else q
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.packed, self.format = PackedLinear(q, name), q.scheme.name
         self.entry = nn.Buffer(self.packed.entry, persistent=False)
@@ -49,8 +48,9 @@ def pack_linears(
 ) -> dict[str, int]:
     """Replace the `nn.Linear` modules of a model on the CPU by packed ones; returns their paths with packed bytes.
 
-    Layers in bf16 with a multiple of 32 inputs are replaced, one by one, and each frees its weight unless another
-    module holds it too, as tied embeddings do. Subclasses of `nn.Linear` and layers with hooks stay as they are.
+    Layers in bf16, and those of FP8 models that are loaded inside `cpu_fp8()` in bf16, are replaced one by one where
+    inputs are a multiple of 32. Each frees its weight unless another module holds it too, as tied embeddings do. Tokens
+    are multiplied in bf16, those of FP8 layers too. Other classes and layers with hooks stay as they are.
     path: the checkpoint that the model was loaded from, a folder or a GGUF file. A layer whose matrix it holds as INT4,
     INT8 or blocks of GGUF is packed as such, if its weight still is that matrix, decoded; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
@@ -59,26 +59,41 @@ def pack_linears(
     chosen = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name and name.rpartition(".")[2] not in skip
-        and module.weight.dtype is torch.bfloat16 and module.weight.device.type == "cpu"
-        and module.in_features % STEP == 0 and not module._forward_hooks and not module._forward_pre_hooks
-        and not hasattr(module, "_hf_hook")
+        if name and name.rpartition(".")[2] not in skip and isinstance(module, nn.Linear)
+        and _matrix_of(module, getattr(model, "dtype", None)) is not None and module.in_features % STEP == 0
+        and not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "_hf_hook")
     }  # fmt: skip
     if not chosen:
         raise UnsupportedError(
             f"{type(model).__name__} has no linear layer to pack",
-            [f"layers are nn.Linear in bf16 on the CPU with a multiple of {STEP} inputs, without hooks"],
+            [f"layers are linear, in bf16 or FP8 blocks, on the CPU, have a multiple of {STEP} inputs, and no hooks"],
         )
     stored = None if path is None else stored_parameters(path, model)
     sizes: dict[str, int] = {}
     for name in list(chosen):
         linear = chosen.pop(name)
-        q = None if stored is None else _same(linear.weight.detach(), stored.matrix(f"{name}.weight"))
+        q = _matrix_of(linear, torch.bfloat16)
+        assert q is not None, "it was chosen"
+        if stored is not None and q.scheme == BF16:
+            q = _same(q.values, stored.matrix(f"{name}.weight")) or q
         packed = PackedLinearModule(linear, q, name)
-        del linear
+        del linear, q
         model.set_submodule(name, packed)
         sizes[name] = packed.packed.num_bytes
     return sizes
+
+
+def _matrix_of(linear: nn.Linear, dtype: torch.dtype | None) -> QuantTensor | None:
+    """The weight of a layer on the CPU that is packed; None for others. dtype: that of the model's tokens."""
+    w, scales = linear.weight.detach(), getattr(linear, "weight_scale_inv", None)
+    if w.device.type != "cpu":
+        return None
+    if type(linear) is nn.Linear and w.dtype is torch.bfloat16:
+        return QuantTensor(w.contiguous(), None, BF16)
+    block = tuple(getattr(linear, "block_size", None) or ())
+    if scales is None or block != (BLOCK, BLOCK) or w.dtype is not torch.float8_e4m3fn or dtype is not torch.bfloat16:
+        return None
+    return QuantTensor(w, scales.detach(), weight_scheme((BLOCK, BLOCK), ue8m0=scales.dtype is torch.float8_e8m0fnu))
 
 
 def _same(w: Tensor, q: QuantTensor | None) -> QuantTensor | None:

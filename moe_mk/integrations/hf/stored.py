@@ -107,7 +107,7 @@ class GgufParameters(StoredParameters):
             )
         config: Any = model.config
         config = config.get_text_config()
-        made = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
+        made: Any = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
         self._processor = made(config=config.to_dict())
         names = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
         self._names = parameter_names(architecture, config.num_hidden_layers, names)
@@ -142,7 +142,8 @@ class GgufParameters(StoredParameters):
         if held.dtype is not torch.uint8:
             return held.to(torch.float32).numpy()
         rows = max(1, PART // max(1, held.shape[-1]))
-        return np.concatenate([dequantized(kind, part.numpy()) for part in held.split(rows)])
+        parts = (held[start : start + rows] for start in range(0, len(held), rows))
+        return np.concatenate([dequantized(kind, part.numpy()) for part in parts])
 
 
 def plain(architecture: str) -> str:

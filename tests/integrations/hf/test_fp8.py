@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
@@ -13,12 +14,13 @@ import transformers
 from transformers.integrations import finegrained_fp8
 
 from moe_mk.errors import UnsupportedError, WeightError
-from moe_mk.integrations.transformers import cpu_fp8, explain, patch_blocks, register
+from moe_mk.integrations.transformers import cpu_fp8, explain, pack_linears, patch_blocks, register
 from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 from moe_mk.oracle.expected_error import experts_error
-from moe_mk.quant import BF16, FP8_128x128
+from moe_mk.quant import BF16, FP8_128x128, QuantTensor, weight_scheme
 from moe_mk.quant.fp8_block import FP8_1x128
 from tests.integrations.hf.cases import generate, logits, prompt
+from tests.layer.native import NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,24 @@ def test_fp8_blocks_are_patched_as_well(fp8_folder: Path) -> None:
         wanted = logits(model, ids)
         patch_blocks(model, activations="checkpoint")
         assert float((logits(model, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-4
+
+
+@NEEDS_COMPILER
+def test_linear_layers_in_fp8_are_packed(fp8_folder: Path) -> None:
+    with cpu_fp8():
+        model = load_fp8(fp8_folder, experts_implementation="moe_mk").requires_grad_(False)
+    scheme, held = weight_scheme((128, 128)), dict(model.named_modules())
+    held = {name: each for name, each in held.items() if isinstance(each, finegrained_fp8.FP8Linear)}
+    pack_linears(model)
+    for name, theirs in held.items():
+        packed, x = model.get_submodule(name), torch.randn(3, theirs.in_features).bfloat16()
+        w = QuantTensor(theirs.weight, theirs.weight_scale_inv, scheme).dequantize(torch.float32).double()
+        assert packed.format == "fp8_128x128" and "shared_experts" in " ".join(held)
+        assert float((packed(x) - x.double() @ w.T).norm() / packed(x).norm()) < 2**-7
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert logits(model, prompt()).isfinite().all(), "outside of cpu_fp8 too"
+    with cpu_fp8(), pytest.raises(UnsupportedError, match="no linear layer to pack"):
+        pack_linears(load_fp8(fp8_folder, dtype=torch.float32), skip=["lm_head"])
 
 
 def test_outside_of_it_transformers_is_as_it_was(fp8_folder: Path) -> None:
