@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
+from moe_mk.config.hf import read_config
 from moe_mk.config.hf_quant import quant_from_hf
-from moe_mk.errors import UnsupportedError, unless_signalled
+from moe_mk.errors import UnsupportedError
 from moe_mk.external.gguf_file import dequantized, parameter_names
-from moe_mk.files import read_json
 from moe_mk.quant import QuantTensor
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.weights.gguf_source import GgufSource, is_gguf
@@ -33,21 +32,7 @@ PART = 2**24
 """Values of a block type that are decoded at once."""
 
 
-class StoredParameters(ABC):
-    """What a checkpoint holds of a model."""
-
-    where: str
-
-    @abstractmethod
-    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A copy of a parameter in a dtype; None if the checkpoint has none."""
-
-    @abstractmethod
-    def matrix(self, name: str) -> QuantTensor | None:
-        """A matrix in the format of the checkpoint; None if it is not packed, or has its columns in another order."""
-
-
-class SafetensorsParameters(StoredParameters):
+class SafetensorsParameters:
     """Of safetensors, some packed as in compressed-tensors, GPTQ or AWQ."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -67,6 +52,7 @@ class SafetensorsParameters(StoredParameters):
         self._words, self._names = WORDS.get(method, {}), self.source.names()
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A copy of a parameter in a dtype; None if the checkpoint has none."""
         if name in self._names:
             return self.source.open(name).to(dtype, copy=True)
         q, order_K = self._unpacked(name)
@@ -76,6 +62,7 @@ class SafetensorsParameters(StoredParameters):
         return matrix if order_K is None else matrix[:, torch.argsort(order_K)].contiguous()
 
     def matrix(self, name: str) -> QuantTensor | None:
+        """A matrix in the format of the checkpoint; None if it is not packed, or has its columns in another order."""
         q, order_K = self._unpacked(name)
         return q if order_K is None else None
 
@@ -89,7 +76,7 @@ class SafetensorsParameters(StoredParameters):
         return found.q, found.order_K
 
 
-class GgufParameters(StoredParameters):
+class GgufParameters:
     """Of a GGUF model, all parts of a split one, of an architecture that transformers reads too.
 
     llama.cpp stores some tensors in another order or with an offset, which transformers' processor of the architecture
@@ -118,12 +105,14 @@ class GgufParameters(StoredParameters):
                 self._names.setdefault(name, stored)
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A copy of a parameter in a dtype; None if the file has none."""
         stored = self._names.get(name)
         if stored is None or stored not in self.source.names():
             return None
         return torch.from_numpy(np.ascontiguousarray(self._processed(stored, self._values(stored)))).to(dtype)
 
     def matrix(self, name: str) -> QuantTensor | None:
+        """A matrix in the type of the file; None if it has no blocks, or of a type that is not read."""
         stored = self._names.get(name)
         if stored is None or stored not in self.source.names() or self.source.entry(stored).dtype is not torch.uint8:
             return None
@@ -151,17 +140,16 @@ def plain(architecture: str) -> str:
     return architecture.replace("_", "").replace("-", "")
 
 
-def stated_quantisation(path: str | PathLike[str]) -> dict[str, Any]:
-    """The quantization_config in the config.json of a checkpoint, {} without one and for GGUF. Raises ValueError."""
+def stated_quantisation(path: str | PathLike[str]) -> Mapping[str, Any]:
+    """The quantisation that the configuration of a checkpoint states; empty without one, and for GGUF."""
     root = Path(path)
-    try:
-        config = {} if is_gguf(path) else read_json((root if root.is_dir() else root.parent) / "config.json")
-    except unless_signalled(FileNotFoundError):
-        return {}
-    quant = config.get("quantization_config") if isinstance(config, dict) else None
-    return quant if isinstance(quant, dict) else {}
+    file = (root if root.is_dir() else root.parent) / "config.json"
+    return {} if is_gguf(path) or not file.exists() else read_config(file).get("quantization_config") or {}
+
+
+StoredParameters = SafetensorsParameters | GgufParameters
 
 
 def stored_parameters(path: str | PathLike[str], model: nn.Module) -> StoredParameters:
-    """The parameters of a folder or file for a model, in the quantisation that its config.json states."""
+    """The parameters of a folder or file for a model, in the quantisation that its configuration states."""
     return GgufParameters(path, model) if is_gguf(path) else SafetensorsParameters(path)
