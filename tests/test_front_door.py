@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import moe_mk
-from moe_mk.imports import new_name
 
 SOURCE = Path(str(moe_mk.__file__))
 ALONE = """
@@ -106,27 +105,6 @@ def test_a_layer_imports_no_backend_and_needs_no_package_of_the_lab_as_the_comma
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stderr) == (3, "moe-mk: the command needs typer: pip install 'moe-mk[lab]'\n")
     assert done.stdout == ""
-
-
-@pytest.mark.parametrize("old", ["testing.certify", "plan", "verify", "cli.exits", "trace.routing", "weights.convert"])
-def test_a_module_of_the_lab_has_its_old_name_for_one_release(old: str) -> None:
-    sys.modules.pop(f"moe_mk.{old}", None)
-    with pytest.warns(DeprecationWarning, match=rf"moe_mk.{old} is now moe_mk.lab\.\w+"):
-        module = import_module(f"moe_mk.{old}")
-    assert module is sys.modules[new_name(f"moe_mk.{old}")] and module.__name__.startswith("moe_mk.lab.")
-
-
-def test_names_that_left_a_package_have_their_old_place_too() -> None:
-    with pytest.warns(DeprecationWarning, match="moe_mk.weights.write_checkpoint is now moe_mk.lab.checkpoints"):
-        from moe_mk.weights import write_checkpoint
-    assert write_checkpoint.__module__ == "moe_mk.lab.checkpoints.synthesize"
-    with pytest.warns(DeprecationWarning, match=r"moe_mk.trace.NearZero is now moe_mk.lab.trace.sparsity.NearZero"):
-        from moe_mk.trace import NearZero
-    assert NearZero.__module__ == "moe_mk.lab.trace.sparsity"
-    with pytest.raises(AttributeError, match="no attribute 'write_checkpoints'"):
-        moe_mk.weights.write_checkpoints  # noqa: B018
-    with pytest.raises(ModuleNotFoundError, match="moe_mk.planner"):
-        import_module("moe_mk.planner")
 
 
 def test_names_imported_at_first_use_are_no_modules_of_their_package() -> None:

@@ -16,7 +16,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import is_here, usable_device
 from moe_mk.layer.live import LivePlacement
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights
+from moe_mk.weights.expert_weights import ReleasedSlots
 from moe_mk.weights.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ class WithoutParameters(nn.Module):
     expert_load: Tensor
     built_for: torch.device
     """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
-
-    export_slot = Part[Callable[[int], SlotWeights]]("live.export_slot")
-    set_placement = Part[Callable[..., None]]("live.set_placement")
-    """As of `layer.live`; these two names stay for one release."""
 
     def _build_on(self, device: torch.device, *parts: Any) -> None:
         """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""

@@ -83,7 +83,7 @@ def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer:
     layer.state.backends.gate.load(gate_EH.flip(0).contiguous(), layer.state.backends.gate.bias_E)
     assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     before_TH = layer(x_TH)
-    layer.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
+    layer.live.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
     assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     # Sums go through experts in the order of their slots, so another placement rounds otherwise, and no more.
     torch.testing.assert_close(layer(x_TH).float(), before_TH.float(), rtol=2**-6, atol=2**-6 * before_TH.abs().max())
