@@ -16,7 +16,7 @@ from typing import Any
 from moe_mk.config import keys
 from moe_mk.config.base import read_mapping
 from moe_mk.config.equation import FILE, KEY, LayerEquation, equation_next_to
-from moe_mk.config.hf_quant import layers_with_experts, plain_kind, quant_from_hf
+from moe_mk.config.hf_quant import plain_kind, quant_from_hf
 from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
@@ -151,15 +151,6 @@ def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def section_of(hf: Mapping[str, Any]) -> str | None:
     """The key of that section; None where there is none."""
     return next((key for key in TEXT_SECTIONS if isinstance(hf.get(key), Mapping)), None)
-
-
-def first_layer(hf: Mapping[str, Any]) -> int:
-    """The first layer with experts that are chosen by scores."""
-    if isinstance(equation := hf.get(KEY), LayerEquation) and equation.layers:
-        return equation.layers[0]
-    hf = text_of(hf)
-    hashed = hf.get("num_hash_layers")
-    return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)
 
 
 def family_of(hf: Mapping[str, Any]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -165,12 +163,6 @@ class Queues:
 def capturing(device: torch.device) -> bool:
     """Whether what is called now becomes part of a CUDA graph, so that nothing may be read on the host."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def peak_host_bytes() -> int:
-    """The most memory this process has had resident, mapped files included."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def parsed_device(device: torch.device | str) -> torch.device:

@@ -49,7 +49,6 @@ class GgufSource(TensorSource):
         entries = {entry.name: (file, entry) for file in self._files for entry in file.tensors}
         if len(entries) < sum(len(file.tensors) for file in self._files):
             raise WeightError(f"{self.where} has tensors of one name in two files")
-        self._all = entries
         self._entries = {name: found for name, found in entries.items() if everything or _is_of_moe(name)}
         self._maps: dict[Path, MappedFile] = {}
 
@@ -64,11 +63,6 @@ class GgufSource(TensorSource):
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self._files)
-
-    @property
-    def num_others(self) -> int:
-        """Tensors outside of MoE blocks, which are not listed."""
-        return len(self._all) - len(self._entries)
 
     def names(self) -> Collection[str]:
         return self._entries.keys()

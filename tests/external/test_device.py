@@ -12,11 +12,11 @@ from moe_mk.external.device import (
     collective_backend,
     describe,
     device_of_rank,
-    peak_host_bytes,
     profile_here,
     synchronize,
     usable_device,
 )
+from moe_mk.lab.cli.run import peak_host_bytes
 
 CPU = torch.device("cpu")
 

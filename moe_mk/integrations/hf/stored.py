@@ -87,7 +87,8 @@ class GgufParameters:
         """model: whose parameters are asked for; not read. Raises UnsupportedError for another architecture."""
         self.source, self.where = GgufSource(path, everything=True), str(path)
         architecture = str(self.source.metadata.get("general.architecture"))
-        if plain(architecture) not in map(plain, transformers_gguf.GGUF_SUPPORTED_ARCHITECTURES):
+        known = (name.replace("_", "") for name in transformers_gguf.GGUF_SUPPORTED_ARCHITECTURES)  # qwen3_moe
+        if architecture.replace("-", "") not in known:
             raise UnsupportedError(
                 f"{path}: GGUF architecture {architecture!r}",
                 ["transformers reads no files of it, so it is not known how llama.cpp stores its tensors"],
@@ -133,11 +134,6 @@ class GgufParameters:
         rows = max(1, PART // max(1, held.shape[-1]))
         parts = (held[start : start + rows] for start in range(0, len(held), rows))
         return np.concatenate([dequantized(kind, part.numpy()) for part in parts])
-
-
-def plain(architecture: str) -> str:
-    """A name that llama.cpp and transformers spell differently, such as qwen3moe and qwen3_moe, without signs."""
-    return architecture.replace("_", "").replace("-", "")
 
 
 def stated_quantisation(path: str | PathLike[str]) -> Mapping[str, Any]:

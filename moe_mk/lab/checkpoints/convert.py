@@ -89,9 +89,10 @@ def convert_checkpoint(
     report = ConversionReport(to, facts.num_bytes)
     with _partial_folder(root) as partial:
         tensors = open_source(source)
-        if isinstance(tensors, GgufSource) and tensors.num_others:
+        if isinstance(tensors, GgufSource):
+            others = len(GgufSource(source, everything=True).names()) - len(tensors.names())
             why = "their names in other formats are not known here"
-            report.dropped.append(f"{tensors.num_others} tensors outside of MoE blocks: {why}")
+            report.dropped += [f"{others} tensors outside of MoE blocks: {why}"] if others else []
         if to in GGUF_FILES:
             _ToGguf(tensors, to, report, on_progress).write(partial, facts.layers)
         else:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorPart
-from moe_mk.config.hf import SECOND, first_layer, read_config, section_of, text_of
+from moe_mk.config.hf import SECOND, read_config, section_of, text_of
+from moe_mk.config.hf_quant import layers_with_experts
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
@@ -286,3 +287,12 @@ def _piece(part: Part, what: str) -> Part:
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Tensor:
     return torch.from_numpy(random.standard_normal(shape, dtype=np.float32) * np.float32(std))
+
+
+def first_layer(hf: Mapping[str, Any]) -> int:
+    """The first layer with experts that are chosen by scores."""
+    if isinstance(equation := hf.get(KEY), LayerEquation) and equation.layers:
+        return equation.layers[0]
+    hf = text_of(hf)
+    hashed = hf.get("num_hash_layers")
+    return max(layers_with_experts(hf)[0], hashed if isinstance(hashed, int) else 0)

@@ -12,10 +12,11 @@ from typing import Any
 import typer
 
 from moe_mk.config.equation import FILE, KEY
-from moe_mk.config.hf import family_of, first_layer, read_config, renamed, settings_from_hf, text_of
+from moe_mk.config.hf import family_of, read_config, renamed, settings_from_hf, text_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints.like import first_layer
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.layer.settings import config_of

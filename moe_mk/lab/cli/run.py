@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.traffic import LINKS, SELF, Nodes
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.device import describe, device_of_rank, peak_host_bytes, synchronize
+from moe_mk.external.device import describe, device_of_rank, synchronize
 from moe_mk.external.library import COMPILER
 from moe_mk.flight import wait
 from moe_mk.kernels.native import compile_and_open, is_compiled
@@ -324,3 +326,9 @@ def _gathered(rank: Rank, rows: Tensor) -> Tensor:
     ep = rank.layer.ep
     counts = wait(ep.gather_count(rows.shape[0], "report"))
     return wait(ep.all_gather(rows, counts, "report")).cpu()
+
+
+def peak_host_bytes() -> int:
+    """The most memory this process has had resident, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
