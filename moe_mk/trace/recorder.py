@@ -60,13 +60,6 @@ class Recorder:
             self._open.own = [other for other in self._open.own if other is not own]
             self.spans.append(Span(stage, start, end, own[0]))
 
-    def own_seconds(self) -> dict[str, float]:
-        """Seconds spent in each stage itself; in one thread they add up to the time in which any span was open."""
-        total: dict[str, float] = defaultdict(float)
-        for span in self.spans:
-            total[span.stage] += span.own
-        return dict(total)
-
     def _charge(self) -> float:
         """Charge the time since the last opening or closing; returns the time now."""
         time, here = now(), self._open

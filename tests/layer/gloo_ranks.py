@@ -17,6 +17,7 @@ from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
 from moe_mk.comm import rank_groups
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.flight import wait
+from moe_mk.lab.cli.measure import own_seconds
 from moe_mk.lab.testing.cases import hostile_routings
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import yield_points_of
@@ -94,7 +95,7 @@ def layer_forward(
         "tp_calls": dict(built.tp.traffic.calls_by_phase),
         "wire": built.decision.wire.name,
         "stages": [span.stage for span in started],
-        "own": sum(recorder.own_seconds().values()),
+        "own": sum(own_seconds(recorder).values()),
         "open": _union([(span.start, span.end) for span in started]),
     }
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_mk.lab.cli.place import bytes_per_gpu
 from moe_mk.placement.eplb import Cost, PlacementPlan, Policy, Topology, plan, rebalance_experts, slot_loads
 from tests.placement.plans import check, skewed
 
@@ -37,7 +38,7 @@ def test_prefill_preset_is_nine_experts_a_gpu():
     load = skewed(58)
     placed = plan(load, Topology(32, 4, 9), groups=8, expert_bytes=44_000_000)
     assert placed.policy == "hybrid" and placed.slots_per_gpu.tolist() == [9] * 32
-    assert placed.bytes_per_gpu.tolist() == [9 * 58 * 44_000_000] * 32
+    assert bytes_per_gpu(placed).tolist() == [9 * 58 * 44_000_000] * 32
     assert placed.balance_X.mean() > 0.999 and placed.balance_X.min() > 0.995
     assert placed.map_bytes <= 100_000
 
@@ -47,7 +48,7 @@ def test_decode_preset_is_two_experts_a_gpu_and_states_what_would_help():
     load = skewed(6)
     placed = plan(load, Topology(144, 18, 2), groups=8, expert_bytes=44_000_000)
     check(placed, load)
-    assert placed.slots_per_gpu.tolist() == [2] * 144 and placed.bytes_per_gpu[0] == 2 * 6 * 44_000_000
+    assert placed.slots_per_gpu.tolist() == [2] * 144 and bytes_per_gpu(placed)[0] == 2 * 6 * 44_000_000
     anchor = plan(load, Topology(144, 18, 2), groups=8, policy="compat", split="equal")
     assert (placed.balance_X >= anchor.balance_X - 1e-12).all() and placed.balance_X.mean() > anchor.balance_X.mean()
     assert "no placement on 288 slots beats" in placed.reason and "3 slots a GPU (432 in all)" in placed.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -63,9 +64,17 @@ def sample_of(layer: MoELayer, call: Callable[[], object]) -> StageSample:
             synchronize(layer.device)
     finally:
         layer.spans.recorder = None
-    own = recorder.own_seconds()
+    own = own_seconds(recorder)
     seconds = dict.fromkeys(SHOWN, 0.0)
     for stage in STAGES:
         seconds[FOLDED.get(stage, stage)] += own.get(stage, 0.0)
     seconds["total"] = max(span.end - span.start for span in recorder.spans)
     return seconds
+
+
+def own_seconds(recorder: Recorder) -> dict[str, float]:
+    """Seconds spent in each stage itself; in one thread they add up to the time in which any span was open."""
+    total: dict[str, float] = defaultdict(float)
+    for span in recorder.spans:
+        total[span.stage] += span.own
+    return dict(total)

@@ -90,11 +90,11 @@ class Placing:
             "nodes_per_token": None if self.nodes is None else self.nodes.all,
             "remote_nodes_per_token": None if self.nodes is None else self.nodes.remote,
             "moved_experts": made.moves.transfers,
-            "moved_bytes": made.moved_bytes,
+            "moved_bytes": moved_bytes(made),
             "rounds": made.moves.rounds,
             "lent_to_other_nodes": float(made.exported_X.mean()),
             "lost_with_worst_gpu": float(made.lost_XW.max()),
-            "bytes_per_gpu": made.bytes_per_gpu.tolist(),
+            "bytes_per_gpu": bytes_per_gpu(made).tolist(),
             "map_bytes": made.map_bytes,
             "reason": made.reason,
         }
@@ -248,7 +248,7 @@ def judged(
 def offer_of(placing: Placing) -> Offer:
     """The costs of the placement of one policy."""
     made = placing.plan
-    return Offer(placing.name, placing.balance.step_over_ideal, made.moves.transfers, made.moved_bytes, placing.nodes)
+    return Offer(placing.name, placing.balance.step_over_ideal, made.moves.transfers, moved_bytes(made), placing.nodes)
 
 
 def mark_best(offers: list[Offer]) -> list[Offer]:
@@ -292,7 +292,7 @@ def show(
             f"busiest GPU {peak:.3f} x mean, worst layer {worst:.3f} x; expert CV {values['balance.expert_cv']:.3f}",
         )
     if expert_bytes:
-        held = int(placings[0].plan.bytes_per_gpu.max())
+        held = int(bytes_per_gpu(placings[0].plan).max())
         screen.fact("memory", f"{amount(held)} of experts on a GPU, maps {amount(placings[0].plan.map_bytes)}")
     screen.console.print(comparison(placings, expert_bytes))
     if recording.trace is not None:
@@ -318,7 +318,7 @@ def comparison(placings: list[Placing], expert_bytes: int) -> Table:
         table.add_column(head, justify="left" if head == "policy" else "right")
     for each in placings:
         made = each.plan
-        moved = f"{made.moves.transfers} ({amount(made.moved_bytes)})" if expert_bytes else str(made.moves.transfers)
+        moved = f"{made.moves.transfers} ({amount(moved_bytes(made))})" if expert_bytes else str(made.moves.transfers)
         later = "" if each.later is None else f"{1 / each.later.step_over_ideal:.4f}"
         balance = [f"{made.balance_X.mean():.4f}", f"{made.balance_X.min():.4f}", f"{made.bound_X.mean():.4f}", later]
         lost = f"{made.lost_XW.max():.1%}"
@@ -393,3 +393,14 @@ def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
     axes.margins(0.25)
     axes.set_xlabel("remote nodes per token")
     axes.set_ylabel("balance")
+
+
+def bytes_per_gpu(plan: PlacementPlan) -> NDArray[np.int64]:
+    """Memory the experts of all layers take on every GPU."""
+    held: NDArray[np.int64] = plan.slots_per_gpu * plan.expert_bytes * len(plan.phy2log)
+    return held
+
+
+def moved_bytes(plan: PlacementPlan) -> int:
+    """Bytes that travel between GPUs, or come from outside."""
+    return plan.moves.transfers * plan.expert_bytes

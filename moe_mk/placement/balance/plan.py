@@ -174,17 +174,6 @@ class PlacementPlan:
         return self.topology.slots_W * self.topology.alive_W
 
     @property
-    def bytes_per_gpu(self) -> Ints:
-        """Memory the experts of all layers take on every GPU."""
-        held: Ints = self.slots_per_gpu * self.expert_bytes * len(self.phy2log)
-        return held
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that travel between GPUs, or come from outside."""
-        return self.moves.transfers * self.expert_bytes
-
-    @property
     def map_bytes(self) -> int:
         """Bytes of the maps a device needs: offsets, slots, and shares in half precision."""
         return int(self.offsets.nbytes + self.slots.nbytes + self.share.size * 2)
