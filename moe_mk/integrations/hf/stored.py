@@ -93,29 +93,28 @@ class GgufParameters:
                 f"{path}: GGUF architecture {architecture!r}",
                 ["transformers reads no files of it, so it is not known how llama.cpp stores its tensors"],
             )
-        config: Any = model.config
-        config = config.get_text_config()
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         made: Any = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
         self._processor = made(config=config.to_dict())
         names = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
-        self._names = parameter_names(architecture, config.num_hidden_layers, names)
+        found = parameter_names(architecture, config.num_hidden_layers, names)
         for name in names:
             others: dict[str, str] = {}
             self._processor.perform_fallback_tensor_mapping(others, "", "", name)
-            for stored in others:
-                self._names.setdefault(name, stored)
+            found |= {name: stored for stored in others if name not in found}  # noqa: B035
+        self._names = {name: stored for name, stored in found.items() if stored in self.source.names()}
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A copy of a parameter in a dtype; None if the file has none."""
         stored = self._names.get(name)
-        if stored is None or stored not in self.source.names():
+        if stored is None:
             return None
         return torch.from_numpy(np.ascontiguousarray(self._processed(stored, self._values(stored)))).to(dtype)
 
     def matrix(self, name: str) -> QuantTensor | None:
         """A matrix in the type of the file; None if it has no blocks, or of a type that is not read."""
         stored = self._names.get(name)
-        if stored is None or stored not in self.source.names() or self.source.entry(stored).dtype is not torch.uint8:
+        if stored is None or self.source.entry(stored).dtype is not torch.uint8:
             return None
         kind = self.source.entry(stored).dtype_name.lower()
         rows = torch.from_numpy(np.ascontiguousarray(self._processed(stored, self.source.open(stored).numpy())))
