@@ -47,7 +47,7 @@ FIRST = (
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, fp8", "vLLM, bf16"),
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4", "vLLM, bf16"),
     ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch, bf16"),
-    ("transformers and `moe_mk` with packed linear layers, ", "transformers, grouped_mm, bf16"),
+    ("`moe_mk` with packed linear layers, qwen3-30b-a3b, 2 layers, bf16", "transformers, grouped_mm, bf16"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
     ("with AVX2, FP8", "vLLM's bf16 path"),
     ("with AMX, FP8", "vLLM's FP8 path"),

@@ -31,7 +31,8 @@ def test_a_number_or_a_list_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "text,complaint", [("", "not a number"), ("1,x", "0,0,7,1"), ("3,-1", "negative"), ("1.5", "not a")]
+    "text,complaint",
+    [("", "not a number"), ("1,x", "0,0,7,1"), ("3,-1", "outside \\[0, 2147483647\\]"), ("1.5", "not a")],
 )
 def test_other_texts_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

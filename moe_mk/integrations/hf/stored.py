@@ -36,30 +36,28 @@ class SafetensorsParameters:
     """Of safetensors, some packed as in compressed-tensors, GPTQ or AWQ."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        """Raises ConfigError for a quantisation that is not supported, UnsupportedError for one with scaled values."""
+        """Raises ConfigError for a quantisation that is not supported."""
         self.source, self.where = SafetensorsSource(path), str(path)
         quant = stated_quantisation(path)
-        kind = str(quant_from_hf(quant, self.where)["weights"]) if quant else "bf16"
-        if kind not in (*WEIGHT_ONLY_KINDS, *PLAIN_KINDS):
-            raise UnsupportedError(
-                f"{path}: matrices of attention as {kind}",
-                ["load the model with from_pretrained(path, experts_implementation='moe_mk'), which reads them"],
-            )
-        self._scheme = scheme_of_kind(kind) if kind in WEIGHT_ONLY_KINDS else None
+        self.kind = str(quant_from_hf(quant, self.where)["weights"]) if quant else "bf16"
+        self._scheme = scheme_of_kind(self.kind) if self.kind in WEIGHT_ONLY_KINDS else None
         method = str(quant.get("quant_method", ""))
         v2 = method == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
         self._packing = "gptq_v2" if v2 else method.replace("-", "_")
         self._words, self._names = WORDS.get(method, {}), self.source.names()
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A copy of a parameter in a dtype; None if the checkpoint has none."""
+        """A copy of a parameter in a dtype, or None. Raises UnsupportedError for a checkpoint with scaled values."""
+        if self.kind not in (*WEIGHT_ONLY_KINDS, *PLAIN_KINDS):
+            raise UnsupportedError(
+                f"{self.where}: matrices of attention as {self.kind}",
+                ["load the model with from_pretrained(path, experts_implementation='moe_mk'), which reads them"],
+            )
         if name in self._names:
             return self.source.open(name).to(dtype, copy=True)
         q, order_K = self._unpacked(name)
-        if q is None:
-            return None
-        matrix = q.dequantize(dtype)
-        return matrix if order_K is None else matrix[:, torch.argsort(order_K)].contiguous()
+        matrix = None if q is None else q.dequantize(dtype)
+        return matrix if matrix is None or order_K is None else matrix[:, torch.argsort(order_K)].contiguous()
 
     def matrix(self, name: str) -> QuantTensor | None:
         """A matrix in the format of the checkpoint; None if it is not packed, or has its columns in another order."""

@@ -170,7 +170,8 @@ def _load_rest(model: Any, stored: StoredParameters, inside: tuple[str, ...], dt
         elif tensor is not None:
             module = model.get_submodule(owner)
             if leaf in module._parameters:
-                module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+                # Not frozen, as transformers loads it: torch 2.13 is slow for strided batches times frozen bf16.
+                module._parameters[leaf] = nn.Parameter(tensor, tensor.is_floating_point())
             else:
                 module._buffers[leaf] = tensor
     problems = [f"{len(missing)} parameters are missing: {some(missing)}"] if missing else []

@@ -84,7 +84,7 @@ def test_linear_layers_in_fp8_are_packed(fp8_folder: Path) -> None:
         model = load_fp8(fp8_folder, experts_implementation="moe_mk").requires_grad_(False)
     scheme, held = weight_scheme((128, 128)), dict(model.named_modules())
     held = {name: each for name, each in held.items() if isinstance(each, finegrained_fp8.FP8Linear)}
-    pack_linears(model)
+    pack_linears(model, fp8_folder)
     for name, theirs in held.items():
         packed, x = model.get_submodule(name), torch.randn(3, theirs.in_features).bfloat16()
         w = QuantTensor(theirs.weight, theirs.weight_scale_inv, scheme).dequantize(torch.float32).double()

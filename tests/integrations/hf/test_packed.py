@@ -182,6 +182,7 @@ def test_a_gguf_model_has_the_parameters_that_transformers_reads(rest: str, tmp_
     with PeakBytes() as built:
         model = model_without_experts(file, dtype=torch.float32)
     found = {name: tensor for name, tensor in model.named_parameters() if tensor.device.type != "meta"}
+    assert all(each.requires_grad for each in found.values()), "as transformers loads them"
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
     assert built.peak < 2 * sum(each.nbytes for each in wanted.values()), "the experts are not decoded"
     replace_experts(model, file)
