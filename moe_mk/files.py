@@ -72,7 +72,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of these keys. Raises ValueError for one that appears twice, whose first value would be lost."""
+    """A mapping of these keys. Raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

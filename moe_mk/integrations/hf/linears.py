@@ -51,8 +51,8 @@ def pack_linears(
     Layers in bf16, and those of FP8 models that are loaded inside `cpu_fp8()` in bf16, are replaced one by one where
     inputs are a multiple of 32. Each frees its weight unless another module holds it too, as tied embeddings do. Tokens
     are multiplied in bf16, those of FP8 layers too. Other classes and layers with hooks stay as they are.
-    path: the checkpoint that the model was loaded from, a folder or a GGUF file. A layer whose matrix it holds as INT4,
-    INT8 or blocks of GGUF is packed as such, if its weight still is that matrix, decoded; all others in bf16.
+    path: the checkpoint that the model was loaded from, a folder or a GGUF file. A weight that it stores as INT4, INT8
+    or blocks of GGUF is packed in that format if the model's weight equals the stored one; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
     The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer.
     """

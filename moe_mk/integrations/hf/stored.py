@@ -82,7 +82,7 @@ class GgufParameters:
     """
 
     def __init__(self, path: str | PathLike[str], model: nn.Module) -> None:
-        """model: whose parameters are asked for; not read. Raises UnsupportedError for another architecture."""
+        """model: gives the names of parameters. Raises UnsupportedError for an architecture without a reader."""
         self.source, self.where = GgufSource(path, everything=True), str(path)
         architecture = str(self.source.metadata.get("general.architecture"))
         known = (name.replace("_", "") for name in transformers_gguf.GGUF_SUPPORTED_ARCHITECTURES)  # qwen3_moe
@@ -104,8 +104,7 @@ class GgufParameters:
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A copy of a parameter in a dtype; None if the file has none."""
-        stored = self._names.get(name)
-        if stored is None:
+        if (stored := self._names.get(name)) is None:
             return None
         return torch.from_numpy(np.ascontiguousarray(self._processed(stored, self._values(stored)))).to(dtype)
 
@@ -137,7 +136,8 @@ def stated_quantisation(path: str | PathLike[str]) -> Mapping[str, Any]:
     """The quantisation that the configuration of a checkpoint states; empty without one, and for GGUF."""
     root = Path(path)
     file = (root if root.is_dir() else root.parent) / "config.json"
-    return {} if is_gguf(path) or not file.exists() else read_config(file).get("quantization_config") or {}
+    found = None if is_gguf(path) or not file.exists() else read_config(file).get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 StoredParameters = SafetensorsParameters | GgufParameters

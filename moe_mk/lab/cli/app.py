@@ -310,6 +310,6 @@ def schema() -> int:
 
 def main() -> None:
     """Entry point of `python -m moe_mk`."""
-    if not has_launcher():  # whose ranks may wait in C for peers that are gone
+    if not has_launcher():  # its ranks may block in native code, where Python handlers do not run
         end_in_order()
     app()
