@@ -19,7 +19,7 @@ from moe_mk.registry import did_you_mean
 PLAIN_KINDS = ("bf16", "fp16", "fp32")
 BLOCK_KINDS = ("fp8_block", "int8_block")
 STATIC_KINDS = ("fp8_tensor", "fp8_channel", "nvfp4")
-"""Those whose activations may have calibrated scales."""
+"""Formats that support static activation scales."""
 _FIXED: Mapping[str, QuantScheme] = {
     "bf16": BF16, "fp16": FP16, "fp32": FP32, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR,
     "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,

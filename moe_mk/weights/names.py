@@ -315,7 +315,7 @@ _QUARK = tuple(
     for like in (SCALED, _M3_SCALED, *_SCALED_W123, *_ONE_SHARED, *_LLAMA4, *_GEMMA4, *_LONGCAT)
     if "input" in like.expert_extras and not like.divides
 )
-"""NVFP4, whose static scale of activations is the second of two."""
+"""NVFP4 of Quark: `input_scale_2` is the static activation scale."""
 _MIXTRAL_PACKED = replace(
     PACKED, name="mixtral_packed", prefix=MIXTRAL.prefix, bias=MIXTRAL.bias, expert_words=_W123, shared_words=_W123
 )

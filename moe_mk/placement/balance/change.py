@@ -167,7 +167,7 @@ def changed(
     base, forced = _kept(old, old_shares, request)
     times = gpu_time(base.experts, base.shares, request.load, request.sites, request.cost)
     speed_W = request.sites.speed_W
-    # Not by BLAS, whose last bit depends on the processor: plans repeat on all of them.
+    # Not with BLAS: its rounding depends on the processor, and plans are the same on all.
     time, ideal = times.max(1), np.maximum((times * speed_W).sum(1) / speed_W.sum(), 1e-300)
     # Nothing beats the ideal: a layer within min_gain of it cannot be improved by that much.
     hopeful = np.flatnonzero((time > ideal * (1 + budget.min_gain)) & (time > 0))
