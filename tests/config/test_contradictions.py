@@ -85,11 +85,12 @@ def found(folder: Path, layer: int) -> tuple[list[torch.Tensor], object]:
     return [decoded(q) for slot in slots for _, q in matrices_of(slot)], config.model.quant.activation_scheme
 
 
+SEEDS = [*range(len(SECTIONS)), *(pytest.param(name, marks=pytest.mark.thorough) for name in NAMES)]
 EVERY = 41, pytest.param(23, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("seed", [*range(len(SECTIONS)), *NAMES])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_contradiction_is_read_silently(seed: int | str, every: int, tmp_path: Path) -> None:
     """Static scales of activations are tensors too: what is rounded changes only with a warning."""
     if isinstance(seed, str):
