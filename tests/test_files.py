@@ -1,13 +1,9 @@
 """Files that say more than they hold are refused before memory is taken, in an error that names file and limit."""
 
 import errno
-import json
 import os
 import pickle
 import re
-import resource
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -46,6 +42,7 @@ from moe_mk.lab.trace.importers import from_router_tensors, import_trace
 from moe_mk.lab.tuning.vllm import read_vllm
 from moe_mk.weights import SafetensorsSource, inspect_checkpoint
 from moe_mk.weights.source import INDEX
+from tests.support.alone import NEEDS_PEAKS, alone, status
 
 HUGE = 5 << 30
 VLLM = "E=8,N=64,device_name=NVIDIA_H200.json"
@@ -177,31 +174,24 @@ def hostile_files(folder: Path) -> list[tuple[str, Path, str]]:
     ]
 
 
-def read_them_all(files: list[list[str]]) -> None:
-    """In a process of its own: what every reader states of its file, and the memory that all so far have taken."""
-    before = peak_bytes()
+def read_them_all(files: list[list[str]]) -> list[tuple[str, int]]:
+    """What every reader states of its file, and the memory that all so far have taken."""
+    before, found = status("VmHWM"), []
     for reader, file in files:
         try:
             READERS[reader](Path(file))
             text = ""
         except MoEMKError as problem:
             text = str(problem)
-        print(json.dumps([text, peak_bytes() - before]))
+        found.append((text, status("VmHWM") - before))
+    return found
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
+@NEEDS_PEAKS
 @pytest.mark.thorough
 def test_no_reader_takes_more_memory_than_the_size_of_a_file_allows(tmp_path: Path) -> None:
     cases = hostile_files(tmp_path)
-    files = json.dumps([(reader, str(file)) for reader, file, _ in cases])
-    code = "import json, sys; from tests.test_files import read_them_all; read_them_all(json.loads(sys.argv[1]))"
-    command = [sys.executable, "-c", code, files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    results = alone(read_them_all, [(reader, file) for reader, file, _ in cases])
     for (reader, file, words), (text, took) in zip(cases, results, strict=True):
         assert re.search(words, text) and bool(words) == bool(text), (reader, file.name, text)
         assert not words or file.name in text or words.startswith("pass num_experts"), (file.name, text)

@@ -114,9 +114,10 @@ def test_measured_reads_are_those_that_the_simulator_predicts(tiny: Path, store:
         measured, predicted, optimum, _ = found["rows"]
         if result["tokens"] == 1:
             assert predicted["hit_rate_by_step"] == measured["hit_rate_by_step"]
+            assert predicted["read_bytes_per_step"] == measured["read_bytes_per_step"]
         # With four tokens a step needs more experts than there are slots, and threads may finish in another order.
-        assert predicted["hit_rate"] == pytest.approx(measured["hit_rate"], abs=0.02)
-        assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=0.04)
+        assert predicted["hit_rate"] == pytest.approx(measured["hit_rate"], abs=0.08)
+        assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=0.15)
         assert optimum["read_bytes_per_step"] <= measured["read_bytes_per_step"]
         assert all(num_bytes % found["record_bytes"] == 0 for num_bytes in measured["read_bytes_by_step"])
         assert 0 < measured["hit_rate"] < 1 and measured["step_ms"] > 0

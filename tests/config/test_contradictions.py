@@ -24,6 +24,7 @@ from tests.config.test_keys import FLOATS, ONE, QUANTS, TOKENS, full, grouped, s
 from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
 from tests.config.test_quant_values import KEYS, VALUES
+from tests.support.tiers import thorough
 from tests.weights.test_inspect import rewritten
 
 ALONE = {**ONE, "num_experts_per_tok": 1, "n_routed_experts": 2, "num_hidden_layers": 1}
@@ -85,7 +86,7 @@ def found(folder: Path, layer: int) -> tuple[list[torch.Tensor], object]:
     return [decoded(q) for slot in slots for _, q in matrices_of(slot)], config.model.quant.activation_scheme
 
 
-SEEDS = [*range(len(SECTIONS)), *(pytest.param(name, marks=pytest.mark.thorough) for name in NAMES)]
+SEEDS = [*range(6), *thorough(*range(6, len(SECTIONS)), *NAMES)]
 EVERY = 41, pytest.param(23, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.slow)
 
 

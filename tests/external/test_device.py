@@ -1,7 +1,6 @@
 """Devices that are here, and those that are not."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from moe_mk.external.device import (
     usable_device,
 )
 from moe_mk.lab.cli.run import peak_host_bytes
+from tests.support.alone import NEEDS_PEAKS, status
 
 CPU = torch.device("cpu")
 
@@ -80,9 +80,7 @@ def test_a_person_reads_the_name_and_the_threads() -> None:
     synchronize(CPU)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc, which only Linux has")
+@NEEDS_PEAKS
 def test_peak_memory_is_in_bytes() -> None:
     peak = peak_host_bytes()
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    kernel_states = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    assert peak == pytest.approx(kernel_states, rel=0.05)
+    assert peak == pytest.approx(status("VmHWM"), rel=0.05)

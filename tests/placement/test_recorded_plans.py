@@ -7,8 +7,6 @@ python tests/placement/test_recorded_plans.py       writes the record anew, afte
 """
 
 import json
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from moe_mk.errors import UnsupportedError
 from moe_mk.placement.eplb import Cost, Topology, plan, resplit, slot_loads
 from tests.placement.plans import skewed
+from tests.support.alone import alone
 
 FILE = Path(__file__).parent / "recorded_plans.json"
 PROBLEMS = 50
@@ -92,15 +91,14 @@ def test_plans_are_worth_what_was_recorded(seed: int) -> None:
     assert now["resplit"] == pytest.approx(then["resplit"], rel=1e-3, abs=0.3)
 
 
-def test_plans_are_the_same_on_other_processors() -> None:
+def worths() -> list[Any]:
+    return [worth(seed) for seed in range(PROBLEMS)]
+
+
+def test_plans_are_the_same_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     # numpy takes its products and solutions from OpenBLAS, which has others for each processor, with other last bits.
-    program = (
-        f"import json; from {worth.__module__} import worth; print(json.dumps([worth(s) for s in range({PROBLEMS})]))"
-    )
-    environment = os.environ | {"OPENBLAS_CORETYPE": "Prescott"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [worth(seed) for seed in range(PROBLEMS)]
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    assert alone(worths) == worths()
 
 
 def main() -> None:

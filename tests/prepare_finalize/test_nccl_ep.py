@@ -19,6 +19,7 @@ from moe_mk.prepare_finalize.nccl_ep import NcclHighThroughput, NcclLowLatency
 from moe_mk.quant import BF16, FP16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing
 from tests.support.library_ranks import ROUTINGS, Ranks, X, reported
+from tests.support.tiers import thorough
 
 LL, HT = "nccl_ep", "nccl_ep_ht"
 
@@ -37,7 +38,7 @@ def small(*, experts: int = 64, top_k: int = 4, **settings: Any) -> Problem:
 
 
 @pytest.mark.row(75)
-@pytest.mark.parametrize("name", [LL, HT])
+@pytest.mark.parametrize("name", [LL, *thorough(HT)])
 def test_calls_survive_a_collection_of_garbage_between_their_halves(name: str) -> None:
     """The library keeps addresses of ids, weights and rooms, not the tensors."""
     ranks = Ranks(name, dtype=BF16, wire=BF16)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import quick_where
 from tests.support.trees import write_tree
 from tools import mutants
 from tools.mutants import LIST, ROOT, Mutant, changes_of, chosen, main, problems_of, read_mutants
@@ -35,7 +36,7 @@ def repository(tmp_path: Path) -> Path:
     return write_tree(tmp_path, FILES | {"tools/lines.py": (ROOT / "tools/lines.py").read_text(encoding="utf-8")})
 
 
-@pytest.mark.parametrize("state", ENTRIES)
+@pytest.mark.parametrize("state", quick_where("killed".__eq__, ENTRIES))
 def test_the_tests_of_its_row_judge_a_mutant(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
@@ -98,6 +99,7 @@ def test_changes_are_those_of_running_code() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_changes_by_machine_are_judged_by_the_tests_that_execute_them(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_
     assert mutants.Record(repository)._chosen(kernel, {"tests/test_sums.py::test_sums"}) == found["2 * a"][1:]
 
 
+@pytest.mark.thorough
 def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = mutants.changed_at_random(repository, ["."], 9, 0)
     one = before[0]

@@ -1,6 +1,5 @@
 """Formats of vLLM's routed experts: parameters as vLLM's loaders leave them are the experts that were quantised."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.packed_layouts import pack
 from tests.integrations.engines.stand_ins import Activation, moe_config
 from tests.layer.native import NEEDS_COMPILER
+from tests.support.alone import NEEDS_PEAKS, alone, peak_above
 
 EXPERTS, HIDDEN, INNER = 2, 256, 128
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,43 +125,38 @@ def test_the_experts_are_those_that_were_quantised(name: str) -> None:
     assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
 
 
+def peak_of_packing(name: str, count: int, experts: int) -> float:
+    """The peak while some layers of about 3 MB an expert are packed and freed, above the start, in layers."""
+    hidden, inner, words = 1024, 512, name != "UnquantizedFusedMoEMethod"
+    method = SimpleNamespace(moe=moe_config(in_dtype=torch.bfloat16), num_bits=4, group_size=128, symmetric=True)
+    layers: list[Any] = []
+    for _ in range(count):
+        layer: Any = nn.Module()
+        vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
+        for side, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+            if words:
+                held = {"weight_packed": torch.full((4 * experts, n, k // 8), 0x59A6B7C8, dtype=torch.int32)}
+                held["weight_scale"] = torch.full((4 * experts, n, k // 128), 0.01, dtype=torch.bfloat16)
+            else:
+                held = {"weight": torch.full((experts, n, k), 0.01, dtype=torch.bfloat16)}
+            for stem, tensor in held.items():
+                layer.register_parameter(f"{side}_{stem}", nn.Parameter(tensor, requires_grad=False))
+        layers.append(layer)
+    num_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
+    given: dict[str, Any] = {"top_k": 2, "release": True}
+    peak, _ = peak_above(lambda: [EngineExperts("0", weights_of(_, method, FORMATS[name]), **given) for _ in layers])
+    return peak / num_bytes
+
+
 @NEEDS_COMPILER
+@NEEDS_PEAKS
 @pytest.mark.thorough
 @pytest.mark.timeout(300)  # the first one compiles the kernels
 @pytest.mark.parametrize("name", ["UnquantizedFusedMoEMethod", "CompressedTensorsWNA16MoEMethod"])
 def test_the_peak_while_layers_are_packed_is_one_layer_above_the_end(name: str) -> None:
     # Layers of about 100 MB: torch returns storages of more than 32 MB to the system.
-    hidden, inner, words = 1024, 512, name != "UnquantizedFusedMoEMethod"
-    method = SimpleNamespace(moe=moe_config(in_dtype=torch.bfloat16), num_bits=4, group_size=128, symmetric=True)
-    layers: list[Any] = []
-    for _ in range(2):
-        layer: Any = nn.Module()
-        vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
-        for side, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-            if words:
-                held = {"weight_packed": torch.full((128, n, k // 8), 0x59A6B7C8, dtype=torch.int32)}
-                held["weight_scale"] = torch.full((128, n, k // 128), 0.01, dtype=torch.bfloat16)
-            else:
-                held = {"weight": torch.full((32, n, k), 0.01, dtype=torch.bfloat16)}
-            for stem, tensor in held.items():
-                layer.register_parameter(f"{side}_{stem}", nn.Parameter(tensor, requires_grad=False))
-        layers.append(layer)
-    num_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
-    begin = _status("VmRSS")
-    packed = [
-        EngineExperts(f"layers.{at}", weights_of(layer, method, FORMATS[name]), top_k=2, release=True)
-        for at, layer in enumerate(layers)
-    ]
-    assert all(each.backend == "cpu_native" and each.is_released for each in packed)
-    above = (_status("VmHWM") - begin) / num_bytes
+    above = alone(peak_of_packing, name, 2, 32, first=(name, 1, 2))
     assert 0.5 < above < 1.5, "of a layer: the copy of one, and no second one"
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 @pytest.mark.external

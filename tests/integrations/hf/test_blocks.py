@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from moe_mk.external.library import installed
 from moe_mk.integrations.transformers import patch_blocks, patched_blocks, register, unpatch_blocks
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import family, generate, logits, prompt
+from tests.support.alone import NEEDS_PEAKS, alone, peak_above
 from tests.support.replaced import CHANGES
 
 
@@ -191,27 +191,26 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).float().norm() / wanted.float().norm())
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not count peaks of memory")
-@pytest.mark.parametrize("called_before", [False, True])
-@needs_compiler
 @torch.no_grad()
-def test_the_peak_of_patching_is_one_copy_of_the_experts(called_before: bool) -> None:
+def peak_of_patching(called_before: bool) -> tuple[float, int]:
+    """The peak while two layers of 50 MB are patched, in bytes of their experts, and how often these are packed."""
     register()
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 32}
-    model = tiny_model(dtype=torch.bfloat16, **sizes)
+    patch_blocks(tiny_model(dtype=torch.bfloat16), experts="cpu_native")  # the libraries are loaded
+    model = tiny_model(dtype=torch.bfloat16, hidden_size=512, moe_intermediate_size=512, n_routed_experts=32)
     model.set_experts_implementation("moe_mk")
     held = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    assert held > 90 << 20
     if called_before:
         model(prompt())
-
-    def peak() -> int:
-        text = Path("/proc/self/status").read_text()
-        return int(text.partition("VmHWM:")[2].split()[0]) << 10
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-    layers = patch_blocks(model, experts="cpu_native")
-    assert len(layers) == 2 and peak() - before < 1.75 * held  # and one more layer while it is compared
+    peak, _ = peak_above(lambda: patch_blocks(model, experts="cpu_native"))
     packed = [kept for kept in gc.get_objects() if type(kept) is PackedExpertWeights and kept.num_slots == 32]
-    assert len(packed) == 2, "one for each layer"
+    return peak / held, len(packed)
+
+
+@NEEDS_PEAKS
+@pytest.mark.thorough
+@pytest.mark.parametrize("called_before", [False, True])
+@needs_compiler
+def test_the_peak_of_patching_is_one_copy_of_the_experts(called_before: bool) -> None:
+    peak, packed = alone(peak_of_patching, called_before)
+    assert packed == 2, "once for each layer"
+    assert peak < 1.75, "and one more layer while it is compared"

@@ -21,6 +21,7 @@ from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.names import layer_of
 from tests.cli.conftest import printed
+from tests.support.tiers import thorough
 
 H, I, E, K, S = 40, 12, 6, 3, 20
 
@@ -203,7 +204,7 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
         torch.testing.assert_close(layer(x), block(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["afmoe", "granitemoe", "inkling_text", "jamba"])
+@pytest.mark.parametrize("family", ["afmoe", *thorough("granitemoe", "inkling_text", "jamba")])
 def test_a_layer_like_a_derived_model_is_what_the_model_reads(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_for(family, {}).to_dict(), default=str))
     (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
@@ -231,7 +232,7 @@ def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_p
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
+@pytest.mark.parametrize("family", [*FAMILIES, *thorough(*WHOLE)])
 def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
     config = config_for(family, SMALL | FAMILIES[family] if family in FAMILIES else {})
     hf = json.loads(json.dumps(config.to_dict(), default=str)) | {"dtype": "float32"}

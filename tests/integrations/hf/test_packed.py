@@ -48,6 +48,7 @@ from tests.integrations.hf.packed import (
     write_packed,
 )
 from tests.layer.native import NEEDS_COMPILER
+from tests.support.tiers import quick_where, thorough
 
 MATRICES = 3 * EXPERTS * len(MOE_LAYERS)
 BF16 = 2 * MATRICES * SIZE * SIZE
@@ -74,7 +75,7 @@ def packed_modules(model: nn.Module) -> list[PackedExperts]:
     return [module for module in model.modules() if isinstance(module, PackedExperts)]
 
 
-@pytest.mark.parametrize(("family", "quant"), CASES)
+@pytest.mark.parametrize(("family", "quant"), quick_where(lambda family, _: family == "qwen3_moe", CASES))
 def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str, quant: str, written: Written) -> None:
     folder = written(family, quant)
     model = model_without_experts(folder, dtype=torch.float32)
@@ -90,6 +91,7 @@ def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str
     assert generate(model, ids) == generate(wanted, ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "quant"), [*CASES, ("qwen3_moe", "q4_k"), ("qwen3_moe", "q8_0")])
 def test_native_experts_in_bf16_are_as_near_as_their_formats_allow(family: str, quant: str, written: Written) -> None:
     folder = written(family, quant)
@@ -108,7 +110,7 @@ def test_native_experts_in_bf16_are_as_near_as_their_formats_allow(family: str, 
 
 
 @pytest.mark.parametrize("experts", ["cpu_native", "torch_cpu"])
-@pytest.mark.parametrize("quant", ["int4_g32", "awq"])
+@pytest.mark.parametrize("quant", ["int4_g32", *thorough("awq")])
 def test_no_more_than_the_packed_bytes_are_allocated(quant: str, experts: str, written: Written) -> None:
     folder = written("qwen3_moe", quant)
     replace_experts(model_without_experts(folder), folder, experts=experts)  # kernels are checked at their first use
@@ -174,7 +176,7 @@ def test_mixed_types_of_gguf_are_read_by_projection(written: Written) -> None:
     assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5) and "down q6_k" in str(report)
 
 
-@pytest.mark.parametrize("rest", ["Q6_K", "Q5_1"])
+@pytest.mark.parametrize("rest", ["Q6_K", *thorough("Q5_1")])
 def test_a_gguf_model_has_the_parameters_that_transformers_reads(rest: str, tmp_path: Path) -> None:
     file, empty = write_gguf_model(tmp_path, "q4_k", rest), family_model("qwen3_moe", dense=())
     theirs = load_gguf_checkpoint(file, return_tensors=True, model_to_load=empty)["tensors"]
