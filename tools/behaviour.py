@@ -1,20 +1,17 @@
-"""Freeze what the library computes, decides and prints, and compare it with a later state of the code.
+"""Freeze the bits of what the library computes, and compare them with a later state of the code.
 
-python tools/behaviour.py record FILE       write everything as JSON
-python tools/behaviour.py compare FILE      compute it again; print what differs as (name, old, new) and exit 1
+python tools/behaviour.py record FILE       write the digests as JSON
+python tools/behaviour.py compare FILE      compute them again; print what differs as (name, old, new) and exit 1
 
-`bits`: SHA-256 of outputs (dtype, shape, bytes): transports, experts, pairs, whole layers, routers, number formats,
-written checkpoints, real processes. They depend on the processor, on torch and on the number of threads, which are kept
-as the `machine` of a record: where it differs, bits are not compared, and the program states so.
-`decisions`: what the oracle decides for every problem of tests/oracle/golden.yaml and for shipped models on shipped
-devices, and what the verbs `plan` and `place` compute: numbers and names, no sentences.
-`texts`: help, explanations, tables; they change when sentences are rewritten.
+A digest is the SHA-256 of outputs (dtype, shape, bytes): transports, experts, pairs, whole layers, routers, number
+formats, written checkpoints, real processes. They depend on the processor, on torch and on the number of threads, which
+are kept as the `machine` of a record: where it differs, nothing is compared and the program exits 2. Decisions, prices
+and what verbs print are recorded by tests: tests/oracle/golden.yaml, tests/architecture/behaviour.json, tests/cli.
 
-One core computes everything in about three minutes. The code under test is the `moe_mk` that Python finds.
+One core computes everything in about two minutes. The code under test is the `moe_mk` that Python finds.
 """
 
 import argparse
-import difflib
 import hashlib
 import json
 import os
@@ -25,59 +22,46 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer.main
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-import moe_mk as moe_mk_package
-from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer, ParallelGroups, Problem, UnsupportedError, oracle
-from moe_mk.config import device_profile, load_config, shipped_devices, shipped_models
+import moe_mk
+from moe_mk import DeepseekV3MoE, MoELayer, ParallelGroups, UnsupportedError
 from moe_mk.experts import EXPERTS
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.cli import app
 from moe_mk.layer import SequenceParallelMoE
-from moe_mk.oracle import Decision, Parts, Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
-from moe_mk.quant import BF16, FP16, FP32, SCHEMES, Plain, QuantScheme
+from moe_mk.quant import BF16, FP32, SCHEMES, Plain, QuantScheme
 from moe_mk.router import Router, grouped_topk, topk
-from moe_mk.runner import alongside, run_dual
-from moe_mk.weights import ExpertWeights, as_mapped
+from moe_mk.runner import run_dual
 
 # Everything imported from deeper than a room; corrected here when modules move.
-from moe_mk.flight import Flight, wait  # isort: skip
+from moe_mk.flight import wait  # isort: skip
 from moe_mk.router.training import route_with_capacity  # isort: skip
 from moe_mk.router.training import noisy_topk  # isort: skip
-from moe_mk.lab.testing.cases import RoutingCase, hostile_routings  # isort: skip
-from moe_mk.lab.testing.experts import random_experts  # isort: skip
+from moe_mk.lab.testing.cases import hostile_routings  # isort: skip
 from moe_mk.lab.testing.on_ranks import (  # isort: skip
     outputs_of_experts, outputs_of_transport, outputs_on_processes, run_ranks,
 )  # fmt: skip
-from moe_mk.lab.testing.transports import each_rank, fly_dual, fly_together, run_together, virtual_groups, world_of  # isort: skip
-from moe_mk.tokens import Routing  # isort: skip
-from tests.support.formats import (  # isort: skip
-    EXPERTS as NUM_EXPERTS, FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, TOP_K, Format,
-)  # fmt: skip
+from moe_mk.lab.testing.transports import each_rank, fly_together, run_together, virtual_groups, world_of  # isort: skip
+from tests.conformance import test_pairs as conformance  # isort: skip
+from tests.support.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS  # isort: skip
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 """Of verbs."""
 PATIENCE_S = 600.0
 """What processes may take on a machine with other work."""
-INSIDE = "inside"
-"""What the oracle calls the transport of experts that route inside."""
-CPU = torch.device("cpu")
-SECTIONS = ("bits", "decisions", "texts")
 WIRES = {
     "plain": ["fp32", "bf16"],
     "fp8": ["fp8_1x128", "fp8_1x128_ue8m0"],
@@ -87,10 +71,7 @@ WIRES = {
 }
 """Schemes of each family that a transport declares it carries."""
 Entry = tuple[str, Callable[[], object]]
-"""A name, and what computes its value: tensors for `bits`, JSON for the others."""
-
-
-# ---------------------------------------------------------------------------------------------------------- bits
+"""A name, and what computes its value: tensors, or JSON of what has none."""
 
 
 def bits(folder: Path) -> Iterator[Entry]:
@@ -141,85 +122,21 @@ def experts() -> Iterator[Entry]:
 
 
 def pairs() -> Iterator[Entry]:
-    """Every pair that the oracle accepts: the kernel it hands out, on ranks of one process."""
-    for number, form in enumerate([*FORMATS, *MORE_PAIRS]):
-        for ranks, tokens in ((1, "sharded"), (2, "sharded"), (4, "sharded"), (4, "replicated")):
-            few = number not in (1, 8)  # libraries and slow proxies: in one plain and one rounded format
-            for verdict in accepted(form, ranks, tokens):
-                slow = verdict.emulated or verdict.prepare_finalize == "one_sided_network"
-                if slow and (few or ranks == 4):
-                    continue
-                yield (
-                    f"pair/{verdict.name}/{ranks} {tokens}/{form}",
-                    partial(outputs_of_pair, form, ranks, tokens, verdict),
-                )
+    """Every pair of tests/conformance: the kernel that the oracle hands out, on ranks of one process."""
+    yield from ((f"pair/{pair} {pair.tokens}", partial(outputs_of_pair, pair)) for pair in conformance.PAIRS)
 
 
-def accepted(form: Format, ranks: int, tokens: str) -> list[Verdict]:
-    """Verdicts on built-in pairs without a reason against them."""
-    decision = oracle.select(form.problem(ep=ranks, tokens=tokens, allow_emulated=True))
-    return sorted((v for v in decision.verdicts if not v.reasons), key=lambda v: v.name)
-
-
-def outputs_of_pair(form: Format, num_ranks: int, tokens: str, verdict: Verdict) -> list[Tensor]:
-    """Every case that ranks in lockstep meet, four where they are threads; one also as two micro-batches."""
-    pinned: dict[str, Any] = {"prepare_finalize": verdict.prepare_finalize, "experts": verdict.experts}
-    decision = oracle.select(form.problem(ep=num_ranks, tokens=tokens, allow_emulated=True, **pinned))
-    few = verdict.emulated or verdict.prepare_finalize == "one_sided_network"
+def outputs_of_pair(pair: conformance.Pair) -> list[Tensor]:
+    """Every case that its test tries; one also with other work and as two micro-batches."""
     outputs: list[Tensor] = []
-    for name, case in cases_of(num_ranks).items():
-        if few and name not in ("no tokens on the first rank", "uneven", "some -1", "replicas"):
-            continue
-        ranks = Ranks(decision, case.replicated() if tokens == "replicated" else case, form)
-        outputs += fly_together(ranks.world, ranks.flights())
-        if name == "uneven":
-            flights = [alongside(flight, lambda: None) for flight in ranks.flights()]
-            outputs += [y_TH for y_TH, _ in fly_together(ranks.world, flights)]
-            halves = [ranks.flights(cut) for cut in (slice(0, 1), slice(1, None))]
-            dual = fly_dual(ranks.world, list(zip(*halves, strict=True)))
-            outputs += [torch.cat(both) for both in dual]
+    for name in conformance.cases_of(pair.ranks):
+        if pair.thorough or name in conformance.IN_EVERY_PAIR:
+            case, tokens, logits, _ = conformance.asked(pair.form, pair.ranks, pair.tokens, pair.inside, name)
+            ranks = conformance.Ranks(pair.decision, case, conformance.stored(pair.form))
+            outputs += fly_together(ranks.world, ranks.flights(tokens, logits))
+            if name == "uneven":
+                outputs += conformance.run_with(ranks, tokens, logits) + conformance.run_dual(ranks, tokens, logits)
     return outputs
-
-
-class Ranks:
-    """The kernel of a decision on every rank of a case, with its weights, stacked or mapped in turn, and its tokens."""
-
-    def __init__(self, decision: Decision, case: RoutingCase, form: Format) -> None:
-        transport = decision.chosen.prepare_finalize
-        self.inside, self.case = transport == INSIDE, case
-        traits = PREPARE_FINALIZE["no_ep" if self.inside else transport].traits
-        self.world = world_of(traits, len(case.routings))
-        parts = [Parts(case.expert_map, CPU, comm) for comm in self.world.communicators()]
-        self.kernels: list[Any] = each_rank(self.world, [partial(oracle.assemble, decision, part) for part in parts])
-        self.weights, self.tokens, self.logits = [], [], []
-        for rank, (kernel, count) in enumerate(zip(self.kernels, case.num_tokens, strict=True)):
-            own = torch.tensor(case.expert_map.local_to_global(rank), dtype=torch.int64)
-            mine = ExpertWeights(stored(form).w13[own], stored(form).w2[own])
-            self.weights.append(kernel.experts.relayout(as_mapped(mine) if rank % 2 else mine))
-            draw = torch.Generator().manual_seed(0 if decision.problem.config.parallel.tokens == "replicated" else rank)
-            self.tokens.append(torch.randn((count, HIDDEN), generator=draw).to(form.dtype.dtype))
-            self.logits.append(torch.randn((count, NUM_EXPERTS), generator=draw))
-
-    def flights(self, cut: slice = slice(None)) -> list[Flight[Tensor]]:
-        """One of each rank, over some of its tokens."""
-        made = []
-        for rank, kernel in enumerate(self.kernels):
-            routing, x_TH = self.case.routings[rank], self.tokens[rank][cut]
-            chosen = Routing(routing.ids_TK[cut], routing.weights_TK[cut], logits_TE=self.logits[rank][cut])
-            made.append(kernel.steps(x_TH, chosen, self.weights[rank]))
-        return made
-
-
-@cache
-def stored(form: Format) -> ExpertWeights:
-    """The experts that pairs share out."""
-    return random_experts(form.problem().weights, NUM_EXPERTS, HIDDEN, INNER, CPU)
-
-
-@cache
-def cases_of(num_ranks: int) -> dict[str, RoutingCase]:
-    """The kit's hostile cases by name."""
-    return {case.name: case for case in hostile_routings(num_ranks, num_experts=NUM_EXPERTS, top_k=TOP_K)}
 
 
 def schemes() -> Iterator[Entry]:
@@ -284,7 +201,8 @@ def checkpoints(folder: Path) -> Iterator[Entry]:
         return files_in(folder / name)
 
     def converted(to: str) -> dict[str, str]:
-        done = moe_mk("convert", folder / "fp8", folder / f"to {to}", "--to", to)
+        words = ("convert", folder / "fp8", folder / f"to {to}", "--to", to)
+        done = CliRunner(env=ENVIRONMENT).invoke(app, [str(word) for word in words])
         return {"exit": str(done.exit_code), **files_in(folder / f"to {to}")}
 
     yield from ((f"checkpoint/{name}", partial(written, name)) for name in SHAPES)
@@ -452,8 +370,8 @@ def outputs_of_run(folder: Path, ranks: int) -> object:
     if done.returncode:
         raise RuntimeError(done.stderr)
     found = json.loads(report.read_text(encoding="utf-8"))
-    kept = ("tokens", "expert_load", "sent_bytes", "sent_bytes_by_link", "verification", "nodes")
-    return {key: numbers_of(found[key]) for key in kept if key in found} | {"trace": digest(load_file(recorded))}
+    kept = ("tokens", "expert_load", "sent_bytes", "sent_bytes_by_link")
+    return {key: found[key] for key in kept} | {"trace": digest(load_file(recorded))}
 
 
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -500,169 +418,6 @@ def built_in(registry: Any) -> Iterator[tuple[str, Any]]:
     return ((name, kind) for name, kind in sorted(registry.items()) if kind.__module__.startswith("moe_mk."))
 
 
-# ----------------------------------------------------------------------------------------------------- decisions
-
-
-DTYPES = {plain.name: plain for plain in (BF16, FP16, FP32)}
-
-
-def decisions(folder: Path) -> Iterator[Entry]:
-    """What is decided and predicted, as names and numbers."""
-    table = yaml.safe_load((ROOT / "tests/oracle/golden.yaml").read_text(encoding="utf-8"))
-    for number, case in enumerate(table["cases"]):
-        yield f"golden/{number:03}", partial(golden, case["ask"])
-    for config, device, ranks in product(shipped_models(), shipped_devices(), (1, 16)):
-        for count, libraries in ((16, ""), (4096, ",".join(all_libraries()))):
-            asked: tuple[object, ...] = ("--device", device, "--ranks", ranks, "--tokens", count)
-            call = partial(explained, config, *asked, "--installed", libraries)
-            yield f"explain/{config}/{' '.join(map(str, asked))}", call
-    more = ("--tp 2", "--replicated", "--graphs", "--nodes 4", "--dtype float32", "--comm-units 20", "--allow-emulated")
-    for option in more:
-        asked = ("--device", "h100", "--ranks", 16, "--installed", ",".join(all_libraries()), *option.split())
-        yield f"explain/deepseek_v3/{option}", partial(explained, "deepseek_v3", *asked)
-    for links in sorted(path.stem for path in (ROOT / "configs/links").glob("*.yaml")):
-        for verb in ("plan exchange", "plan exchange --mode latency --tokens 128", "plan tables", "plan relay"):
-            yield f"{verb}/{links}", partial(answered, *verb.split(), "--links", links)
-    loads = folder / "loads.json"
-    loads.write_text(json.dumps([[(e * e * 37 + layer * 11) % 101 for e in range(64)] for layer in range(3)]))
-    asked = ("--gpus", 16, "--nodes", 4, "--slots", 5, "--groups", 8)
-    for policy in ("auto", "compat", "flat", "hybrid", "all"):
-        yield f"place/{policy}", partial(answered, "place", "--loads", loads, *asked, "--policy", policy)
-    yield "schema", partial(answered, "schema", json_flag=False)
-    yield "registries", lambda: {"transports": dict(traits_of(PREPARE_FINALIZE)), "experts": dict(traits_of(EXPERTS))}
-
-
-def golden(ask: Mapping[str, Any]) -> object:
-    """A problem of the golden table, judged with every backend there is."""
-    settings = ask.get("settings", {}) | ({"quant": ask["quant"]} if "quant" in ask else {})
-    config: MoEConfig = load_config(ask["model"]).with_(**settings)
-    installed, dtype = frozenset(ask.get("installed", [])), DTYPES[ask.get("dtype", "bf16")]
-    try:
-        decided = oracle.select(Problem(config, device_profile(ask["device"]), dtype, ask["num_tokens"], installed))
-    except UnsupportedError as refusal:
-        return {"refused": len(refusal.reasons)}
-    return values_of(decided.as_dict())
-
-
-@cache
-def all_libraries() -> list[str]:
-    return sorted(json.loads(moe_mk("doctor", "--json").stdout)["libraries"])
-
-
-def explained(config: str, *words: object) -> object:
-    done = moe_mk("explain", config, *words, "--json")
-    return values_of(json.loads(done.stdout)) if done.exit_code == 0 else {"exit": done.exit_code}
-
-
-def values_of(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Chosen pair, prices of the eligible ones, codes against the others, formats and bytes; no sentence."""
-    verdicts = {f"{v['prepare_finalize']} + {v['experts']}": v for v in decision["verdicts"]}
-    kept = {key: decision[key] for key in ("oracle", "wire", "compute", "bytes", "tokens_that_fit", "graph_safe")}
-    fallback, budget = decision["fallback"], decision["budget"]
-    return kept | {
-        "deterministic": decision["deterministic"],
-        "chosen": next(name for name, verdict in verdicts.items() if verdict["chosen"]),
-        "order": [name for name, verdict in verdicts.items() if verdict["cost_us"] is not None],
-        "cost_us": {name: v["cost_us"] for name, v in verdicts.items() if v["cost_us"] is not None},
-        "refused": {n: " ".join(sorted(r["code"] for r in v["reasons"])) for n, v in verdicts.items() if v["reasons"]},
-        "gate": decision["gate"]["tier"],
-        "not gate": {tier: len(why) for tier, why in decision["gate"]["reasons"].items()},
-        "fallback": None if fallback is None else numbers_of(fallback),
-        "passed_over": [each["form"] for each in decision["passed_over"]],
-        "budget": None if budget is None else numbers_of(budget),
-    }
-
-
-def answered(*words: object, json_flag: bool = True) -> object:
-    """Names and numbers of what a verb prints as JSON."""
-    done = moe_mk(*words, *(["--json"] if json_flag else []))
-    return numbers_of(json.loads(done.stdout)) if done.exit_code == 0 else {"exit": done.exit_code}
-
-
-def traits_of(registry: Any) -> Iterator[tuple[str, object]]:
-    """The declared traits of every backend, without its summary."""
-    for name, kind in built_in(registry):
-        traits = {key: value for key, value in vars(kind.traits).items() if key not in ("summary", "extra")}
-        yield name, {key: shown(value) for key, value in sorted(traits.items())}
-
-
-def shown(value: object) -> object:
-    """A trait as JSON: sets in order, classes and enumerations by name."""
-    if isinstance(value, frozenset | set):
-        return sorted(str(shown(each)) for each in value)
-    if isinstance(value, list | tuple):
-        return [shown(each) for each in value]
-    if isinstance(value, Mapping):
-        return {str(shown(key)): shown(each) for key, each in value.items()}
-    if isinstance(value, bool | int | float | None):
-        return int(value) if type(value).__module__.startswith("moe_mk") and isinstance(value, int) else value
-    return getattr(value, "__name__", None) or str(value)
-
-
-def numbers_of(value: Any) -> Any:
-    """JSON without sentences and paths: a text is kept if it is one word."""
-    if isinstance(value, Mapping):
-        return {key: numbers_of(each) for key, each in value.items() if not is_sentence(each)}
-    if isinstance(value, list):
-        return [numbers_of(each) for each in value if not is_sentence(each)]
-    return value
-
-
-def is_sentence(value: object) -> bool:
-    """Whether a value is more than a number or a name: several words, or a path."""
-    return isinstance(value, str) and (len(value.split()) > 1 or value.startswith("/"))
-
-
-# --------------------------------------------------------------------------------------------------------- texts
-
-
-def texts(folder: Path) -> Iterator[Entry]:
-    yield from ((f"help/{' '.join(words)}", partial(printed, *words, "--help")) for words in verbs())
-    for config, device in (("deepseek_v3", "h200"), ("gpt_oss_120b", "b200"), ("tiny", "cpu")):
-        words = ("explain", config, "--device", device, "--ranks", 8, "--installed", ",".join(all_libraries()))
-        yield f"explain/{config}", partial(printed, *words)
-    pinned = ("--prepare-finalize", "no_ep", "--experts-backend", "cpu_native")
-    yield "explain/refused", partial(printed, "explain", "deepseek_v3", "--device", "h100", "--ranks", 8, *pinned)
-    for verb in ("exchange", "tables", "relay", "volumes", "layout data", "layout expert+model+data"):
-        yield f"plan/{verb}", partial(printed, "plan", *verb.split())
-    yield "doctor", lambda: re.sub(r"\d+(\.\d+)+\S*", "#", printed("doctor"))
-    yield "layer", lambda: str(load(written_once(folder)))
-    yield "decision", lambda: str(load(written_once(folder)).explain())
-    yield "memory", lambda: str(load(written_once(folder)).memory_report())
-
-
-def written_once(folder: Path) -> Path:
-    """A checkpoint, written where `bits` were left out."""
-    path = folder / "fp8"
-    if not path.exists():
-        write_checkpoint(path, SMALL, threads=1)
-    return path
-
-
-def verbs() -> list[tuple[str, ...]]:
-    """Every verb, those inside groups too, and the command itself."""
-    command: Any = typer.main.get_command(app)
-
-    def below(words: tuple[str, ...], command: Any) -> list[tuple[str, ...]]:
-        inner = sorted(getattr(command, "commands", {}).items())
-        return [words, *(found for name, each in inner for found in below((*words, name), each))]
-
-    return below((), command)
-
-
-def printed(*words: object) -> str:
-    """All that a verb prints, in lines of 120 columns."""
-    done = moe_mk(*words)
-    return "\n".join(line.rstrip() for line in done.output.splitlines())
-
-
-def moe_mk(*words: object) -> Any:
-    return CliRunner(env=ENVIRONMENT).invoke(app, [str(word) for word in words])
-
-
-# ---------------------------------------------------------------------------------------------- record and compare
-
-
 def machine() -> dict[str, str]:
     """What bits depend on beside the code."""
     model = (
@@ -678,47 +433,39 @@ def machine() -> dict[str, str]:
     }
 
 
-def computed(sections: Iterable[str], match: str = "") -> dict[str, Any]:
-    """A record of some sections. match: only entries whose name it is found in, as a regular expression."""
+def computed(match: str = "") -> dict[str, Any]:
+    """A record. match: only entries whose name it is found in, as a regular expression."""
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"machine": machine()}
-    print(f"behaviour of {Path(moe_mk_package.__file__ or '').parent}", file=sys.stderr)
+    made, began = dict[str, object](), time.perf_counter()
+    print(f"behaviour of {Path(moe_mk.__file__ or '').parent}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="behaviour-") as place:
-        for section in sections:
-            began, made = time.perf_counter(), {}
-            for name, compute in {"bits": bits, "decisions": decisions, "texts": texts}[section](Path(place)):
-                if not re.search(match, name) and not name.startswith("checkpoint/"):
-                    continue
+        for name, compute in bits(Path(place)):
+            if re.search(match, name):
                 torch.manual_seed(0)
                 torch.set_num_threads(1)  # verbs change it
-                made[name] = value_of(section, name, compute)
-            record[section] = made
-            print(f"{section:<10} {len(made)} values in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return dict(json.loads(json.dumps(record)))
+                made[name] = value_of(name, compute)
+            elif name.startswith("checkpoint/"):
+                compute()  # layers are loaded from it
+    print(f"{len(made)} values in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return dict(json.loads(json.dumps({"machine": machine(), "bits": made})))
 
 
-def value_of(section: str, name: str, compute: Callable[[], object]) -> object:
-    """The value of an entry; an error is a value too, by its type."""
+def value_of(name: str, compute: Callable[[], object]) -> object:
+    """The digest of an entry; an error is a value too, by its type."""
     try:
         with torch.no_grad():
-            value = compute()
+            return digest(compute())
     except Exception as error:
         if not isinstance(error, UnsupportedError):
             print(f"{name} raises", *traceback.format_exception(error)[-3:], file=sys.stderr)
         return f"raises {type(error).__name__}"
-    return digest(value) if section == "bits" else value
 
 
 def differences(old: object, new: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    """Leaves that differ, by their path; a text differs line by line."""
+    """Leaves that differ, by their path."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted({*old, *new}):
             yield from differences(old.get(key, "-"), new.get(key, "-"), f"{name} > {key}" if name else key)
-    elif isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
-        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0))[2:]
-        yield from (
-            (name, line[1:], "-") if line[0] == "-" else (name, "-", line[1:]) for line in lines if line[0] in "+-"
-        )
     elif old != new:
         yield name, old, new
 
@@ -727,31 +474,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma")
     parser.add_argument("--match", default="", help="a regular expression: only entries whose names have it")
     options = parser.parse_args(arguments)
-    sections = options.only.split(",")
-    if unknown := set(sections) - set(SECTIONS):
-        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if options.what == "record":
-        record: dict[str, Any] = {}
-        for section in sections:
-            record |= computed([section], options.match)
-            options.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(computed(options.match), indent=1, sort_keys=True)
+        options.file.write_text(text + "\n", encoding="utf-8")
         return 0
     old = json.loads(options.file.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    if old["machine"] != machine() and "bits" in sections:
-        print(f"bits are not compared: recorded on {old['machine']}, this is {machine()}", file=sys.stderr)
-        sections.remove("bits")
-    new, found = computed(sections, options.match), 0
-    for section in sections:
-        before = {name: value for name, value in old[section].items() if re.search(options.match, name)}
-        now = {name: value for name, value in new[section].items() if re.search(options.match, name)}
-        for name, was, is_now in differences(before, now):
-            found += 1
-            print(f"{section}: {name}\n  was {was}\n  is  {is_now}")
-    print(f"{found} differences" if found else f"no difference in {', '.join(sections)}")
+    if old["machine"] != machine():
+        print(f"nothing is compared: recorded on {old['machine']}, this is {machine()}", file=sys.stderr)
+        return 2
+    recorded = {name: value for name, value in old["bits"].items() if re.search(options.match, name)}
+    found = list(differences(recorded, computed(options.match)["bits"]))
+    for name, was, is_now in found:
+        print(f"{name}\n  was {was}\n  is  {is_now}")
+    print(f"{len(found)} difference{'s' * (len(found) > 1)}" if found else "no difference")
     return 1 if found else 0
 
 

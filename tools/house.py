@@ -42,9 +42,9 @@ LIMITS = {
     "circles": 0,
     "orphans": 0,
     "core lines": 26_910,
-    "library lines": 52_441,
-    "test lines": 69_121,
-    "tool and benchmark lines": 10_978,
+    "library lines": 52_415,
+    "test lines": 68_968,
+    "tool and benchmark lines": 10_847,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
@@ -59,7 +59,6 @@ LONGER = {
     "moe_mk/kernels/native/build.py": 510,
     "tests/kernels/native/test_build.py": 600,
     "tests/testing/broken/experts.py": 530,
-    "tools/behaviour.py": 780,
 }
 LONG = 250
 """Lines beyond which a module with one importer stays a module."""

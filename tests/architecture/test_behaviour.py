@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from moe_mk.config import shipped_devices, shipped_models
-from tools.behaviour import all_libraries, explained
+from moe_mk.lab.cli import app
 
 FILE = Path(__file__).parent / "behaviour.json"
 WORKLOADS = {"decode": (16, 16), "prefill": (16, 4096)}
@@ -23,15 +24,23 @@ SHOWN = 3
 """Pairs whose price is kept by name."""
 
 
+@cache
+def all_libraries() -> str:
+    return ",".join(sorted(json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["libraries"]))
+
+
 def prices(model: str, device: str, workload: str) -> dict[str, Any]:
     """With every library there is; a problem that nothing serves has no price."""
     ranks, tokens = WORKLOADS[workload]
-    words = ("--device", device, "--ranks", ranks, "--tokens", tokens, "--installed", ",".join(all_libraries()))
-    decision: Any = explained(model, *words)
-    if "chosen" not in decision:
+    words = f"explain {model} --device {device} --ranks {ranks} --tokens {tokens} --installed {all_libraries()} --json"
+    done = CliRunner().invoke(app, words.split())
+    if done.exit_code:
         return {"refused": True}
-    prices = list(decision["cost_us"].items())
-    made = {name: decision[name] for name in ("chosen", "wire", "compute")} | {"pairs": len(prices)}
+    decision = json.loads(done.stdout)
+    pairs = {f"{each['prepare_finalize']} + {each['experts']}": each for each in decision["verdicts"]}
+    prices = [(name, each["cost_us"]) for name, each in pairs.items() if each["cost_us"] is not None]
+    made = {"chosen": next(name for name, each in pairs.items() if each["chosen"])}
+    made |= {name: decision[name] for name in ("wire", "compute")} | {"pairs": len(prices)}
     made |= {"cheapest_us": dict(prices[:SHOWN]), "all_us": round(sum(price for _, price in prices), 1)}
     return made | {"bytes": {name: count for name, count in decision["bytes"].items() if name != "buffers_by"}}
 

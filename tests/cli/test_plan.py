@@ -104,10 +104,6 @@ def test_a_damaged_checkpoint_is_refused_with_every_problem(invoke: Invoke, tiny
     assert "experts.5.up_proj.weight" in result.stderr and "experts.99.up_proj.weight" in result.stderr
 
 
-def test_a_missing_checkpoint_is_a_usage_error(invoke: Invoke, tmp_path: Path) -> None:
-    assert invoke("run", tmp_path / "absent").exit_code == 2
-
-
 def test_a_plan_is_made_for_the_tokens_of_the_run(tiny: Path) -> None:
     for tokens, most in (((0, 0, 7, 1), 7), ((64,), 64), ((0,), 1)):
         plan = plan_run(RunSettings(tiny, 3, MoEConfig.from_hf(tiny), tokens), World(4, 1))

@@ -22,7 +22,6 @@ from moe_mk.oracle.verdict import Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import BF16
-from moe_mk.quant.tensor import QuantTensor
 from moe_mk.runner import alongside
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
@@ -130,15 +129,6 @@ def dense(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     return y_TH
 
 
-def pick(q: QuantTensor, experts: list[int]) -> QuantTensor:
-    index = torch.tensor(experts)
-    scales = q.scales
-    if scales is not None:  # UE8M0 cannot be indexed as such
-        scales = scales.view(torch.uint8)[index].view(scales.dtype) if scales.element_size() == 1 else scales[index]
-    values = q.values.view(torch.uint8)[index].view(q.values.dtype) if q.values.element_size() == 1 else q.values[index]
-    return QuantTensor(values, scales, q.scheme, None if q.global_scale is None else q.global_scale[index])
-
-
 class Ranks:
     """The kernel of a decision on every rank of a case, with the weights of that rank, stacked or mapped in turn."""
 
@@ -150,8 +140,8 @@ class Ranks:
         parts = [Parts(case.expert_map, CPU, comm) for comm in self.world.communicators()]
         self.kernels = each_rank(self.world, [partial(assemble, decision, part) for part in parts])
         for rank, kernel in enumerate(self.kernels):
-            own = case.expert_map.local_to_global(rank)
-            mine: Weights = ExpertWeights(pick(stack.w13, own), pick(stack.w2, own))
+            own = torch.tensor(case.expert_map.local_to_global(rank), dtype=torch.int64)
+            mine: Weights = ExpertWeights(stack.w13[own], stack.w2[own])
             self.weights.append(kernel.experts.relayout(as_mapped(mine) if rank % 2 else mine))
 
     def flights(self, tokens: list[Tensor], logits: list[Tensor], cut: slice = slice(None)) -> list[Flight[Tensor]]:

@@ -1,8 +1,6 @@
 """What each process of the gloo world does; results are tensors, numbers and texts."""
 
 import importlib.util
-import os
-import signal
 import sys
 from itertools import permutations
 from pathlib import Path
@@ -62,14 +60,10 @@ def case_flight(rank: int, comm: Any, number: int, transport: str, form: Format)
     draw = torch.Generator().manual_seed(0 if tokens == "replicated" else rank)
     x_TH = torch.randn((case.num_tokens[rank], HIDDEN), generator=draw).to(form.dtype.dtype)
     stack = random_experts(form.problem().weights, EXPERTS, HIDDEN, INNER, CPU)
-    own = case.expert_map.local_to_global(rank)
-    weights = ExpertWeights(_rows(stack.w13, own), _rows(stack.w2, own))
+    own = torch.tensor(case.expert_map.local_to_global(rank))
+    weights = ExpertWeights(stack.w13[own], stack.w2[own])
     hops: list[str] = []
     return yield_points_of(kernel.steps(x_TH, case.routings[rank], weights), hops), hops
-
-
-def _rows(q: Any, experts: list[int]) -> Any:
-    return q[torch.tensor(experts)]
 
 
 def layer_forward(
@@ -235,18 +229,3 @@ def disagree(rank: int, path: str, layer: int) -> str:
     except CommError as problem:
         return str(problem)
     return "no error"
-
-
-def lose_rank_two(rank: int, path: str, layer: int) -> dict[str, Any]:
-    """One good forward, then rank 2 is killed and the others call again."""
-    config = MoEConfig.from_hf(path, router_dtype="float32", prepare_finalize="all_to_all", timeout_s=10.0)
-    built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 0")
-    built.load_from_safetensors(path, layer)
-    built(torch.ones(2, config.model.hidden_size))
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        built(torch.ones(2, config.model.hidden_size))
-    except CommError as problem:
-        return {"rank": problem.rank, "phase": problem.phase, "layer": problem.layer, "text": str(problem)}
-    return {"text": "no error"}

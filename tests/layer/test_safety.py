@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import ConfigError, ExpertMap, MoELayer, UnsupportedError
-from moe_mk.lab.testing.transports import run_together, virtual_groups
+from moe_mk.lab.testing.transports import virtual_groups
 from tests.support.layers import HIDDEN, config, layer, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,23 +70,6 @@ def made(**settings: object) -> MoELayer:
         8, 2, num_shared_experts=1, has_correction_bias=True, scoring_func="sigmoid", num_expert_group=4, topk_group=2,
         experts="torch_cpu", **settings,
     )  # fmt: skip
-
-
-def test_other_defaults_of_torch_change_nothing(x_TH: Tensor) -> None:
-    first, weights = made(), tensors(8, shared=1, bias=True)
-    expected = first(x_TH)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            built = MoELayer(first.config, dtype=torch.float32)
-            built.load_weights(weights)
-            got = built(x_TH)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert got.dtype is torch.float32 and got.device.type == "cpu"
-    assert torch.equal(got, expected)
-    assert built.weights.bias_E is not None and built.weights.bias_E.dtype is torch.float32
-    assert built.expert_load.device.type == "cpu" and built.expert_load.dtype is torch.int64
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -154,36 +137,6 @@ def test_a_layer_with_groups_states_why_it_cannot_be_pickled() -> None:
         ConfigError, match=r"layer 'moe' holds process groups, which cannot be pickled; build it per process"
     ):
         pickle.dumps(grouped)
-
-
-def test_layers_with_other_groups_and_backends_do_not_meet(x_TH: Tensor) -> None:
-    alone = made()
-    wide = [made_on(groups, "all_to_all", "reference") for groups in virtual_groups(ep=4)]
-    pair = [made_on(groups, "all_gather", "torch_cpu") for groups in virtual_groups(ep=2)]
-    expected = alone(x_TH)
-    for _ in range(2):
-        for group in (wide, pair):
-            for y_TH in run_together(group, [x_TH] * len(group)):
-                torch.testing.assert_close(y_TH, expected, atol=1e-6, rtol=0)
-        assert torch.equal(alone(x_TH), expected)
-    assert {one.decision.chosen.name for one in (alone, wide[0], pair[0])} == {
-        "no_ep + torch_cpu", "all_to_all + reference", "all_gather + torch_cpu",
-    }  # fmt: skip
-
-
-def made_on(groups: object, transport: str, experts: str) -> MoELayer:
-    settings = made().config.with_(prepare_finalize=transport, experts=experts)
-    built = MoELayer(settings, dtype=torch.float32, groups=groups)  # type: ignore[arg-type]
-    return built.load_weights(tensors(8, shared=1, bias=True))
-
-
-def test_the_library_keeps_no_layer_alive() -> None:
-    import gc
-    import weakref
-
-    seen = weakref.ref(made())
-    gc.collect()
-    assert seen() is None
 
 
 def test_a_layer_is_not_moved_away_from_its_backends() -> None:

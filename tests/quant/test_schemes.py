@@ -58,7 +58,7 @@ def test_mxfp8_activations_have_a_scale_for_32() -> None:
 
 
 @pytest.mark.parametrize("scheme", [*BLOCKED, *GROUPED.values()], ids=lambda s: s.name)
-@pytest.mark.parametrize("shape", [(4, 256), (130, 200), (1, 2), (3, 130, 72), (0, 256)])
+@pytest.mark.parametrize("shape", [(4, 256), (130, 200), (1, 2), (3, 130, 72), (2, 3, 130, 72), (0, 256)])
 def test_bytes_are_those_that_were_promised(scheme: BlockedScheme, shape: tuple[int, ...]) -> None:
     q = scheme.quantize(normal(*shape))
     assert q.shape == shape, "the shape is the logical one, whatever the packing"

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native import reasons_against
 from moe_mk.layer.gate import route_natively
-from moe_mk.router import Router, gate_logits, grouped_topk, topk
+from moe_mk.router import Router, gate_logits, topk
 from moe_mk.router.router import Simulation
 from moe_mk.router.topk import IDS
 from tests.support.draws import normal
@@ -159,13 +159,6 @@ def test_ids_come_in_the_dtype_that_is_asked_for(groups: int, simulate: Simulati
         Router(3, ids_dtype=torch.int16)
 
 
-def test_bias_chooses_and_does_not_weigh() -> None:
-    logits, bias = normal(64, 16), torch.zeros(16, dtype=torch.float32)
-    bias[3] = 10.0
-    weights, ids = topk(logits, 2, "softmax", False, 1.0, bias)
-    assert (ids[:, 0] == 3).all() and torch.equal(weights[:, 0], logits.double().softmax(-1)[:, 3].float())
-
-
 def test_equal_logits_choose_the_lowest_ids_and_all_experts_can_be_chosen() -> None:
     weights, ids = topk(torch.zeros(2, 6, dtype=torch.bfloat16), 6)
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
@@ -178,16 +171,6 @@ def test_one_expert_no_tokens_and_nan() -> None:
     assert topk(torch.empty(0, 4, dtype=torch.float32), 2)[1].shape == (0, 2)
     weights, ids = topk(torch.tensor([[torch.nan, 1.0, 2.0]]), 2, "sigmoid")
     assert (ids.tolist(), weights.tolist()) == ([[-1, -1]], [[0.0, 0.0]])
-
-
-def test_equals_grouped_routing_that_keeps_every_group() -> None:
-    logits, bias = normal(64, 24), normal(24, seed=3)
-    for ours, theirs in zip(
-        topk(logits, 5, "sigmoid", True, 2.5, bias),
-        grouped_topk(logits, 5, 6, 6, "sigmoid", bias, True, 2.5),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs)
 
 
 def test_errors_name_the_numbers() -> None:

@@ -1,23 +1,17 @@
 """What tests of the one-sided transports share: contexts, tokens drawn at random, experts that scale rows, a death."""
 
-import os
-import signal
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator
-from moe_mk.errors import CommError
-from moe_mk.flight import Flight, wait
+from moe_mk.flight import Flight
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
+from moe_mk.prepare_finalize import PrepareFinalize, TransportContext
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
-from moe_mk.trace.clock import now
 
 RANKS, EXPERTS, TOP_K, HIDDEN = 4, 8, 3, 256
 CPU = torch.device("cpu")
@@ -56,23 +50,3 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype, hidden: int = HIDDEN) -> t
     ids_TK[torch.rand(ids_TK.shape, generator=draw) < 0.2] = -1
     weights_TK = torch.rand(ids_TK.shape, generator=draw).masked_fill(ids_TK < 0, 0.0)
     return x_TH, Routing(ids_TK, weights_TK)
-
-
-def call_until_one_dies(
-    rank: int, name: str, ranks_per_node: int | None, dying: int, network_link: str = "auto"
-) -> str:
-    """Worker of a `RankWorld`: the call in which this rank hears of the death, whether that was soon, and the error."""
-    comm = world_comm()
-    wait(comm.recover())  # from calls that earlier tests of this world have let fail
-    transport = PREPARE_FINALIZE[name](replace(context(comm), ranks_per_node=ranks_per_node, network_link=network_link))
-    for call in range(20):
-        flight = there_and_back(transport, *drawn(rank, 8, torch.float32))
-        if rank == dying and call == 10:
-            next(flight)  # its tokens are sent; its sums never will be
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = now()
-        try:
-            wait(flight)
-        except CommError as error:
-            return f"{call} {now() - start < 10.0} {error}"
-    return "nobody died"

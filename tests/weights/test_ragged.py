@@ -12,7 +12,6 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import OutputStage, RowTokens
-from moe_mk.weights import to_stacked
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 
 CPU, WIDTHS, HIDDEN = torch.device("cpu"), (16, 32, 48, 64), 24
@@ -46,13 +45,6 @@ def test_widths_of_16_to_64_are_computed_as_they_are(name: str) -> None:
         gate, up, down = MATRICES[int(ids[t, k])]
         expected[t] += weights[t, k] * (down @ (torch.nn.functional.silu(gate @ x[t]) * (up @ x[t])))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.row(8)
-def test_layouts_of_equal_experts_refuse_them_by_name() -> None:
-    reported = "intermediate sizes 16, 32, 48, 64, a stack holds equal ones; use experts='reference' or 'torch_cpu'"
-    with pytest.raises(UnsupportedError, match=reported):
-        to_stacked(WEIGHTS, CPU)
 
 
 @pytest.mark.row(8)

@@ -25,10 +25,8 @@ from moe_mk.weights import (
     LayerWeights,
     MappingSource,
     SlotWeights,
-    as_mapped,
     inspect_checkpoint,
     load_layer,
-    to_stacked,
 )
 from moe_mk.weights.expert_weights import SlotBiases
 from tests.weights.one_layer import load_written, wide
@@ -95,17 +93,6 @@ def test_a_slice_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(
     config = MoEConfig.from_hf(written(quant))
     with pytest.raises(ConfigError, match=rf"parallel\.tp={size} .*; possible: {legal}"):
         config.with_(tp=size)
-
-
-@pytest.mark.parametrize("quant", QUANTISED)
-def test_a_stack_is_the_same_experts(quant: str, written: Callable[[str], Path]) -> None:
-    mapped = load_written(written(quant)).experts
-    stacked = to_stacked(mapped, CPU)
-    assert stacked.w13.shape == (EXPERTS, 2 * INNER, HIDDEN) and stacked.w2.shape == (EXPERTS, HIDDEN, INNER)
-    for index in range(EXPERTS):
-        pairs = zip(wide(mapped.slot(index)), wide(as_mapped(stacked).slot(index)), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-    assert stacked.num_bytes == mapped.num_bytes
 
 
 @pytest.mark.parametrize("quant", QUANTISED)
