@@ -21,13 +21,7 @@ from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_key
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
-DEEPSEEK_LIKE = (
-    "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1", "nemotron_h", "kimi_linear",
-    "glm5_next", "hy_v4", "bailing_hybrid", "bailing_moe", "glm4_moe_lite", "glm4v_moe", "mimo_v2_flash", "solar_open",
-)  # fmt: skip
-SOFTMAX_GROUPED = ("deepseek_v2", "mistral4")
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
-MINIMAX = ("minimax_m2", "minimax_m3")
 STEP = ("step3p5", "step3p7")
 LONGCAT = ("longcat_flash", "longcat_flash_ngram")
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -39,9 +33,11 @@ _TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("families.json").read_text(encoding="utf-8")
 )
 """By model type, what is stated besides `_COMMON`: "keys" that are read; "defaults" of its class that differ from
-`_ONE`; keys that are "renamed" to the one with their meaning in other families; "shared_width", the key of the width of
-the shared experts where there is one; keys of "other_parts" of the model among those whose names suggest an effect;
-"width", the key of that of an expert; whether weights are "renormalised" whatever the configuration states."""
+`_ONE`; "aliases", other types with the same layers; keys that are "renamed" to the one with their meaning in other
+families; the "scoring" of the gate, else softmax; whether selection is "biased", where no key use_routing_bias states
+it; "topk_methods" that may be stated; "shared_width", the key of the width of the shared experts where there is one;
+keys of "other_parts" of the model among those whose names suggest an effect; "width", the key of that of an expert;
+whether weights are "renormalised" whatever the configuration states."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
 FAMILIES = tuple(_TABLE)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
@@ -64,8 +60,6 @@ _READ: Mapping[str, Mapping[str, Kind]] = {
     for family, each in _TABLE.items()
 }
 """The keys that are read, by family; those of other families are refused where they have a value."""
-_TOPK_METHODS = {"noaux_tc": (*DEEPSEEK_LIKE, "deepseek_v4"), "greedy": ("deepseek_v2",),
-                 "group_limited_greedy": ("deepseek_v2",)}  # fmt: skip
 _SAME = (
     ("n_routed_experts", "num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"),
     ("intermediate_size", "moe_intermediate_size"), ("torch_dtype", "dtype"),
@@ -156,7 +150,7 @@ def section_of(hf: Mapping[str, Any]) -> str | None:
 def family_of(hf: Mapping[str, Any]) -> str:
     """The model type, of a text_config that of the model itself."""
     family = str(hf.get("model_type", "")).removesuffix("_text")
-    return {"bailing_moe_v2": "bailing_moe", "minimax_m3_vl": "minimax_m3"}.get(family, family)
+    return next((name for name, each in _TABLE.items() if family in each.get("aliases", ())), family)
 
 
 def renamed(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
@@ -214,8 +208,7 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
     method = hf.get("topk_method")
     if method is None and family == "deepseek_v2" and hf.get("n_group") not in (None, 1):
         problems.append(f"n_group is {hf['n_group']!r} and topk_method is absent: state group_limited_greedy or greedy")
-    if method is not None and family not in _TOPK_METHODS.get(str(method), ()):
-        fitting = [name for name, families in _TOPK_METHODS.items() if family in families]
+    if method is not None and method not in (fitting := _TABLE[family].get("topk_methods", ())):
         problems.append(f"topk_method is {method!r}, {family} has {' or '.join(fitting) or 'none'}")
     return problems
 
@@ -265,12 +258,9 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         or (family != "llama4" and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"] * hf["part"],
     }
-    stated_bias, by_sigmoid = (
-        family in (*STEP, *MINIMAX, "bailing_moe"),
-        family in ("llama4", *STEP, *MINIMAX, *DEEPSEEK_LIKE),
-    )
-    biased = hf["use_routing_bias"] if stated_bias else family in (*DEEPSEEK_LIKE, "deepseek_v4", *LONGCAT)
-    scoring = "sqrtsoftplus" if family == "deepseek_v4" else "sigmoid" if by_sigmoid else "softmax"
+    is_stated = "use_routing_bias" in _READ[family]
+    biased = hf["use_routing_bias"] if is_stated else _TABLE[family].get("biased", False)
+    scoring = _TABLE[family].get("scoring", "softmax")
     scoring = hf.get("scoring_func" if family == "bailing_moe" else "expert_selection_fn") or scoring
     router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}
     # The softmax over the chosen logits is that over all of them, renormalised.
@@ -279,7 +269,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         router["first_image_token"] = _first(hf, where, "vocab_size")
     if family == "mistral4" and hf["n_group"] > 1:
         router["group_score"] = "two_best"
-    if family in SOFTMAX_GROUPED and hf["topk_method"] == "greedy":
+    if hf.get("topk_method") == "greedy":
         router |= {"num_expert_group": 1, "topk_group": 1}
     stated = hf.get("scoring_func")
     if stated is not None and (family, stated) != ("dots1", "noaux_tc") and stated != router["scoring_func"]:
