@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_mk.config import hf_rules
-from moe_mk.config.hf_rules import BLOCKS, PROJECTIONS, ROOTS, SHARED, Found, Said, others_of, with_shared
+from moe_mk.config.hf_rules import BLOCKS, PROJECTIONS, ROOTS, SHARED, Found, Said, others_of
 from moe_mk.config.keys import is_empty, section_problems
 from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE
@@ -194,8 +194,11 @@ def _modelopt(quant: Said, layers: list[int]) -> Found:
 def _group_in(
     groups: object, layers: list[int], algorithm: str, bits: int, columns: int | None
 ) -> tuple[Said | None, list[str]]:
-    """The group of the routed experts, and where it is not of an algorithm with that many bits and columns a scale."""
-    group, problems = _group_of(groups, layers)
+    """The group of the experts, and where it is not of an algorithm with that many bits and columns a scale."""
+    modules = [*hf_rules.modules(layers, "experts"), *hf_rules.modules(layers, "shared_experts")]
+    group, problems = _group_of(groups, modules[0])
+    if not problems and any(_group_of(groups, names)[0] is not group for names in modules):
+        problems.append("targets of config_groups give some projections of the experts another format than others")
     for title in ("weights", "input_activations") if group is not None else ():
         section = (group or {}).get(title) or {}
         for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
@@ -204,8 +207,8 @@ def _group_in(
     return group, problems
 
 
-def _group_of(groups: object, layers: list[int], role: str = "") -> tuple[Said | None, list[str]]:
-    """The group of config_groups that the experts of a role belong to, "" for all; None if there is none.
+def _group_of(groups: object, names: list[str]) -> tuple[Said | None, list[str]]:
+    """The group of config_groups that a module belongs to, by the names that it may have; None if there is none.
 
     Names and expressions come before the class of a module, as in compressed-tensors.
     """
@@ -219,20 +222,18 @@ def _group_of(groups: object, layers: list[int], role: str = "") -> tuple[Said |
     problems += [f"weights.dynamic is {value!r}, weights with stored scales are supported" for value in stated]
     if problems:
         return None, problems
-    chosen: dict[str, Said | None] = {}
-    for each in (role,) if role else ("experts", "shared_experts"):
-        by_name = [g for g in groups.values() if hf_rules.covered("name", g.get("targets") or (), layers, each)]
-        by_class = [g for g in groups.values() if "targets" not in g or "Linear" in (g.get("targets") or ())]
-        fitting = by_name or by_class
-        if len(fitting) > 1:
-            return None, [f"config_groups has {len(fitting)} groups for {each}, one is expected"]
-        chosen[each] = fitting[0] if fitting else None
-    group = chosen[role or "experts"]
-    if not role and group is not None and chosen["shared_experts"] is not group:
-        problems.append("targets of config_groups give shared experts another format than routed ones")
-    return group, problems
+    by_name = [g for g in groups.values() if hf_rules.named("name", g.get("targets") or (), names)]
+    by_class = [g for g in groups.values() if "targets" not in g or "Linear" in (g.get("targets") or ())]
+    fitting = by_name or by_class
+    if len(fitting) > 1:
+        return None, [f"config_groups has {len(fitting)} groups for {names[0]}, one is expected"]
+    others = [] if fitting else [each for g in groups.values() for each in g["targets"] or () if _BLOCK.match(each)]
+    problems = [f"targets has {each!r}; names, expressions and 'Linear' are read, no other classes" for each in others]
+    return next(iter(fitting), None), problems
 
 
+_BLOCK = re.compile(r"[A-Z]\w*(?:MoE|Moe|MoeBlock|MLP|Experts?)$")
+"""A class of modules that may hold experts."""
 _IN_GROUPS = {
     "mxfp4-pack-quantized": ("mxfp4", 4, 32), "nvfp4-pack-quantized": ("nvfp4", 4, 16),
     "mxfp8-quantized": ("mxfp8", 8, 32),
@@ -241,10 +242,11 @@ _SCALES = {**dict.fromkeys(("mxfp4", "mxfp8"), ("torch.uint8", None)), "nvfp4": 
 
 
 def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
-    experts, problems = _of_group(quant, *_group_of(quant.get("config_groups"), layers, "experts"))
-    if problems or _ignored(quant, "compressed-tensors", layers)["shared_experts"]:
-        return experts, problems
-    return with_shared(experts, *_of_group(quant, *_group_of(quant.get("config_groups"), layers, "shared_experts")))
+    def of(names: list[str]) -> Found:
+        is_ignored = hf_rules.named("name", quant.get("ignore") or (), names)
+        return ({}, []) if is_ignored else _of_group(quant, *_group_of(quant.get("config_groups"), names))
+
+    return hf_rules.of_roles(layers, of)
 
 
 def _of_group(quant: Said, group: Said | None, problems: list[str]) -> Found:

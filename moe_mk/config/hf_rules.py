@@ -41,7 +41,7 @@ def _matches(style: str, pattern: str, name: str) -> bool:
     return bool(re.match(pattern, name)) or name.endswith(pattern)
 
 
-def _modules(layers: list[int], role: str) -> list[list[str]]:
+def modules(layers: list[int], role: str) -> list[list[str]]:
     """The names that each projection of the experts of the layers may have; of routed experts those of the first."""
     roles = ("experts.0",) if role == "experts" else SHARED
     return [
@@ -56,10 +56,12 @@ def covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -
     Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
     """
     patterns = tuple(patterns)
-    return bool(patterns) and all(
-        any(_matches(style, pattern, name) for pattern in patterns for name in names)
-        for names in _modules(layers, role)
-    )
+    return bool(patterns) and all(named(style, patterns, names) for names in modules(layers, role))
+
+
+def named(style: str, patterns: Iterable[str], names: list[str]) -> bool:
+    """Whether a pattern names a module, by the names that it may have."""
+    return any(_matches(style, pattern, name) for pattern in patterns for name in names)
 
 
 def others_of(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str = "") -> list[str]:
@@ -98,13 +100,13 @@ def integers(bits: object, columns: object, *, symmetric: bool) -> Found:
     return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
 
 
-def _of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
+def of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
     """The settings of the experts from those of their modules, by names; none where they are left as they are."""
     found: dict[str, list[dict[str, Any]]] = {"experts": [], "shared_experts": []}
     problems: dict[str, None] = {}
     for role, formats in found.items():
         ends: tuple[list[dict[str, Any]], ...] = ([], [])  # of gate and up, and of down
-        for at, (settings, more) in enumerate(map(of, _modules(layers, role))):
+        for at, (settings, more) in enumerate(map(of, modules(layers, role))):
             of_end = ends[at % len(PROJECTIONS) == 2]
             of_end += [settings] * (settings not in of_end)
             problems |= dict.fromkeys(more)
@@ -114,7 +116,8 @@ def _of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
             wide, down = {**wide, "down": kinds[1]}, {**down, "weights": kinds[0], "down": kinds[1]}
         formats += [wide, *others, *([down] if down != wide else []), *more_downs]
         if len(formats) > 1:
-            problems[f"{role} have the formats {' and '.join(map(str, formats))}"] = None
+            which = f" of layers {', '.join(map(str, layers))} (name one: layer=N)" if len(layers) > 1 else ""
+            problems[f"{role}{which} have the formats {' and '.join(map(str, formats))}"] = None
     experts, shared = (formats[0] for formats in found.values())
     return with_shared(experts, shared, list(problems))
 
@@ -141,11 +144,11 @@ def gptq(quant: Said, layers: list[int]) -> Found:
         own = {"bits": 16} if rule.startswith("-:") else rules.get(rule)
         return _packed(quant, own if isinstance(own, Mapping) else {})
 
-    settings, problems = _of_roles(layers, of)
-    named = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
-    stored, has_zeros = " and ".join(sorted(named)), settings.get("weights", "").endswith("_zp")
-    if stored not in ("gptq", "gptq_v2") and (len(named) > 1 or has_zeros):
-        problems.append(f"checkpoint_format is {stored!r} with zero points (supported are gptq and gptq_v2)")
+    settings, problems = of_roles(layers, of)
+    stated = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
+    stored, has_zeros = " and ".join(sorted(stated)), settings.get("weights", "").endswith("_zp")
+    if stored not in ("gptq", "gptq_v2"):
+        problems.append(f"checkpoint_format is {stored!r} (supported are gptq and gptq_v2)")
     return {**settings, "gptq_v2": True} if stored == "gptq_v2" and has_zeros else settings, problems
 
 
@@ -178,7 +181,7 @@ def auto_round(quant: Said, layers: list[int]) -> Found:
         return {"weights": "mxfp4", "activations": "mxfp4" if quant.get("act_bits") == 4 else "none"}, problems
     if stored not in ("gptq", "awq"):
         return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq and auto_round:auto_awq)"]
-    settings, problems = _of_roles(layers, of)
+    settings, problems = of_roles(layers, of)
     if stored == "awq":
         eight = [kind for kind in settings.values() if kind.startswith("int8")]
         problems += [f"packing_format is {packing!r} with {kind}, AWQ holds 4 bits" for kind in eight]
@@ -210,7 +213,7 @@ def quark(quant: Said, layers: list[int]) -> Found:
         fits = (rules[rule] for rule in rules if any(_matches("quark", rule, name) for name in names))
         return _of_quark(next(fits, by_class.get("Linear", quant.get("global_quant_config"))))
 
-    settings, more = _of_roles(layers, of)
+    settings, more = of_roles(layers, of)
     return settings, problems + more
 
 

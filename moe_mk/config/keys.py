@@ -139,7 +139,7 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "gptq": (
         _METHOD | _MODULES | {
             "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "desc_act": FLAG, "checkpoint_format": WORD,
-            "format": WORD, "dynamic": SECTION,
+            "format": WORD, "dynamic": SECTION, "pack_dtype": one_of("int32"),
         },
         _CALIBRATION,
     ),
