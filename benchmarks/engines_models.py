@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_model(name: str, layers: int, kind: str, under: Path, llama: Path | None = None) -> Path:
     """Write the first layers of a model, unless they are there; returns its folder, or its file for q4_k.
 
-    kind: bf16, fp8, int4 or q4_k. llama: the interpreter with llama-cpp-python, which quantises to q4_k.
+    kind: bf16, fp8, int4, mxfp4 (gpt-oss) or q4_k, which llama-cpp-python of the interpreter `llama` writes.
     """
     folder = under / f"{name}-{layers}-{kind}"
     made = folder / "model.gguf" if kind == "q4_k" else folder
@@ -82,8 +83,10 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
 
 
 def _quantise(source: Path, folder: Path, kind: str) -> None:
-    """Quantise every linear layer but the router and lm_head."""
+    """Quantise every linear layer but the router and lm_head; mxfp4: the experts of gpt-oss."""
     from safetensors.torch import load_file, save_file
+
+    quantise, config_section = KINDS[kind]
 
     folder.mkdir(parents=True)
     index: dict[str, str] = {}
@@ -91,14 +94,15 @@ def _quantise(source: Path, folder: Path, kind: str) -> None:
         found: dict[str, Tensor] = {}
         for name, weight in load_file(file).items():
             stays = weight.ndim != 2 or name.endswith(("embed_tokens.weight", "lm_head.weight", ".gate.weight"))
-            found |= {name: weight} if stays else (_fp8 if kind == "fp8" else _int4)(name, weight)
+            stays = not name.endswith("_proj") if kind == "mxfp4" else stays
+            found |= {name: weight} if stays else quantise(name, weight)
         save_file(found, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(found, file.name)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8"
     )
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = FP8 if kind == "fp8" else INT4
+    config["quantization_config"] = config_section
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
@@ -139,6 +143,23 @@ def _int4(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
     shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
     return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
 
+
+def _mxfp4(name: str, weights_EKN: Tensor) -> dict[str, Tensor]:
+    """Blocks of 32 values, two in a byte, and a power of two for each."""
+    from moe_mk.quant import MXFP4
+
+    found = [MXFP4.quantize(weight.t().float()) for weight in weights_EKN]
+    blocks = torch.stack([q.values for q in found]).unflatten(2, (-1, 16))
+    scales = torch.stack([q.scales.view(torch.uint8) for q in found if q.scales is not None])
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+KINDS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any]]] = {
+    "fp8": (_fp8, FP8), "int4": (_int4, INT4),
+    "mxfp4": (_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ]}),
+}  # fmt: skip
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp",

@@ -19,6 +19,7 @@ from moe_mk.config.equation import FILE, KEY, LayerEquation, equation_next_to
 from moe_mk.config.hf_quant import plain_kind, quant_from_hf
 from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
 from moe_mk.errors import ConfigError
+from moe_mk.quant.kinds import PLAIN_KINDS
 from moe_mk.registry import did_you_mean
 
 SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
@@ -233,18 +234,20 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
+    quant = _quant(hf, where, layer)
+    transposed = family in ("qwen3_vl_moe", "llama4") or (family == "gpt_oss" and quant["weights"] in PLAIN_KINDS)
     apart = _TABLE[family].get("shared_width") if hf["n_shared_experts"] else None
     shared = {"shared_intermediate_size": _first(hf, where, apart)} if apart else {}
     return {
         "name": family, **clamped, **shared, "gated": family != "nemotron_h", "expert_bias": family == "gpt_oss",
         "input_norm": hf["rms_norm_eps"] if family == "gemma4" else None,
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
-        "latent_size": hf.get("moe_latent_size") or None, "stacks_transposed": family in ("qwen3_vl_moe", "llama4"),
+        "latent_size": hf.get("moe_latent_size") or None, "stacks_transposed": transposed,
         "hidden_size": _first(hf, where, "hidden_size"), "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
         "num_zero_experts": hf.get("zero_expert_num", 0), "zero_expert_type": hf.get("zero_expert_type", "identity"),
         "num_shared_experts": hf["n_shared_experts"], "shared_scale": hf["part"], "activation": activation,
-        "quant": _quant(hf, where, layer),
+        "quant": quant,
     }  # fmt: skip
 
 

@@ -186,6 +186,7 @@ GPT_OSS = Convention(
     expert_words=_FUSED_PROJ, shared_words=_PROJ, expert_extras={"bias": "experts.{p}_bias"},
     logit_bias="router.bias", order="interleaved", blocks_apart=True,
 )  # fmt: skip
+GPT_OSS_PLAIN = replace(GPT_OSS, name="gpt_oss_plain", expert="experts.{p}", expert_scale="", blocks_apart=False)
 
 
 def _packed(packing: str, like: Convention) -> Convention:
@@ -323,9 +324,9 @@ _MIXTRAL_PACKED = replace(
 CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
-        OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, PACKED, _MIXTRAL_PACKED, GGUF_NAMES,
-        GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4, LING,
-        *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
+        OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, GPT_OSS_PLAIN, *_PACKED, PACKED, _MIXTRAL_PACKED,
+        GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
+        LING, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
     )
 }  # fmt: skip
 

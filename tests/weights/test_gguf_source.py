@@ -25,7 +25,7 @@ from moe_mk.lab.verify.dense import decoded
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.oracle.expected_error import error_of
 from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.microscaling import MXFP4
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_metadata import hf_from_gguf
 from moe_mk.weights.gguf_source import GgufSource, open_source
@@ -146,19 +146,20 @@ def test_a_nan_factor_is_reported_with_its_tensor(written: Callable[[str], Path]
         load_written(file)
 
 
-def test_mxfp4_with_biases_as_gpt_oss_is_read_in_our_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
+def test_experts_with_biases_as_gpt_oss_are_read_in_our_order(kind: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    matrices = {
-        p: MXFP4.quantize(normal(2, *((64, 128) if p != "down" else (128, 64)))) for p in ("gate", "up", "down")
-    }
+    quantize, shapes = scheme_of_kind(kind).quantize, {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}
+    matrices = {p: quantize(normal(2, *shape)) for p, shape in shapes.items()}
     biases = {p: normal(2, 128 if p == "down" else 64) for p in matrices}
     floats = {"ffn_gate_inp.weight": normal(2, 128), "ffn_gate_inp.bias": normal(2)}
     floats |= {f"ffn_{p}_exps.bias": bias for p, bias in biases.items()}
-    tensors = [(f"ffn_{p}_exps.weight", "MXFP4", mxfp4_to_gguf(q)) for p, q in matrices.items()]
+    stored = mxfp4_to_gguf if kind == "mxfp4" else lambda q: q.values.view(torch.uint8)
+    tensors = [(f"ffn_{p}_exps.weight", kind.upper(), stored(q)) for p, q in matrices.items()]
     tensors += [(name, "F32", t.contiguous().view(torch.uint8)) for name, t in floats.items()]
     metadata = {"embedding_length": 128, "expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 64}
     write_gguf(
@@ -166,7 +167,7 @@ def test_mxfp4_with_biases_as_gpt_oss_is_read_in_our_order(tmp_path: Path) -> No
         [GgufTensor(f"blk.1.{name}", kind, tuple(t.shape), t.numpy) for name, kind, t in tensors],
     )  # fmt: skip
     config = stated(config_of(tmp_path), tmp_path, 1)
-    assert config.model.quant.weights == "mxfp4" and config.model.expert_bias and config.router.has_logit_bias
+    assert config.model.quant.weights == kind and config.model.expert_bias and config.router.has_logit_bias
     weights = load_layer(open_source(tmp_path), 1, layer_spec_of(config), owned=(1,))
     slot = weights.experts.slots[0]
     for q, name in zip(three(slot), matrices, strict=True):

@@ -1,5 +1,6 @@
 """gpt-oss: packed blocks, interleaved gate and up, biases, clamps and a router bias, against transformers itself."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,12 +83,26 @@ def tokens() -> Tensor:
 
 @pytest.mark.row(101)
 @pytest.mark.parametrize("experts", ["reference", "torch_cpu"])
+@pytest.mark.parametrize("stored", ["mxfp4", "fp32"])
 @torch.no_grad()
-def test_a_layer_equals_transformers(tensors: dict[str, Tensor], experts: str) -> None:
-    layer = MoELayer(config().with_(experts=experts), dtype=torch.float32).load_weights(tensors)
-    x = tokens()
-    expected = reference(tensors)(x[None])[0]
-    torch.testing.assert_close(layer(x), expected.reshape(x.shape), rtol=2e-5, atol=2e-5)
+def test_a_layer_equals_transformers(tensors: dict[str, Tensor], experts: str, stored: str, tmp_path: Path) -> None:
+    block, x = reference(tensors), tokens()
+    if stored == "mxfp4":
+        layer = MoELayer(config().with_(experts=experts), dtype=torch.float32).load_weights(tensors)
+    else:  # decoded, as transformers and trainers save it
+        write(tmp_path, block.state_dict())
+        (tmp_path / "config.json").write_text(json.dumps(theirs().to_dict() | {"dtype": "float32"}))
+        layer = MoELayer.from_checkpoint(tmp_path, 0, dtype=torch.float32, experts=experts)
+        facts = inspect_checkpoint(tmp_path)
+        assert facts.sound and (facts.layers[0].kind, facts.layers[0].convention) == ("fp32", "gpt_oss_plain")
+    torch.testing.assert_close(layer(x), block(x[None])[0].reshape(x.shape), rtol=2e-5, atol=2e-5)
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    planned = [Planned(PREFIX + name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    with SafetensorsWriter(folder / "model.safetensors", planned, {}) as file:
+        for name, tensor in tensors.items():
+            file.write(PREFIX + name, tensor)
 
 
 @torch.no_grad()
@@ -119,10 +134,7 @@ def test_slices_add_the_last_bias_once(tensors: dict[str, Tensor]) -> None:
 
 
 def test_its_headers_report_what_it_is(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    planned = [Planned(PREFIX + name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    with SafetensorsWriter(tmp_path / "model.safetensors", planned, {}) as file:
-        for name, tensor in tensors.items():
-            file.write(PREFIX + name, tensor)
+    write(tmp_path, tensors)
     facts = inspect_checkpoint(tmp_path)
     assert facts.sound, facts.layers[0].problems
     layer = facts.layers[0]

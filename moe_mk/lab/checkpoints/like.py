@@ -207,6 +207,8 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
         return CONVENTIONS["kimi_k3"]
     if name in ("gemma4", "llama4") and not isinstance(scheme, Plain):
         return CONVENTIONS[f"{name}_official"]
+    if name == "gpt_oss" and isinstance(scheme, Plain):
+        name = "gpt_oss_plain"
     if name.startswith("fused") and not isinstance(scheme, Plain):
         name = name.replace("fused", "official")
     return CONVENTIONS[name]
