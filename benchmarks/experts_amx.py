@@ -40,7 +40,12 @@ from experts_cpu_peers import (
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import ExpertsMode, Format, Isa, Native, PackedMatrix, Rounding, experts_rows, load
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.packed import PackedMatrix
+from moe_mk.kernels.native.prepared import experts_rows
+from moe_mk.kernels.native.selfcheck import load
 from moe_mk.lab.cli.outputs import output_file
 
 QUIET = 0.6

@@ -31,7 +31,9 @@ from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
 from torch import Tensor
 
-from moe_mk.kernels.native import Isa, Native, described, load
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.selfcheck import load
+from moe_mk.kernels.native.threads import described
 
 ONEDNN_NAMES = {
     Isa.SCALAR: "SSE41",

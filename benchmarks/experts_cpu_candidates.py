@@ -29,18 +29,11 @@ from experts_cpu_stored_peers import kt_candidates, vllm_candidates
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
-from moe_mk.kernels.native import (
-    ExpertsMode,
-    Format,
-    Isa,
-    MatrixLayout,
-    Native,
-    PackedMatrix,
-    Rounding,
-    allocate,
-    experts_rows,
-    pack_slot,
-)
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind

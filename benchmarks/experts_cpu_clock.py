@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from experts_cpu_peers import Experts
 from torch import Tensor
 
-from moe_mk.kernels.native import Native, PackedMatrix
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import PackedMatrix
 
 Times = dict[str, float]
 Batch = tuple[Tensor, Tensor, Tensor]

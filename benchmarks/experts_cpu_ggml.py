@@ -18,7 +18,7 @@ import torch
 from experts_cpu_peers import Experts
 from torch import Tensor
 
-from moe_mk.kernels.native import Isa
+from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant.tensor import QuantTensor
 

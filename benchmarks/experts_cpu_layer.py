@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.experts.cpu_native.weights import native_kernels
-from moe_mk.kernels.native import experts_rows
+from moe_mk.kernels.native.prepared import experts_rows
 
 
 def built(options: argparse.Namespace, *, fused_router: bool) -> DeepseekV3MoE:

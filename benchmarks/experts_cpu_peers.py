@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Isa
+from moe_mk.kernels.native.library import Isa
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 

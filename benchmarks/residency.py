@@ -46,7 +46,9 @@ from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
 from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, memory_of, records
 from moe_mk.experts.residency import POLICIES, READERS
-from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native
+from moe_mk.kernels.native.experts_mode import ExpertsMode
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.lab.cli.fit import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
 from moe_mk.lab.trace.routing import RoutingTrace

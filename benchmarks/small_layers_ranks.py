@@ -39,8 +39,8 @@ from moe_mk import MoELayer
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native import loaded
 from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import RowTokens

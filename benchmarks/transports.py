@@ -27,7 +27,7 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.external.library import installed, installed_version
 from moe_mk.flight import wait
-from moe_mk.kernels.native import is_compiled, loaded, reasons_against
+from moe_mk.kernels.native.selfcheck import is_compiled, loaded, reasons_against
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext

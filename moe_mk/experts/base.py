@@ -34,7 +34,7 @@ from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
 from moe_mk.weights.scan import Progress
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import PreparedExperts
+    from moe_mk.kernels.native.layer import PreparedExperts
 
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 """Every weight format with scales, without the weight-only ones."""

@@ -39,7 +39,7 @@ from moe_mk.weights.expert_weights import (
 from moe_mk.weights.scan import Progress
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import Gating, LayerCall, PreparedExperts
+    from moe_mk.kernels.native.layer import Gating, LayerCall, PreparedExperts
 
 Apply = Callable[[Tensor, int], Tensor]
 """Rows (n, H) and the slot of an expert, to its outputs (n, H)."""

@@ -26,7 +26,7 @@ from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native import LayerCall, Stage
+from moe_mk.kernels.native.layer import LayerCall, Stage
 from moe_mk.layer.checks import FLOATS, has_tangent
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.layer.forward import can_be_called, layer_call

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
-from moe_mk.kernels.native import ProductCall, allocate
+from moe_mk.kernels.native.packed import allocate
+from moe_mk.kernels.native.prepared import ProductCall
 from moe_mk.layer.custom_op import Operator
 from moe_mk.quant import QuantTensor
 

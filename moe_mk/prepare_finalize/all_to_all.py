@@ -31,8 +31,8 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import LayerCall
 from moe_mk.kernels.native.exchange import ROW_TYPES
+from moe_mk.kernels.native.layer import LayerCall
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
     LayerParts,

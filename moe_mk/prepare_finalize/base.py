@@ -34,7 +34,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.trace.recorder import Spans
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import Gating, LayerCall, PreparedExperts
+    from moe_mk.kernels.native.layer import Gating, LayerCall, PreparedExperts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, LayerParts, PrepareFi
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native import LayerCall
+    from moe_mk.kernels.native.layer import LayerCall
 
 
 @PREPARE_FINALIZE.register("no_ep")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import BF16
 from moe_mk.runner import alongside
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, MORE_PAIRS, TOP_K, Format
 from tests.support.tiers import quick_where
@@ -43,7 +44,7 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.transport}+{self.experts}-{self.ranks}-{self.form}"
 
-    def problem(self, **settings: object) -> Problem:
+    def problem(self, **settings: Any) -> Problem:
         return self.form.problem(ep=self.ranks, tokens=self.tokens, allow_emulated=True, **settings)
 
     @property
@@ -141,7 +142,7 @@ class Ranks:
         self.kernels = each_rank(self.world, [partial(assemble, decision, part) for part in parts])
         for rank, kernel in enumerate(self.kernels):
             own = torch.tensor(case.expert_map.local_to_global(rank), dtype=torch.int64)
-            mine: Weights = ExpertWeights(stack.w13[own], stack.w2[own])
+            mine = ExpertWeights(stack.w13[own], stack.w2[own])
             self.weights.append(kernel.experts.relayout(as_mapped(mine) if rank % 2 else mine))
 
     def flights(self, tokens: list[Tensor], logits: list[Tensor], cut: slice = slice(None)) -> list[Flight[Tensor]]:

@@ -19,7 +19,7 @@ from moe_mk import CommError, MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm.header import EAGER_BYTES
 from moe_mk.config.tuned import Point, Tuned
 from moe_mk.flight import wait
-from moe_mk.kernels.native import Tuning
+from moe_mk.kernels.native.experts_mode import Tuning
 from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided

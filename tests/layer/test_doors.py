@@ -11,7 +11,9 @@ from torch import Tensor
 
 from moe_mk import MoELayer, MoEMKError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
-from moe_mk.kernels.native import RouteMode, loaded, route
+from moe_mk.kernels.native.prepared import route
+from moe_mk.kernels.native.route_mode import RouteMode
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.router.gate import gate_logits
 from moe_mk.router.hashed import HashRouter
 from moe_mk.router.topk import grouped_topk, topk

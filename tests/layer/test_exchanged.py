@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_mk.kernels.native import loaded
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer import exchanged_ranks as ranks
 from tests.layer.native import NEEDS_COMPILER

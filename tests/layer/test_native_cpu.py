@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
-from moe_mk.kernels.native import Isa
+from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.tokens import Routing

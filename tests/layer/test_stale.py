@@ -9,8 +9,10 @@ from torch import Tensor
 
 from moe_mk import MoELayer
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import RouteCall, RouteMode, loaded
 from moe_mk.kernels.native.layer import MOST_SIZES
+from moe_mk.kernels.native.prepared import RouteCall
+from moe_mk.kernels.native.route_mode import RouteMode
+from moe_mk.kernels.native.selfcheck import loaded
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
 from tests.support.replaced import CHANGES

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.kernels.native import reasons_against
+from moe_mk.kernels.native.selfcheck import reasons_against
 from moe_mk.layer.gate import route_natively
 from moe_mk.router import Router, gate_logits, topk
 from moe_mk.router.router import Simulation

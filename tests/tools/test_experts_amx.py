@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from moe_mk.kernels.native import Isa, load
+from moe_mk.kernels.native.library import Isa
+from moe_mk.kernels.native.selfcheck import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

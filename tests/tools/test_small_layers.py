@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_mk.kernels.native import loaded
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer.native import NEEDS_COMPILER
 from tools.headline import ROOT

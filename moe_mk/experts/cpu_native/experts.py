@@ -33,7 +33,12 @@ from moe_mk.experts.cpu_native.weights import (
     stored_as,
 )
 from moe_mk.experts.residency import POLICIES
-from moe_mk.kernels import native
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning, wrong_formats
+from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
+from moe_mk.kernels.native.layout import MatrixLayout
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, touch_slot
+from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped
+from moe_mk.kernels.native.threads import described, engine_runtime
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -45,15 +50,15 @@ from moe_mk.weights.expert_weights import SlotWeights, Weights, digest, expect_o
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import release_pages
 
-ACTIVATIONS: Mapping[str, native.Activation] = {
-    "silu": native.Activation.SILU,
-    "gelu": native.Activation.GELU_ERF,
-    "gelu_tanh": native.Activation.GELU_TANH,
-    "relu2": native.Activation.RELU2,
-    "swiglu_limit": native.Activation.SILU,
-    "swiglu_oai": native.Activation.SWIGLU_OAI,
-    "silu_limit": native.Activation.SILU_LIMIT,
-    "situ": native.Activation.SITU,
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU_ERF,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "swiglu_limit": Activation.SILU,
+    "swiglu_oai": Activation.SWIGLU_OAI,
+    "silu_limit": Activation.SILU_LIMIT,
+    "situ": Activation.SITU,
 }
 
 
@@ -90,14 +95,14 @@ class CpuNativeExperts(FusedExperts):
         if context.residency is not None:
             _ = POLICIES[context.residency.policy]  # raises ConfigError
         self.native = native_kernels(own_threads=context.own_threads, cache_dir=context.cache_dir)
-        self.mode = native.ExpertsMode(
+        self.mode = ExpertsMode(
             ACTIVATIONS[context.activation],
             alpha=context.swiglu_alpha,
             limit=context.swiglu_limit or 0.0,
             quantize=_rounding(context.compute),
             batch_invariant=context.batch_invariant,
         )
-        self.tuned: Tuned[native.Tuning] | None = None
+        self.tuned: Tuned[Tuning] | None = None
         """Parameters by rows per expert; loaded when the scheme of the weights is known."""
         self._parameters = ""
 
@@ -106,7 +111,7 @@ class CpuNativeExperts(FusedExperts):
         """Adds to the traits: plain weights in bf16, INT8 blocks of 128, FP8 tokens with a scale per 128 values."""
         reasons, stored = super().reasons_against(problem), problem.weights
         quant = problem.config.model.quant
-        if problem.config.kernel.threads == "engine" and isinstance(missing := native.engine_runtime(), str):
+        if problem.config.kernel.threads == "engine" and isinstance(missing := engine_runtime(), str):
             reasons.append(Reason("threads", f"kernel.threads = engine: {missing}", "kernel.threads = auto"))
         if unread := {s.name for s in (stored, quant.down_scheme) if s.block is None and storage_of(s) is None}:
             reasons.append(
@@ -173,23 +178,21 @@ class CpuNativeExperts(FusedExperts):
         bias13, bias2 = stacked_biases(weights)
         (layout13, scheme13), (layout2, scheme2) = self._layouts(weights)
         packed = PackedExpertWeights(
-            native.allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
-            native.allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
+            allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
+            allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
             scheme13,
             down_scheme=scheme2,
         )
         large = True
         for index in range(weights.num_slots):
-            large = large and all(native.touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
+            large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
             self._pack(weights.slot(index), index, packed.w13, packed.w2)
             if on_progress is not None:
                 on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         self._choose_parameters(packed)
         return packed
 
-    def _layouts(
-        self, weights: Weights
-    ) -> tuple[tuple[native.MatrixLayout, QuantScheme], tuple[native.MatrixLayout, QuantScheme]]:
+    def _layouts(self, weights: Weights) -> tuple[tuple[MatrixLayout, QuantScheme], tuple[MatrixLayout, QuantScheme]]:
         (scheme13, dtype13), (scheme2, dtype2) = stored_as(weights)
         storage13, storage2 = storage_of(scheme13), storage_of(scheme2)
         names = f"{scheme13.name} and {scheme2.name}"
@@ -200,7 +203,7 @@ class CpuNativeExperts(FusedExperts):
         layout13 = storage13.layout(inner, hidden, gated=weights.gated, scale_dtype=dtype13)
         return (layout13, scheme13), (storage2.layout(hidden, inner, gated=False, scale_dtype=dtype2), scheme2)
 
-    def _pack(self, slot: SlotWeights, index: int, w13: native.PackedMatrix, w2: native.PackedMatrix) -> None:
+    def _pack(self, slot: SlotWeights, index: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
         """Pack one expert, and release its pages of a mapped checkpoint."""
         pack_matrix(w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
         pack_matrix(w2, index, [slot.down_HI], "w2", self.native)
@@ -213,7 +216,7 @@ class CpuNativeExperts(FusedExperts):
         layout = RecordLayout(layout13, layout2, biased=biases[0] is not None)
         total = layout.num_bytes * weights.num_slots
 
-        def pack(expert: int, w13: native.PackedMatrix, w2: native.PackedMatrix) -> None:
+        def pack(expert: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
             self._pack(weights.slot(expert), 0, w13, w2)
             for matrix, bias_LX in zip((w13, w2), biases, strict=True):
                 if matrix.bias_LX is not None and bias_LX is not None:
@@ -230,7 +233,7 @@ class CpuNativeExperts(FusedExperts):
 
     def parameters(self) -> str:
         """Where the parameters of the kernels are from, the cut-over that was measured, and the threads."""
-        return f"{self._parameters}; {native.described('own' if self.context.own_threads else 'auto')}"
+        return f"{self._parameters}; {described('own' if self.context.own_threads else 'auto')}"
 
     def _choose_parameters(self, packed: PackedExpertWeights) -> None:
         """Load the tuned file, or measure the cut-over between kernels if the experts are too large for the caches."""
@@ -243,7 +246,7 @@ class CpuNativeExperts(FusedExperts):
         else:
             found = tunings.measured(self._case(packed), cut_over, self._clock(packed))
             self._parameters = f"measured at load: {found}"
-            if found.tuning != native.Tuning():
+            if found.tuning != Tuning():
                 self.tuned = Tuned.fixed(found.tuning)
 
     def _case(self, packed: PackedExpertWeights) -> str:
@@ -251,14 +254,14 @@ class CpuNativeExperts(FusedExperts):
         shape = f"H{self.context.hidden_size} I{self.context.intermediate_size} {packed.scheme.name}"
         return f"{shape} {self.mode} {self.native.best.name} {torch.get_num_threads()} threads"
 
-    def _clock(self, packed: PackedExpertWeights) -> Callable[[int, native.Tuning], float]:
+    def _clock(self, packed: PackedExpertWeights) -> Callable[[int, Tuning], float]:
         """Seconds of a call with all rows on one expert, another one in each call."""
         slots, x_RH = count(), torch.ones((256, self.context.hidden_size), dtype=torch.bfloat16, device="cpu")
 
-        def seconds(rows: int, tuning: native.Tuning) -> float:
+        def seconds(rows: int, tuning: Tuning) -> float:
             slot = next(slots) % packed.num_slots
             ids_RK = torch.full((rows, 1), slot, dtype=torch.int32, device="cpu")
-            call = native.ExpertsCall(self.native, packed.w13, packed.w2, None, replace(self.mode, tuning=tuning))
+            call = ExpertsCall(self.native, packed.w13, packed.w2, None, replace(self.mode, tuning=tuning))
             start = now()
             call(x_RH[:rows], None, ids_RK, None, None, torch.get_num_threads())
             return now() - start
@@ -270,10 +273,10 @@ class CpuNativeExperts(FusedExperts):
         if not isinstance(weights, PackedExpertWeights | PagedExperts) or not isinstance(shared, PackedExpertWeights):
             return None
         matrices = (weights.w13, weights.w2, shared.w13, shared.w2)
-        fits = shared.gated == weights.gated and not native.wrong_formats(self.mode, matrices)
+        fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
         return replace(weights, shared=shared) if fits else None
 
-    def fuse_layer(self, weights: Weights, top_k: int) -> native.PreparedExperts | None:
+    def fuse_layer(self, weights: Weights, top_k: int) -> PreparedExperts | None:
         """The packed weights, and the mode of each number of rows."""
         if not isinstance(weights, PackedExpertWeights | PagedExperts):
             return None
@@ -281,12 +284,12 @@ class CpuNativeExperts(FusedExperts):
         every = {point.parameters for point in tuned.points} | {parameters for _, parameters in tuned.built_in}
         by_rows = bool(tuned.points) and len(every) > 1
 
-        def mode_of_rows(rows: int) -> native.ExpertsMode:
+        def mode_of_rows(rows: int) -> ExpertsMode:
             return self._at(rows, top_k) if self._tuned(scheme, top_k).points else self.mode
 
-        stack = native.Stack(weights.w13, weights.w2, None if shared is None else (shared.w13, shared.w2))
-        takes_fp8 = self.mode.quantize is not native.Rounding.INT8
-        rows = native.RowsOfExperts(self.native, stack, mode_of_rows, by_rows, takes_fp8)
+        stack = Stack(weights.w13, weights.w2, None if shared is None else (shared.w13, shared.w2))
+        takes_fp8 = self.mode.quantize is not Rounding.INT8
+        rows = RowsOfExperts(self.native, stack, mode_of_rows, by_rows, takes_fp8)
         return PagedRows(rows, weights) if isinstance(weights, PagedExperts) else rows
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
@@ -307,41 +310,39 @@ class CpuNativeExperts(FusedExperts):
         assert weights.shared is None, "shared experts are fused for RowTokens only"
         if isinstance(tokens, GroupedTokens):
             x, scales = self._codes(tokens.x_NH)
-            y = native.experts_grouped(
+            y = experts_grouped(
                 self.native, x, tokens.counts_L, None, w13, w2, mode=mode, x_scales_NX=scales, threads=threads
             )
             return ExpertOutput(y, OutputStage.RAW)
         x, scales = self._codes(tokens.x_LSH)
-        y = native.experts_batched(
-            self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads
-        )
+        y = experts_batched(self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads)
         return ExpertOutput(y, OutputStage.RAW)
 
-    def _prepare(self, weights: PackedExpertWeights, mode: native.ExpertsMode) -> native.ExpertsCall:
+    def _prepare(self, weights: PackedExpertWeights, mode: ExpertsMode) -> ExpertsCall:
         """The call over these weights, kept with them."""
         shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
-        call = weights.calls[mode] = native.ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
+        call = weights.calls[mode] = ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
         return call
 
-    def _mode(self, tokens: Tokens, weights: PackedExpertWeights | PagedExperts) -> native.ExpertsMode:
+    def _mode(self, tokens: Tokens, weights: PackedExpertWeights | PagedExperts) -> ExpertsMode:
         """The mode with the parameters for this number of rows; dropped assignments count as rows."""
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)
         return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode
 
-    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned[native.Tuning]:
+    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned[Tuning]:
         if self.tuned is None:
             self.tuned = tunings.load_tuned(self.context, scheme, choices)
         return self.tuned
 
-    def _at(self, rows: int, choices: int) -> native.ExpertsMode:
+    def _at(self, rows: int, choices: int) -> ExpertsMode:
         if rows == 0 or self.tuned is None:
             return self.mode
         return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
 
     def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Rows as the kernels read them: codes with f32 scales if their scheme is supported, else bf16."""
-        if self.mode.quantize in (native.Rounding.INT8, native.Rounding.INT8_PARTS):
+        if self.mode.quantize in (Rounding.INT8, Rounding.INT8_PARTS):
             supported = x.scheme == self.context.compute
         else:
             supported = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
@@ -350,12 +351,12 @@ class CpuNativeExperts(FusedExperts):
         return x.values, x.scales.to(torch.float32)
 
 
-def _rounding(compute: QuantScheme) -> native.Rounding:
+def _rounding(compute: QuantScheme) -> Rounding:
     if compute.block is None:
-        return native.Rounding.NONE
+        return Rounding.NONE
     if isinstance(compute, Int8Block):
-        return native.Rounding.INT8 if compute == INT8_TOKEN else native.Rounding.INT8_PARTS
-    return native.Rounding.FP8_UE8M0 if compute == FP8_1x128_UE8M0 else native.Rounding.FP8
+        return Rounding.INT8 if compute == INT8_TOKEN else Rounding.INT8_PARTS
+    return Rounding.FP8_UE8M0 if compute == FP8_1x128_UE8M0 else Rounding.FP8
 
 
 def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:

@@ -29,10 +29,12 @@ from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
 from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
-from moe_mk.kernels.native import ExpertsCall, ExpertsMode, MatrixLayout, Native, PackedMatrix, RowsOfExperts
-from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts
-from moe_mk.kernels.native.library import Status
-from moe_mk.kernels.native.packed import HUGE_PAGE
+from moe_mk.kernels.native.experts_mode import ExpertsMode
+from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
+from moe_mk.kernels.native.layout import MatrixLayout
+from moe_mk.kernels.native.library import Native, Status
+from moe_mk.kernels.native.packed import HUGE_PAGE, PackedMatrix
+from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.text import amount
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens

@@ -23,8 +23,10 @@ from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, Case, Tuned, tune_command,
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.external.device import describe
-from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
 from moe_mk.kernels.native.build import processor_has
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.layout import Format
+from moe_mk.kernels.native.library import Isa
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme

@@ -8,7 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_mk.kernels import native as kernels
+from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS, ExpertsMode
+from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import (
+    PackedMatrix,
+    pack_slot,
+    unpack_output_scales,
+    unpack_scales,
+    unpack_slot,
+    unpack_zeros,
+)
+from moe_mk.kernels.native.prepared import ExpertsCall
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import Grouped
@@ -20,46 +32,46 @@ LAYOUT = "cpu_native"
 TILE_ROWS = 16
 """Outputs that share one packed scale of a block; a block of 128 rows is eight of them."""
 BLOCK = 128
-_SCALED_ALIKE = {"fp8": kernels.Format.FP8, "int8": kernels.Format.INT8}
-_GROUPED = {"mxfp8": kernels.Format.MXFP8, "mxfp4": kernels.Format.MXFP4, "nvfp4": kernels.Format.NVFP4}
+_SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
+_GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
 
 
-def native_kernels(*, own_threads: bool = False, cache_dir: Path | None = None) -> kernels.Native:
+def native_kernels(*, own_threads: bool = False, cache_dir: Path | None = None) -> Native:
     """The compiled kernels of this process; compiled on the first use by this user."""
-    return replace(kernels.loaded(cache_dir), own_threads=True) if own_threads else kernels.loaded(cache_dir)
+    return replace(loaded(cache_dir), own_threads=True) if own_threads else loaded(cache_dir)
 
 
 @dataclass(frozen=True)
 class Storage:
     """The packed format of a weight scheme."""
 
-    format: kernels.Format
+    format: Format
     by_output: bool = False
     """One f32 scale per output channel, or for all of them, instead of one per block."""
     grouped: Grouped | None = None
-    block_type: kernels.BlockType | None = None
+    block_type: BlockType | None = None
 
     def layout(
         self, num_outputs: int, num_inputs: int, *, gated: bool, scale_dtype: torch.dtype = torch.bfloat16
-    ) -> kernels.MatrixLayout:
+    ) -> MatrixLayout:
         """The layout of one projection. scale_dtype: of weights with groups, as stored."""
         if self.block_type is not None:
-            return kernels.MatrixLayout.of_blocks(num_outputs, num_inputs, gated, self.block_type)
+            return MatrixLayout.of_blocks(num_outputs, num_inputs, gated, self.block_type)
         parts = None
         if self.grouped is not None:
             group = 0 if self.grouped.columns == WHOLE else self.grouped.columns
-            parts = kernels.PartScales(group, scale_dtype, self.grouped.has_zeros)
-        return kernels.MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output, parts=parts)
+            parts = PartScales(group, scale_dtype, self.grouped.has_zeros)
+        return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output, parts=parts)
 
 
 def storage_of(scheme: QuantScheme) -> Storage | None:
     """The packed format of a weight scheme; None if the kernels do not support it."""
     if isinstance(scheme, Plain):
-        return Storage(kernels.Format.BF16) if scheme == BF16 else None
+        return Storage(Format.BF16) if scheme == BF16 else None
     if isinstance(scheme, Grouped):
-        return Storage(kernels.Format.INT4 if scheme.bits == 4 else kernels.Format.INT8_GROUPS, grouped=scheme)
+        return Storage(Format.INT4 if scheme.bits == 4 else Format.INT8_GROUPS, grouped=scheme)
     if isinstance(scheme, Gguf):
-        block_type = kernels.BlockType.__members__.get(scheme.name.upper())
+        block_type = BlockType.__members__.get(scheme.name.upper())
         return None if block_type is None else Storage(block_type.format, block_type=block_type)
     if scheme.family in _GROUPED:
         return Storage(_GROUPED[scheme.family])
@@ -71,24 +83,22 @@ def storage_of(scheme: QuantScheme) -> Storage | None:
 def multiplies_int8(scheme: QuantScheme) -> bool:
     """Whether weights of a scheme are multiplied as integers with tokens that are rounded to INT8 in their groups."""
     storage = storage_of(scheme)
-    return storage is not None and storage.format in kernels.INT8_PART_FORMATS
+    return storage is not None and storage.format in INT8_PART_FORMATS
 
 
 @dataclass(frozen=True)
 class PackedExpertWeights:
     """Experts in packed order; `slot` unpacks one, bit for bit."""
 
-    w13: kernels.PackedMatrix
-    w2: kernels.PackedMatrix
+    w13: PackedMatrix
+    w2: PackedMatrix
     scheme: QuantScheme
     layout: str = LAYOUT
     shared: PackedExpertWeights | None = None
     """One slot that is applied to every row with weight 1 in the same call."""
     down_scheme: QuantScheme | None = None
     """The scheme of w2 where it may differ from that of w13."""
-    calls: dict[kernels.ExpertsMode, kernels.ExpertsCall] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Prepared calls over these weights, by mode."""
 
     @property
@@ -121,23 +131,23 @@ class PackedExpertWeights:
         halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)
         return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
 
-    def _matrices(self, packed: kernels.PackedMatrix, index: int) -> list[QuantTensor]:
+    def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
         scheme = self.scheme if packed is self.w13 or self.down_scheme is None else self.down_scheme
-        values = kernels.unpack_slot(native_kernels(), packed, index)
+        values = unpack_slot(native_kernels(), packed, index)
         scales = self._scales(packed, scheme, index)
         above: list[Tensor | None] = [None] * len(values)
-        zeros = kernels.unpack_zeros(packed, index) or above
-        if packed.layout.format is kernels.Format.NVFP4:
-            above = [factors[:1] for factors in kernels.unpack_output_scales(packed, index)]
+        zeros = unpack_zeros(packed, index) or above
+        if packed.layout.format is Format.NVFP4:
+            above = [factors[:1] for factors in unpack_output_scales(packed, index)]
         parts = zip(values, scales, above, zeros, strict=True)
         return [QuantTensor(v, s, scheme, a, z) for v, s, a, z in parts]
 
-    def _scales(self, packed: kernels.PackedMatrix, scheme: QuantScheme, index: int) -> list[Tensor | None]:
+    def _scales(self, packed: PackedMatrix, scheme: QuantScheme, index: int) -> list[Tensor | None]:
         layout = packed.layout
         if layout.by_output:
             whole = scheme.block == (WHOLE, WHOLE)
-            return [factors[:1] if whole else factors for factors in kernels.unpack_output_scales(packed, index)]
-        found = kernels.unpack_scales(packed, index)
+            return [factors[:1] if whole else factors for factors in unpack_output_scales(packed, index)]
+        found = unpack_scales(packed, index)
         if not found:
             return [None] * (2 if layout.gated else 1)
         return [
@@ -157,13 +167,13 @@ def stored_as(weights: Weights) -> tuple[tuple[QuantScheme, torch.dtype], tuple[
 
 
 def pack_matrix(
-    packed: kernels.PackedMatrix, index: int, parts: list[QuantTensor], name: str, native: kernels.Native | None = None
+    packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str, native: Native | None = None
 ) -> None:
     """Pack one projection of one expert: gate and up, or one matrix alone."""
     scales = [part.scales for part in parts if part.scales is not None]
     if not packed.layout.format.group and packed.layout.parts is None:
         scales = [each.to(torch.float32) for each in scales]
-    kernels.pack_slot(
+    pack_slot(
         native or native_kernels(),
         packed,
         index,

@@ -34,7 +34,7 @@ from moe_mk.flight import wait
 from moe_mk.integrations.engine_experts import direct_call
 from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native import LayerCall, Stage
+from moe_mk.kernels.native.layer import LayerCall, Stage
 from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.forward import can_be_called
 from moe_mk.oracle import Decision, select

@@ -18,7 +18,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.device import describe, profile_here, usable_device
 from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
-from moe_mk.kernels.native import described
+from moe_mk.kernels.native.threads import described
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.report import versions
 from moe_mk.lab.cli.screen import Screen

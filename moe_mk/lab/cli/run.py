@@ -27,7 +27,8 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, device_of_rank, synchronize
 from moe_mk.external.library import COMPILER
 from moe_mk.flight import wait
-from moe_mk.kernels.native import compile_and_open, is_compiled
+from moe_mk.kernels.native.library import compile_and_open
+from moe_mk.kernels.native.selfcheck import is_compiled
 from moe_mk.lab.cli import environment
 from moe_mk.lab.cli.checkpoints import reading_of
 from moe_mk.lab.cli.exits import MISMATCH, OK

@@ -34,9 +34,8 @@ from moe_mk.comm.traffic import RowMeter
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native import ExchangeLayer, LayerCall, Stage
 from moe_mk.kernels.native.exchange import ExchangeCalls
-from moe_mk.kernels.native.layer import NativeParts
+from moe_mk.kernels.native.layer import ExchangeLayer, LayerCall, NativeParts, Stage
 from moe_mk.kernels.native.library import Status
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,

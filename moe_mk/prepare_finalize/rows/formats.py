@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Places, Rounding, RowsOfExperts
 from moe_mk.kernels.native.exchange import ROW_TYPES, RowFormat
-from moe_mk.kernels.native.layer import NativeParts
+from moe_mk.kernels.native.experts_mode import Rounding
+from moe_mk.kernels.native.layer import NativeParts, Places, RowsOfExperts
 from moe_mk.prepare_finalize.base import LayerParts, TransportContext
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
 from moe_mk.quant.blocked import BlockedScheme

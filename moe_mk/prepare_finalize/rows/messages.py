@@ -22,9 +22,8 @@ from torch import Tensor
 
 from moe_mk.comm.header import ANY, HEADER_BYTES, Arrival, Envelope
 from moe_mk.flight import Flight, wait
-from moe_mk.kernels.native import ExchangeLayer, Stage
 from moe_mk.kernels.native.exchange import Exchange, ExchangeCalls, WindowPlaces
-from moe_mk.kernels.native.layer import NativeParts
+from moe_mk.kernels.native.layer import ExchangeLayer, NativeParts, Stage
 from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.base import Multiply, TransportContext
 from moe_mk.prepare_finalize.packing import Rows

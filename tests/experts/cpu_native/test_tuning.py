@@ -31,7 +31,9 @@ from moe_mk.experts.cpu_native.tuning import (
     measured,
     tuning_of,
 )
-from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.layout import Format
+from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 from moe_mk.quant.fp8_block import FP8_128x128

@@ -6,7 +6,7 @@ import torch
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, storage_of
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.kernels.native import RowsOfExperts
+from moe_mk.kernels.native.layer import RowsOfExperts
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,

@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 
-from moe_mk.kernels.native import Isa, Native, load
 from moe_mk.kernels.native.build import processor_has
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.selfcheck import load
 
 IsaHere = tuple[Native, Isa]
 

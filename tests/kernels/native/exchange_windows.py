@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import Exchange, ExchangeCalls, RowFormat, WindowPlaces
+from moe_mk.kernels.native.library import Isa, Native
 
 RANK_OF_P = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
 SLOT_OF_P = torch.tensor([0, 1, 0, 1, 0, 1], dtype=torch.int32)

@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_mk.kernels.native import (
-    Activation,
-    ExpertsMode,
-    Format,
-    MatrixLayout,
-    Native,
-    PackedMatrix,
-    Rounding,
-    allocate,
-    pack_slot,
-)
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,

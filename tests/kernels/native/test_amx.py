@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_mk.kernels.native import ExpertsMode, Isa, Native, PackedMatrix, Rounding, Tuning, experts_rows
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.packed import PackedMatrix
+from moe_mk.kernels.native.prepared import experts_rows
 from tests.kernels.native.layers import Layer, Storage, batch, error
 from tests.support.tiers import thorough
 

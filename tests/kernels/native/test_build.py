@@ -26,9 +26,8 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.library import installed
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import build as build_module
-from moe_mk.kernels.native import load, loaded, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
-from moe_mk.kernels.native.selfcheck import is_compiled
+from moe_mk.kernels.native.selfcheck import is_compiled, load, loaded, reasons_against
 from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
 from moe_mk.lab.cli.doctor import findings
 from moe_mk.quant.plain import BF16

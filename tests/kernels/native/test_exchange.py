@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import Isa, Native, exchange
+from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.exchange import (
     BYTES_FOR_THREADS,
     ROW_TYPES,
@@ -17,6 +17,7 @@ from moe_mk.kernels.native.exchange import (
     RowFormat,
     WindowPlaces,
 )
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.reference.quantize import quantize_rows
 from tests.kernels.native.exchange_windows import (
     RANK_OF_P,

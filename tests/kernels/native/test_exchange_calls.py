@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import Native, Rounding
 from moe_mk.kernels.native.exchange import ExchangeCalls, RowFormat
+from moe_mk.kernels.native.experts_mode import Rounding
+from moe_mk.kernels.native.library import Native
 from tests.kernels.native.exchange_windows import RANK_OF_P, SLOT_OF_P, int32, nobody_waits, windows
 
 

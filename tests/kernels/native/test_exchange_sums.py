@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import ROW_TYPES
+from moe_mk.kernels.native.library import Isa, Native
 from tests.kernels.native.exchange_windows import int32, summed
 
 IsaHere = tuple[Native, Isa]

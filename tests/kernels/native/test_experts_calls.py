@@ -8,19 +8,9 @@ import pytest
 import torch
 
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.kernels.native import (
-    ExpertsMode,
-    Isa,
-    Native,
-    Rounding,
-    experts_batched,
-    experts_grouped,
-    experts_rows,
-    release,
-    scratch_bytes,
-)
-from moe_mk.kernels.native.library import Status
-from moe_mk.kernels.native.prepared import ExpertsCall, quantize_1x128
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.library import Isa, Native, Status, release, scratch_bytes
+from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped, experts_rows, quantize_1x128
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
 

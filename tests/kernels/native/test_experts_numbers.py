@@ -5,20 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_mk.kernels.native import (
-    Activation,
-    ExpertsMode,
-    Format,
-    MatrixLayout,
-    Native,
-    Rounding,
-    allocate,
-    experts_rows,
-    pack_slot,
-    quantize_1x128,
-    scale_block,
-)
-from moe_mk.kernels.native.packed import Shard
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import Shard, allocate, pack_slot, scale_block
+from moe_mk.kernels.native.prepared import experts_rows, quantize_1x128
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, error, spread
 from tests.support.tiers import thorough

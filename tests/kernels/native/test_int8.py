@@ -7,20 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import (
-    Activation,
-    ExpertsMode,
-    Format,
-    MatrixLayout,
-    Native,
-    Rounding,
-    Tuning,
-    allocate,
-    experts_rows,
-    pack_slot,
-    scale_block,
-)
-from moe_mk.kernels.native.packed import Shard
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import Shard, allocate, pack_slot, scale_block
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant import INT8_TOKEN
 from tests.kernels.native.layers import Layer, Storage, batch, error
 

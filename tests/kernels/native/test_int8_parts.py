@@ -8,16 +8,10 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
-from moe_mk.kernels.native import (
-    Activation,
-    ExpertsMode,
-    Native,
-    PackedMatrix,
-    Rounding,
-    Tuning,
-    allocate,
-    experts_rows,
-)
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import PackedMatrix, allocate
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.int8 import int8_groups

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Activation, ExpertsMode, PackedMatrix, Tuning, experts_rows
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Tuning
+from moe_mk.kernels.native.packed import PackedMatrix
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
-from moe_mk.kernels.native import (
-    Format,
-    MatrixLayout,
-    Native,
+from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import (
     Shard,
     allocate,
     pack_slot,

@@ -10,24 +10,11 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError, WeightError
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
-from moe_mk.kernels.native import (
-    BlockType,
-    ExpertsMode,
-    Format,
-    Isa,
-    MatrixLayout,
-    Native,
-    PackedMatrix,
-    PartScales,
-    Rounding,
-    Tuning,
-    allocate,
-    experts_rows,
-    pack_slot,
-    unpack_scales,
-    unpack_slot,
-    unpack_zeros,
-)
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
+from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot, unpack_scales, unpack_slot, unpack_zeros
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.tensor import QuantScheme, QuantTensor

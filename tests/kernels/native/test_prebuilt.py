@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import Native, compile_and_open, library, toolchain
-from moe_mk.kernels.native.library import open_library
+from moe_mk.kernels.native import library, toolchain
+from moe_mk.kernels.native.library import Native, compile_and_open, open_library
 from moe_mk.kernels.native.toolchain import Unit, digest, prebuilt, prebuilt_here, prebuilt_name, record_digest, units
 
 ROOT = Path(__file__).resolve().parents[3]

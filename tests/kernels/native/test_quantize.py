@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import Native, count_nans, quantize_1x128
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.prepared import count_nans, quantize_1x128
 from moe_mk.kernels.reference.quantize import quantize_rows
 
 FP8 = torch.float8_e4m3fn

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.kernels.native import Native, RouteMode, Scoring, route
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.prepared import route
+from moe_mk.kernels.native.route_mode import RouteMode, Scoring
 from tests.kernels.native.layers import spaced
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import BYTES_FOR_THREADS, ROW_TYPES, add_rows
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.lab.testing.bits import bits_of
 
 

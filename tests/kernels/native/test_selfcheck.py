@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.kernels.native import Isa, Native, is_compiled
-from moe_mk.kernels.native.library import CExperts
-from moe_mk.kernels.native.selfcheck import checked
+from moe_mk.kernels.native.library import CExperts, Isa, Native
+from moe_mk.kernels.native.selfcheck import checked, is_compiled
 
 
 def struct_of(reference: object) -> CExperts:

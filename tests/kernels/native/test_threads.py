@@ -24,9 +24,10 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import load_config
 from moe_mk.experts.cpu_native import experts as cpu_native
 from moe_mk.external.device import profile_here
-from moe_mk.kernels import native
-from moe_mk.kernels.native import ExpertsCall, ExpertsMode, Native, described, engine_runtime, experts_rows
-from moe_mk.kernels.native.threads import Runtime
+from moe_mk.kernels.native.experts_mode import ExpertsMode
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.prepared import ExpertsCall, experts_rows
+from moe_mk.kernels.native.threads import Runtime, described, engine_runtime
 from moe_mk.quant.plain import BF16
 from tests.kernels.native.layers import Layer, Storage, batch
 
@@ -157,7 +158,7 @@ first_is_torchs = runtime.path == sys.argv[1]
 assert first_is_torchs == (sys.argv[3] == "RTLD_GLOBAL"), runtime.path
 assert [copy.omp_get_max_threads() == 3 for copy in copies] == [first_is_torchs, False]
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from moe_mk.kernels.native import compile_and_open
+from moe_mk.kernels.native.library import compile_and_open
 from tests.kernels.native.test_threads import prepared
 native = compile_and_open()
 call, wanted = prepared(native)
@@ -194,7 +195,7 @@ def test_a_pinned_engine_that_is_not_there_is_a_reason_against(monkeypatch: pyte
         frozenset({"c++"}), frozenset(),
     )  # fmt: skip
     assert not cpu_native.CpuNativeExperts.reasons_against(problem)
-    monkeypatch.setattr(native, "engine_runtime", lambda: "torch is built without OpenMP")
+    monkeypatch.setattr(cpu_native, "engine_runtime", lambda: "torch is built without OpenMP")
     reasons = list(map(str, cpu_native.CpuNativeExperts.reasons_against(problem)))
     assert len(reasons) == 1 and "kernel.threads = engine: torch is built without OpenMP" in reasons[0], reasons
 

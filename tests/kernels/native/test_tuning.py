@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.kernels.native import ExpertsMode, Format, Native, Rounding, Tuning, experts_rows
-from moe_mk.kernels.native.experts_mode import LIMITS
-from moe_mk.kernels.native.library import CExperts
+from moe_mk.kernels.native.experts_mode import LIMITS, ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.layout import Format
+from moe_mk.kernels.native.library import CExperts, Native
+from moe_mk.kernels.native.prepared import experts_rows
 from tests.kernels.native.layers import Layer, Storage, batch
 from tests.support.tiers import quick_where
 

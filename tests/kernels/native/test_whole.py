@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.kernels.native import (
-    ExpertsMode,
-    Gating,
-    Native,
-    NativeLayer,
-    Places,
-    RouteMode,
-    RowsOfExperts,
-    Scoring,
-    Stack,
-    Stage,
-    experts_rows,
-    route,
-)
+from moe_mk.kernels.native.experts_mode import ExpertsMode
+from moe_mk.kernels.native.layer import Gating, NativeLayer, Places, RowsOfExperts, Stack, Stage
+from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.prepared import experts_rows, route
+from moe_mk.kernels.native.route_mode import RouteMode, Scoring
 from tests.kernels.native.layers import Layer, Storage
 
 EXPERTS, HIDDEN, INNER = 12, 192, 96

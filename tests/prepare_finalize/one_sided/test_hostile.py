@@ -16,7 +16,8 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.comm.symmetric.flags import FAILED
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave, wait
-from moe_mk.kernels.native import exchange, loaded, reasons_against
+from moe_mk.kernels.native import exchange
+from moe_mk.kernels.native.selfcheck import loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided.buffers import COUNT_MASK, LAYER_AT, OneSidedBufferSlot
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32

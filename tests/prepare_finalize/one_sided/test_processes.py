@@ -14,7 +14,7 @@ from moe_mk.comm.symmetric.flags import WaitingInLockstep, is_behind
 from moe_mk.comm.symmetric.heap import StartWaiting
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, wait
-from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.kernels.native.selfcheck import loaded, reasons_against
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
