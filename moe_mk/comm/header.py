@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import unless_signalled
+from moe_mk.process import Process
 
 HEADER_BYTES = 256
 MAGIC = b"moe-mk 1"

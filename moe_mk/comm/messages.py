@@ -60,9 +60,9 @@ from moe_mk.comm.header import (
     notice_tag,
     row_tag,
 )  # fmt: skip
-from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
+from moe_mk.process import Process
 from moe_mk.trace.clock import now
 
 PULSE_S = 0.05

@@ -13,8 +13,7 @@ from types import ModuleType
 
 from moe_mk.config.problem import Installed
 from moe_mk.errors import LibraryMissing
-from moe_mk.kernels.native.selfcheck import reasons_against
-from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.kernels import native
 from moe_mk.registry import did_you_mean
 
 
@@ -90,7 +89,7 @@ EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "
 
 def installed(cache_dir: Path | None = None) -> Installed:
     """Optional libraries that could be used; none is imported or compiled to find out. cache_dir: of `KernelConfig`."""
-    against = reasons_against(cache_dir)
+    against = native.reasons_against(cache_dir)
     found = (name for name in LIBRARIES if (not against if name == COMPILER else _is_there(name)))
     return Installed(found, {COMPILER: "; ".join(against)})
 
@@ -105,7 +104,7 @@ def _is_there(name: str) -> bool:
         from moe_mk.comm.network.nixl import has_rdma_device  # with the network engine, which few layers use
 
         return has_rdma_device()
-    return not reasons_against() if name == COMPILER else bool(LIBRARIES[name].found_as)
+    return not native.reasons_against() if name == COMPILER else bool(LIBRARIES[name].found_as)
 
 
 def installed_version(name: str) -> str | None:
@@ -116,7 +115,7 @@ def installed_version(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     if name == COMPILER:
-        compiler = find_compiler(shutil.which)
+        compiler = native.find_compiler(shutil.which)
         return None if compiler is None else compiler.version
     return "unknown" if _is_there(name) else None
 

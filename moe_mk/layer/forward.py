@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native.layer import Stage
+from moe_mk.kernels import native
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
@@ -153,22 +153,22 @@ class PreparedForward:
         """The forward in one call: from its router on, or from a routing that is given or that another router makes."""
         state, routing, chosen, routed, tensors = self.state, self.routing, None, None, None
         try:
-            first, listener, shared = Stage.ROUTE, routing.listener, state.backends.shared
+            first, listener, shared = native.Stage.ROUTE, routing.listener, state.backends.shared
             router_TH = x_TH
             if state.input_norm_H is not None:
                 router_TH, x_TH = state.inputs(x_TH)
             direct = state.tables.one_to_one and state.is_direct and routing.zero is None
             if given is not None and direct:  # as `can_be_called` has checked it
-                first, tensors = Stage.PLACE, (given.ids_TK, given.weights_TK)
+                first, tensors = native.Stage.PLACE, (given.ids_TK, given.weights_TK)
                 routed = None if listener is None else partial(listener, given)
             elif given is not None or not call.routes:
                 with torch.no_grad():
                     chosen = state.backends.gate.route(router_TH, routing.router)[0] if given is None else given
                     if state.tables.one_to_one:
-                        first, chosen = Stage.PLACE, routing.dispatched(chosen, state)
+                        first, chosen = native.Stage.PLACE, routing.dispatched(chosen, state)
                         routed = None if listener is None else partial(listener, chosen)
                     else:
-                        first, chosen = Stage.DISPATCH, routing.place(chosen, load_E, state)
+                        first, chosen = native.Stage.DISPATCH, routing.place(chosen, load_E, state)
                 ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
                 tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
             elif listener is not None:
@@ -178,7 +178,7 @@ class PreparedForward:
             if shared is not None and shared.is_weighted and given is None:
                 weights_T = shared.row_weights(x_TH)
             y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
-            if first is not Stage.DISPATCH:
+            if first is not native.Stage.DISPATCH:
                 routing.tokens += x_TH.shape[0]
             return y_TH if chosen is None else with_input(y_TH, x_TH, chosen)
         except BaseException as error:

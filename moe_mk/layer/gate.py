@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native.layer import Gating
-from moe_mk.kernels.native.prepared import RouteCall, route
-from moe_mk.kernels.native.route_mode import RouteMode, Scoring, is_dense
-from moe_mk.kernels.native.selfcheck import loaded
+from moe_mk.kernels import native
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
@@ -45,17 +42,17 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
     for scores that the kernel does not compute.
     """
     mode, threads = mode_of(router), torch.get_num_threads()
-    ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
+    ids_TK, weights_TK, logits_TE = native.route(native.loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
     return Routing(ids_TK, weights_TK), logits_TE
 
 
-def mode_of(router: Router) -> RouteMode:
+def mode_of(router: Router) -> native.RouteMode:
     """A router's settings as the kernel takes them. Raises UnsupportedError for scores that it does not compute."""
     if router.scoring_func not in SCORED:
         reason = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
         raise UnsupportedError("the native router cannot run", [f"{reason}; route with the router itself"])
-    return RouteMode(
-        top_k=router.top_k, scoring=Scoring[router.scoring_func.upper()], num_groups=router.num_expert_group,
+    return native.RouteMode(
+        top_k=router.top_k, scoring=native.Scoring[router.scoring_func.upper()], num_groups=router.num_expert_group,
         top_groups=router.topk_group, renormalize=router.renormalize, scale=router.routed_scaling_factor,
     )  # fmt: skip
 
@@ -67,7 +64,7 @@ class _PreparedRoute:
     router: object
     logit_bias_E: Tensor | None
     at: object
-    call: RouteCall | None
+    call: native.RouteCall | None
 
 
 class Gate:
@@ -158,18 +155,18 @@ class Gate:
         call = None
         if gating is not None:
             kernel = self.decision.problem.config.kernel
-            library = replace(loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
-            call = RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
+            library = replace(native.loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
+            call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
         made = _PreparedRoute(router, self.logit_bias_E, at, call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 
-    def gating(self, router: Router) -> Gating | None:
+    def gating(self, router: Router) -> native.Gating | None:
         """What a native call needs to route; None where it cannot, or would not read gate and bias where they are."""
         weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None and routes_natively(router)
-        if not able or weight_EH is None or not is_dense(weight_EH, self.bias_E):
+        if not able or weight_EH is None or not native.is_dense(weight_EH, self.bias_E):
             return None
-        return Gating(weight_EH, self.bias_E, mode_of(router))
+        return native.Gating(weight_EH, self.bias_E, mode_of(router))
 
     @property
     def _native(self) -> bool:

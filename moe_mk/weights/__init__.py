@@ -1,8 +1,5 @@
 """Weights: reading checkpoints strictly and without copies, and holding them."""
 
-from typing import TYPE_CHECKING
-
-from moe_mk.imports import at_first_use
 from moe_mk.weights.checkpoint import find_prefix, load_layer
 from moe_mk.weights.expert_weights import (
     CANONICAL,
@@ -26,6 +23,3 @@ __all__ = [
     "SafetensorsSource", "SlotWeights", "TensorSource", "Weights", "as_mapped", "digest", "find_prefix",
     "inspect_checkpoint", "load_layer",
 ]  # fmt: skip
-
-if not TYPE_CHECKING:
-    __getattr__ = at_first_use(__name__, {})

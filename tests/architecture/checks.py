@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 HOUSE = [
-    "errors shapes registry flight files text imports",
+    "errors shapes registry flight files text imports process",
     "quantized comm kernels",
     "config quant tokens weights placement external trace",
     "router prepare_finalize experts permute",

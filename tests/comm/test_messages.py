@@ -11,10 +11,10 @@ from torch import Tensor
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.header import ANY, EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Envelope, Header, Kind, host_number
 from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
-from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.process import Process
 
 
 def test_a_header_comes_back_as_it_was_packed() -> None:

@@ -61,16 +61,6 @@ def test_the_expected_rows_are_those_of_the_ranks_that_a_token_visits(ep: int, v
 
 
 @pytest.mark.row(82)
-def test_a_transport_with_another_signature_is_refused_when_it_registers() -> None:
-    class Odd(AllToAll):
-        def prepare(self, x_TH: torch.Tensor, topk_ids: torch.Tensor) -> Flight[Tokens]:  # type: ignore[override]
-            raise NotImplementedError
-
-    with pytest.raises(ConfigError, match=r"prepare\(self, x_TH, topk_ids\) should be prepare\(self, x_TH, routing\)"):
-        PREPARE_FINALIZE.register("odd")(Odd)
-
-
-@pytest.mark.row(82)
 def test_a_transport_without_its_methods_or_traits_is_refused_when_it_registers() -> None:
     class Half(PrepareFinalize):
         def prepare(self, x_TH: torch.Tensor, routing: Routing) -> Flight[Tokens]:

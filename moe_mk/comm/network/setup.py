@@ -29,7 +29,6 @@ from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.comm.network.window import Counters, OwnWindow
 from moe_mk.comm.symmetric.flags import (
     Clock,
-    Process,
     Waiting,
     WaitingForProcess,
     Words,
@@ -43,6 +42,7 @@ from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
+from moe_mk.process import Process
 
 PHASE = "window set-up"
 NOTE_BYTES = 1024

@@ -18,12 +18,11 @@ import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
+from moe_mk.process import Process
 
 WORD_BYTES = 8
 COUNT_BITS = 32
@@ -143,42 +142,6 @@ SPINS, YIELDS = 50, 100
 FIRST_SLEEP_S, LONGEST_SLEEP_S, GROWTH = 20e-6, 500e-6, 1.25
 PULSE_S = 0.05
 """How often a peer is looked at while it is awaited."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process so that it cannot be taken for a later one of the same number."""
-
-    number: int
-    started: str
-    """Clock ticks after boot."""
-    namespace: int
-    """Inode of its pid namespace; numbers mean something only within one."""
-
-    @classmethod
-    def this(cls) -> Process:
-        return cls.of(os.getpid())
-
-    @classmethod
-    def of(cls, number: int) -> Process:
-        """A running process of this namespace."""
-        return cls(number, _stat(number)[1], os.stat("/proc/self/ns/pid").st_ino)
-
-    def is_gone(self, seen_from: Process) -> bool:
-        """Whether it has ended, reaped or not; False where it cannot be seen."""
-        if self.namespace != seen_from.namespace:
-            return False
-        try:
-            state, started = _stat(self.number)
-        except unless_signalled(FileNotFoundError, ProcessLookupError):
-            return True
-        return state in "ZX" or started != self.started
-
-
-def _stat(number: int) -> tuple[str, str]:
-    """State letter and start time; the name before them may hold spaces and brackets."""
-    fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]
 
 
 class Waiting(ABC):

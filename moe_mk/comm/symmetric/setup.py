@@ -18,7 +18,6 @@ from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.comm.symmetric.flags import (
     Clock,
-    Process,
     Waiting,
     WaitingForProcess,
     WaitingInLockstep,
@@ -29,6 +28,7 @@ from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
+from moe_mk.process import Process
 
 PHASE = "window set-up"
 NOTE_BYTES = 512

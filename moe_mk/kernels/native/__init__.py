@@ -31,4 +31,33 @@
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 
 `threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).
+
+What a layer needs before it runs these kernels is imported from here, at its first use.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_mk.imports import at_first_use
+
+if TYPE_CHECKING:
+    from moe_mk.kernels.native.layer import Gating as Gating
+    from moe_mk.kernels.native.layer import Stage as Stage
+    from moe_mk.kernels.native.prepared import RouteCall as RouteCall
+    from moe_mk.kernels.native.prepared import route as route
+    from moe_mk.kernels.native.route_mode import RouteMode as RouteMode
+    from moe_mk.kernels.native.route_mode import Scoring as Scoring
+    from moe_mk.kernels.native.route_mode import is_dense as is_dense
+    from moe_mk.kernels.native.selfcheck import loaded as loaded
+    from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
+    from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
+else:
+    HOMES = {
+        "layer": "Gating Stage",
+        "prepared": "RouteCall route",
+        "route_mode": "RouteMode Scoring is_dense",
+        "selfcheck": "loaded reasons_against",
+        "toolchain": "find_compiler",
+    }
+    __getattr__ = at_first_use(__name__, HOMES)

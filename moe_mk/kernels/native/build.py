@@ -40,6 +40,7 @@ from moe_mk.kernels.native.toolchain import (
     load_error,
     record_digest,
 )
+from moe_mk.process import Process
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
@@ -89,13 +90,10 @@ def processor_has(*flags: str) -> bool:
     return set(flags) <= set(" ".join(processor()).split())
 
 
-def default_cache_dir(home: Path | None = None) -> Path:
-    """The cache directory of compiled kernels below a home directory; None: that of the system.
-
-    Raises UnsupportedError if the user has no home directory.
-    """
+def default_cache_dir() -> Path:
+    """The cache directory of compiled kernels. Raises UnsupportedError if the user has no home directory."""
     try:
-        base = home or Path.home()
+        base = Path.home()
     except unless_signalled(RuntimeError) as problem:  # no HOME, and no entry of this user in the list of users
         raise UnsupportedError("there is no home directory for the kernel cache", [f"{problem}; set HOME"]) from problem
     if not base.is_absolute():
@@ -192,52 +190,25 @@ def own_directory(path: Path) -> Path:
 class _Holder:
     """The process recorded in a lock file."""
 
-    pid: int
     host: str
-    started: str
-    """Clock ticks after boot, to distinguish a later process with the same pid; "" where unknown."""
-    namespace: int
-    """Inode of its pid namespace; 0 where unknown."""
+    process: Process
 
     @classmethod
     def this(cls) -> _Holder:
-        namespace = Path("/proc/self/ns/pid")
-        inode = namespace.stat().st_ino if namespace.exists() else 0
-        return cls(os.getpid(), platform.node(), _state_and_start(os.getpid())[1], inode)
+        return cls(platform.node(), Process.this())
 
     @classmethod
     def recorded(cls, handle: int) -> _Holder | None:
         """The holder recorded in a lock file; None if there is none."""
         try:
-            return cls(**json.loads(os.pread(handle, 4096, 0)))
-        except (ValueError, TypeError):
+            found = json.loads(os.pread(handle, 4096, 0))
+            return cls(found["host"], Process(**found["process"]))
+        except (ValueError, TypeError, KeyError):
             return None
 
     def is_gone(self) -> bool:
         """Whether it has ended, reaped or not; False if it is not visible from this process."""
-        this = _Holder.this()
-        if (self.host, self.namespace) != (this.host, this.namespace):
-            return False
-        state, started = _state_and_start(self.pid)
-        return state in ("", "Z", "X") or started != self.started
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; the letter is "" if the process does not exist."""
-    if Path("/proc/self/stat").exists():
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except unless_signalled(FileNotFoundError, ProcessLookupError):
-            return "", ""
-        fields = text.rpartition(")")[2].split()  # the name before them may hold spaces and brackets
-        return fields[0], fields[19]
-    try:
-        os.kill(pid, 0)
-    except unless_signalled(ProcessLookupError):
-        return "", ""
-    except unless_signalled(PermissionError):
-        pass  # it exists, and belongs to another user
-    return "R", ""
+        return self.host == platform.node() and self.process.is_gone(Process.this())
 
 
 @contextmanager
@@ -318,7 +289,7 @@ def _held_by(holder: _Holder | None, since: float) -> str:
     taken = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
     if holder is None:
         return f"held by a process that it does not name, since {taken} (`fuser` lists it)"
-    return f"held by process {holder.pid} on host {holder.host} since {taken}"
+    return f"held by process {holder.process.number} on host {holder.host} since {taken}"
 
 
 def reason_against(library: Path) -> str:

@@ -11,7 +11,6 @@ from moe_mk.comm.symmetric.flags import (
     LIBATOMIC,
     AtomicWords,
     PlainWords,
-    Process,
     WaitingForProcess,
     Words,
     is_behind,
@@ -20,6 +19,7 @@ from moe_mk.comm.symmetric.flags import (
 )
 from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.process import Process
 
 
 def test_epochs_wrap_and_counts_stay_beside_them() -> None:
