@@ -38,12 +38,12 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 30,
+    "short ones, no plugins": 28,
     "circles": 0,
     "orphans": 0,
     "core lines": 26_910,
-    "library lines": 52_415,
-    "test lines": 68_968,
+    "library lines": 52_376,
+    "test lines": 68_921,
     "tool and benchmark lines": 10_847,
     "long files": 0,
     "frames at EP=1": 9,

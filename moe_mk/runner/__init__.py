@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         run_dual,
         run_with,
     )
-    from moe_mk.runner.sequence_chunks import chunk_sizes, sequence_parallel
     from moe_mk.runner.tiled_kernel import on_workers
     from moe_mk.runner.tiles import (
         MicroBatch,
@@ -33,7 +32,6 @@ else:
     HOMES = {
         "monolithic": "MonolithicKernel needs_naive_dispatch_combine",
         "overlap": "AsyncResult alongside finalize_async prepare_async run_alone run_dual run_with",
-        "sequence_chunks": "chunk_sizes sequence_parallel",
         "tiled_kernel": "on_workers",
         "tiles": "MicroBatch StageLink TilePlan TileRecord TileWork cut in_turns plan_for tile_sizes",
         "training_exchange": "TrainingExchange",
@@ -42,7 +40,6 @@ else:
 
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
-    "TrainingExchange", "alongside", "chunk_sizes", "cut", "finalize_async", "in_turns",
-    "needs_naive_dispatch_combine", "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual",
-    "run_with", "sequence_parallel", "tile_sizes",
+    "TrainingExchange", "alongside", "cut", "finalize_async", "in_turns", "needs_naive_dispatch_combine",
+    "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual", "run_with", "tile_sizes",
 ]  # fmt: skip

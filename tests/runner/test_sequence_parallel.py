@@ -9,7 +9,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer import MoELayer, SequenceParallelMoE
-from moe_mk.runner import chunk_sizes, sequence_parallel
+from moe_mk.layer.sequence_parallel import chunk_sizes, sequence_parallel
 from tests.support.layers import HIDDEN, config, layer, tensors
 
 TOP_K = 2
