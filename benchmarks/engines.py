@@ -83,6 +83,8 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
         if name.endswith((":q4_k", ":int4")):
             model = ours.model_without_experts(folder)
             ours.replace_experts(model, folder, experts="cpu_native")
+            if "blocks" in name:
+                ours.patch_blocks(model)
         else:
             with ours.cpu_fp8():
                 model = load(folder, dtype="auto", experts_implementation="moe_mk")

@@ -33,7 +33,11 @@ ENGINES = {
     "transformers": ("transformers", "transformers, grouped_mm, bf16"),
 }
 """With moe_mk, and alone, by the names of benchmarks/engines.py."""
-PARTS = {"": "", "+linears": " with packed linear layers"}
+PARTS = {
+    "": "",
+    "+linears": " with packed linear layers",
+    "+blocks+linears": " with whole blocks and packed linear layers",
+}
 """What moe_mk computes besides experts."""
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {

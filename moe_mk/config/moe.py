@@ -480,11 +480,3 @@ class MoEConfig(Settings):
         data = self.model_dump()
         place_overrides(data, overrides, {name: field.annotation for name, field in type(self).model_fields.items()})
         return type(self).parse(data, "overrides")
-
-    def active_fraction(self) -> float:
-        """Fraction of the parameters used by one token: of the model if its size is known, else of this layer."""
-        if self.model.total_params_b and self.model.active_params_b:
-            return self.model.active_params_b / self.model.total_params_b
-        shared = self.model.shared_size / self.model.moe_intermediate_size
-        chosen = self.router.top_k * self.model.num_experts / self.model.scored_experts
-        return (chosen + shared) / (self.model.num_experts + shared)

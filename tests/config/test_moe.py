@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from moe_mk.config import ModelConfig, MoEConfig, QuantConfig, load_config
 from moe_mk.config.moe import place_overrides
 from moe_mk.errors import ConfigError
+from moe_mk.lab.cli.explain import active_fraction
 from moe_mk.quant import BF16, FP16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, weight_scheme
 
 
@@ -169,12 +170,12 @@ def test_quantisation_names_its_schemes() -> None:
 @pytest.mark.row(5)
 def test_a_token_of_deepseek_v3_uses_5_51_percent_of_the_parameters() -> None:
     # 37 of 671 billion
-    assert f"{load_config('deepseek_v3').active_fraction():.2%}" == "5.51%"
+    assert f"{active_fraction(load_config('deepseek_v3')):.2%}" == "5.51%"
 
 
 def test_without_sizes_the_fraction_is_that_of_the_layer() -> None:
-    assert config().active_fraction() == 4 / 16
-    assert config(model={"num_shared_experts": 2}).active_fraction() == (4 + 2) / (16 + 2)
+    assert active_fraction(config()) == 4 / 16
+    assert active_fraction(config(model={"num_shared_experts": 2})) == (4 + 2) / (16 + 2)
 
 
 def test_overrides_find_their_group_by_bare_key() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.lab.cli.explain import active_fraction
 from moe_mk.lab.testing.transports import run_together
 from moe_mk.lab.verify import Answer, verify
 from moe_mk.weights import inspect_checkpoint, load_layer
@@ -123,7 +124,7 @@ def test_the_configuration_is_read_or_refused() -> None:
     assert (model.num_experts, model.num_zero_experts, model.scored_experts) == (256, 128, 384)
     assert (model.moe_intermediate_size, router.top_k, router.renormalize) == (1024, 12, False)
     assert (router.scoring_func, router.has_correction_bias, router.routed_scaling_factor) == ("softmax", True, 6.0)
-    assert read.active_fraction() == 12 / 384
+    assert active_fraction(read) == 12 / 384
     refused = {"router_bias": True, "norm_topk_prob": True, "zero_expert_type": "copy", "moe_group_size": 4}
     for key, value in refused.items():
         with pytest.raises(ConfigError, match=f"{key} is {value!r}"):

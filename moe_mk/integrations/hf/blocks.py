@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,13 +22,17 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
-from moe_mk.integrations.hf.plan import forget_plan
+from moe_mk.integrations.hf.packed import PackedExperts
+from moe_mk.integrations.hf.plan import forget_plan, model_settings
 from moe_mk.layer import MoELayer
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of, experts_error
+from moe_mk.quant.plain import plain
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.layer_weights import matrices_of
 from moe_mk.weights.stamp import Stamp
 
 BIAS = "e_score_correction_bias"
@@ -43,11 +47,16 @@ PROBES = 48
 class Parts:
     """The parts of a block. Not the block itself, which would create a reference cycle."""
 
-    gate: nn.Module
-    experts: nn.Module
+    gate: Any
+    experts: Any
     shared_experts: nn.Module | None
     buffers: dict[str, Tensor | None]
     """The block's own, in which MiniMax-M2 holds the bias and passes it to its gate."""
+
+    @property
+    def packed(self) -> MoELayer | None:
+        """The layer of packed experts; None for experts that are tensors of the module."""
+        return self.experts.layer if isinstance(self.experts, PackedExperts) else None
 
     @property
     def bias_E(self) -> Tensor | None:
@@ -79,7 +88,7 @@ def parts_of(block: nn.Module) -> Parts | None:
     """The parts of a MoE block; None for other modules, and for blocks with further weights of their own."""
     gate = next((getattr(block, name) for name in GATES if hasattr(block, name)), None)
     experts, shared = getattr(block, "experts", None), getattr(block, "shared_experts", None)
-    if not isinstance(gate, nn.Module) or not isinstance(experts, nn.Module) or not is_experts(experts):
+    if not isinstance(gate, nn.Module) or not (isinstance(experts, PackedExperts) or is_experts(experts)):
         return None
     weight, known = getattr(gate, "weight", None), (gate, experts, shared)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not hasattr(gate, "top_k"):
@@ -94,18 +103,27 @@ def parts_of(block: nn.Module) -> Parts | None:
 
 @torch.no_grad()
 def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any], pool: ResidencyPool | None) -> MoELayer:
-    """A layer equivalent to a block, from views of its weights.
+    """A layer equivalent to a block, from views of its weights, or with the packed experts that it has.
 
-    Raises UnsupportedError if the two differ on a random batch.
+    Raises UnsupportedError if the two differ on a random batch, and for other settings than those of packed experts.
     """
-    parts = parts_of(block)
+    parts, what = parts_of(block), f"{path} ({type(block).__name__})"
     assert parts is not None
-    facts = facts_of(parts.experts)
-    if not facts.canonical:
-        raise UnsupportedError(f"{path} ({type(block).__name__})", [f"its experts have {', '.join(facts.oddities)}"])
-    config = MoEConfig.parse(_settings(type(block).__name__, parts, facts), path).with_(**settings)
-    layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path, pool=pool)
-    layer.load_weights(named_weights(parts, facts))
+    if (packed := parts.packed) is not None:
+        config = packed.config.with_(**_router_settings(parts), experts=packed.decision.chosen.experts)
+        if config.with_(**settings).kernel != config.kernel:
+            held = {key: getattr(config.kernel, key) for key in settings}
+            raise UnsupportedError(f"{what} with {settings}", [f"replace_experts packed its experts with {held}"])
+        config = config.with_(**_shared_settings(parts))
+        layer = MoELayer(config, device=packed.device, dtype=packed.dtype, name=path, pool=packed.state.backends.pool)
+    else:
+        facts = facts_of(parts.experts)
+        if not facts.canonical:
+            raise UnsupportedError(what, [f"its experts have {', '.join(facts.oddities)}"])
+        model = model_settings(facts) | {"name": type(block).__name__} | _shared_settings(parts)
+        config = MoEConfig.parse({"model": model, "router": _router_settings(parts)}, path).with_(**settings)
+        layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path, pool=pool)
+    _load(layer, parts)
     _must_agree(path, block, parts, layer)
     return layer
 
@@ -117,28 +135,18 @@ def dtype_of(gate: nn.Module, facts: ModuleFacts) -> torch.dtype:
     return facts.scheme.dtype  # type: ignore[attr-defined, no-any-return]
 
 
-def _settings(name: str, parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
-    shared: Any = parts.shared_experts
-    quant: dict[str, Any] = {"weights": facts.scheme.name}
-    if facts.scheme.block is not None:
-        scale = "ue8m0" if "ue8m0" in facts.scheme.name else "float32"
-        quant = {"weights": "fp8_block", "block": facts.scheme.block, "scale": scale}
-    model = {
-        "name": name,
-        "hidden_size": facts.hidden_size,
-        "moe_intermediate_size": facts.intermediate_size,
-        "num_experts": facts.num_experts,
-        "num_shared_experts": 0 if shared is None else 1,
-        "shared_intermediate_size": None if shared is None else shared.up_proj.weight.shape[0],
-        **({} if facts.activation is None else facts.activation.settings()),
-        "quant": quant,
-    }
-    return {"model": model, "router": _router_settings(parts, facts)}
+def _shared_settings(parts: Parts) -> dict[str, Any]:
+    if (up := shared_linears(parts).get("up")) is None:
+        return {}
+    found = {"num_shared_experts": 1, "shared_intermediate_size": up.weight.shape[0]}
+    if (packed := parts.packed) is None:
+        return found
+    return found | {"quant": packed.config.model.quant.model_dump() | {"shared": plain(up.weight.dtype).name}}
 
 
-def _router_settings(parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
+def _router_settings(parts: Parts) -> dict[str, Any]:
     """The first settings that route random logits as the gate does; those of DeepSeek-V3 if none does."""
-    gate: Any = parts.gate
+    gate = parts.gate
 
     def stated(default: float, *names: str) -> Any:
         return next((value for name in names if (value := getattr(gate, name, None)) is not None), default)
@@ -149,7 +157,7 @@ def _router_settings(parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
         "topk_group": stated(1, "topk_group"),
         "routed_scaling_factor": float(stated(1.0, "routed_scaling_factor")),
     }
-    x_TH, bias_E = _probe(facts.hidden_size, facts.device), parts.bias_E
+    x_TH, bias_E = _probe(gate.weight.shape[1], gate.weight.device), parts.bias_E
     theirs, logits_TE = _route_in_f32(parts, x_TH), x_TH @ gate.weight.float().T
     pairs = product(("sigmoid", "softmax"), (True, False))
     found = [common | {"scoring_func": scoring, "renormalize": renormalize} for scoring, renormalize in pairs]
@@ -159,32 +167,46 @@ def _router_settings(parts: Parts, facts: ModuleFacts) -> dict[str, Any]:
 
 def named_weights(parts: Parts, facts: ModuleFacts) -> dict[str, Tensor]:
     """The tensors of a block's parts under the official names of a checkpoint, as views."""
-    gate: Any = parts.gate
-    shared: Any = parts.shared_experts
-    named = {"gate.weight": gate.weight.detach()}
+    named: dict[str, Tensor] = {"gate.weight": parts.gate.weight.detach()}
     if parts.bias_E is not None:
         named[f"gate.{BIAS}"] = parts.bias_E.detach()
     weights = weights_of(parts.experts, facts)
     for expert in range(facts.num_experts):
-        named |= _mlp(f"experts.{expert}", weights.slot(expert))
-    for projection in SHARED if shared is not None else ():
-        linear = getattr(shared, f"{projection}_proj")
-        if hasattr(linear, "base_layer"):
-            raise UnsupportedError(f"{projection}_proj of the shared experts is a {type(linear).__name__}", [LORA])
+        for projection, q in matrices_of(weights.slot(expert)):
+            name = f"experts.{expert}.{projection}_proj.weight"
+            named |= {name: q.values} | ({} if q.scales is None else {f"{name}_scale_inv": q.scales})
+    for projection, linear in shared_linears(parts).items():
         named[f"shared_experts.{projection}_proj.weight"] = linear.weight.detach()
         if facts.scheme.block is not None:
             named[f"shared_experts.{projection}_proj.weight_scale_inv"] = linear.weight_scale_inv.detach()
     return named
 
 
-def _mlp(prefix: str, slot: SlotWeights) -> dict[str, Tensor]:
-    named = {}
-    for projection, q in (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI)):
-        assert q is not None
-        named[f"{prefix}.{projection}_proj.weight"] = q.values
-        if q.scales is not None:
-            named[f"{prefix}.{projection}_proj.weight_scale_inv"] = q.scales
-    return named
+def shared_linears(parts: Parts) -> dict[str, Any]:
+    """The layers of the shared experts by projection. Raises UnsupportedError for layers without a plain weight."""
+    found = {name: getattr(parts.shared_experts, f"{name}_proj") for name in SHARED if parts.shared_experts is not None}
+    for name, linear in found.items():
+        if hasattr(linear, "base_layer") or not hasattr(linear, "weight"):
+            remedy = LORA if hasattr(linear, "base_layer") else "call patch_blocks before pack_linears"
+            raise UnsupportedError(f"{name}_proj of the shared experts is a {type(linear).__name__}", [remedy])
+    return found
+
+
+def _load(layer: MoELayer, parts: Parts) -> None:
+    """Give a layer the weights of a block as they are now. Packed experts are shared with the layer that holds them."""
+    if (packed := parts.packed) is None:
+        layer.load_weights(named_weights(parts, facts_of(parts.experts)))
+        return
+    shared = [QuantTensor(p.weight.detach(), None, plain(p.weight.dtype)) for p in shared_linears(parts).values()]
+    weights = replace(
+        packed.weights,
+        gate_EH=parts.gate.weight.detach(),
+        bias_E=None if parts.bias_E is None else parts.bias_E.detach(),
+        shared=SlotWeights(*shared) if shared else None,  # type: ignore[arg-type]
+    )
+    layer.use(replace(layer.state, kernel=replace(layer.state.kernel, experts=packed.state.kernel.experts)))  # type: ignore[arg-type]
+    layer.take(replace(weights, experts=packed.state.laid_out))
+    layer.use(replace(layer.state, weights=weights))
 
 
 def _probe(hidden: int, device: torch.device) -> Tensor:
@@ -216,14 +238,15 @@ def _routing_reasons(ours: Routing, theirs: Routing | None) -> list[str]:
     (our_ids, our_order), (ids, order) = ours.ids_TK.long().sort(dim=1), theirs.ids_TK.long().sort(dim=1)
     same_T = (our_ids == ids).all(dim=1)
     if not bool(same_T.all()):
-        return [f"its gate selects other experts for {int((~same_T).sum())} of {PROBES} tokens"]
+        return [f"its gate selects other experts for {int((~same_T).sum())} of {len(same_T)} tokens"]
     weights = ours.weights_TK.gather(1, our_order), theirs.weights_TK.float().gather(1, order)
     return [] if torch.allclose(*weights, rtol=1e-4, atol=1e-6) else ["its gate gives other weights"]
 
 
 def _must_agree(path: str, block: nn.Module, parts: Parts, layer: MoELayer) -> None:
     """Raise UnsupportedError unless block and layer route a batch alike, and compute it within the formats' limits."""
-    x_TH = _probe(layer.config.model.hidden_size, layer.device).to(layer.dtype)
+    most = layer.config.kernel.max_num_tokens
+    x_TH = _probe(layer.config.model.hidden_size, layer.device)[:most].to(layer.dtype)
     ours = layer.route(x_TH)
     reasons = _routing_reasons(ours, _route_in_f32(parts, x_TH)) or _differences(block, parts, layer, x_TH, ours)
     layer.reset_expert_load()
@@ -263,31 +286,34 @@ class PatchedForward:
     def __init__(self, block: nn.Module, layer: MoELayer) -> None:
         parts = parts_of(block)
         assert parts is not None
-        self.parts, self.layer = parts, layer
-        self.facts, self.stamp = facts_of(parts.experts), Stamp(parts.tensors())
+        self.parts, self.layer, self.most = parts, layer, layer.config.kernel.max_num_tokens
+        self.facts = facts_of(parts.experts) if parts.packed is None else None
+        self.stamp = Stamp(parts.tensors())
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """(..., H) to (..., H), shared experts included."""
+        """(..., H) to (..., H), shared experts included; longer batches than the layer takes are computed in parts."""
         if not torch.compiler.is_compiling():
             self._follow()
             self._must_read(hidden_states)
         if self.parts.gate._forward_hooks:  # transformers records router logits by hooks on the gate
             self.parts.gate(hidden_states, *self.parts.gate_arguments())
-        y_TH: Tensor = self.layer(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        return y_TH.view(hidden_states.shape)
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if x_TH.shape[0] <= self.most:
+            return self.layer(x_TH).view(hidden_states.shape)  # type: ignore[no-any-return]
+        return torch.cat([self.layer(part) for part in torch.split(x_TH, self.most)]).view(hidden_states.shape)
 
     def _follow(self) -> None:
         """Reload the layer if a weight of the block was replaced or modified."""
         tensors = self.parts.tensors()
         if self.stamp.is_of(tensors):
             return
-        facts = facts_of(self.parts.experts)
-        if facts != self.facts or dtype_of(self.parts.gate, facts) is not self.layer.dtype:
+        facts = self.facts and facts_of(self.parts.experts)
+        if facts and self.facts and (facts != self.facts or dtype_of(self.parts.gate, facts) is not self.layer.dtype):
             was, now = (f"{one.scheme.name} on {one.device}" for one in (self.facts, facts))
             raise UnsupportedError(
                 f"block {self.layer.name} was patched with weights of {was} and has {now} since", [AGAIN]
             )
-        self.layer.load_weights(named_weights(self.parts, facts))
+        _load(self.layer, self.parts)
         self.stamp = Stamp(tensors)
 
     def _must_read(self, hidden_states: Tensor) -> None:

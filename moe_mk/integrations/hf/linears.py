@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.cpu_native.weights import BLOCK, storage_of
+from moe_mk.integrations.hf.blocks import LAYER
 from moe_mk.integrations.hf.packed import cannot_be_saved
 from moe_mk.integrations.hf.stored import PART, stored_parameters
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
 from moe_mk.kernels.native.layout import STEP
+from moe_mk.layer.custom_op import is_untraced
 from moe_mk.quant import QuantTensor, weight_scheme
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED
@@ -40,6 +42,8 @@ class PackedLinearModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) bf16 to (..., N)."""
+        if self.bias is None and is_untraced(x) and not x.requires_grad:
+            return self.packed.run(x)
         return packed_linear(x, self.entry, self.bias, self.out_features)
 
 
@@ -50,16 +54,17 @@ def pack_linears(
 
     Layers in bf16, and those of FP8 models that are loaded inside `cpu_fp8()` in bf16, are replaced one by one where
     inputs are a multiple of 32. Each frees its weight unless another module holds it too, as tied embeddings do. Tokens
-    are multiplied in bf16, those of FP8 layers too. Other classes and layers with hooks stay as they are.
+    are multiplied in bf16, those of FP8 layers too. Other classes, layers with hooks and those of patched blocks stay.
     path: the checkpoint that the model was loaded from, a folder or a GGUF file. A weight that it stores as INT4, INT8
     or blocks of GGUF is packed in that format if the model's weight equals the stored one; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
     The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer.
     """
+    inner = tuple(f"{path}." for path, block in model.named_modules() if LAYER in vars(block))
     chosen = {
         name: module
         for name, module in model.named_modules()
-        if name and name.rpartition(".")[2] not in skip and isinstance(module, nn.Linear)
+        if name and name.rpartition(".")[2] not in skip and isinstance(module, nn.Linear) and not name.startswith(inner)
         and _matrix_of(module, getattr(model, "dtype", None)) is not None and module.in_features % STEP == 0
         and not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "_hf_hook")
     }  # fmt: skip

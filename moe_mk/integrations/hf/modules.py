@@ -162,7 +162,7 @@ class ModuleFacts:
         return tuple(what for what, holds in named.items() if holds)
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module | None) -> bool:
     """Whether transformers dispatches this module's forward by `experts_implementation`."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
 

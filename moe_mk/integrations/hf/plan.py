@@ -281,24 +281,27 @@ def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings
 
 
 def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str, Any]:
-    scheme, num_experts = facts.scheme, facts.num_experts * ranks.comm.size
+    num_experts = facts.num_experts * ranks.comm.size
+    parallel = {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"}
+    model = model_settings(facts) | {"num_experts": num_experts}
+    return {"model": model, "router": {"top_k": top_k_of(module, num_experts)}, "parallel": parallel}
+
+
+def model_settings(facts: ModuleFacts) -> dict[str, Any]:
+    """`MoEConfig.model` of a module's experts."""
+    scheme = facts.scheme
     quant: dict[str, Any] = {"weights": scheme.name}
     if scheme.block is not None:
-        quant = {
-            "weights": "fp8_block",
-            "block": scheme.block,
-            "scale": "ue8m0" if "ue8m0" in scheme.name else "float32",
-        }
-    model = {
+        scale = "ue8m0" if "ue8m0" in scheme.name else "float32"
+        quant = {"weights": "fp8_block", "block": scheme.block, "scale": scale}
+    return {
         "name": facts.name,
         "hidden_size": facts.hidden_size,
         "moe_intermediate_size": facts.intermediate_size,
-        "num_experts": num_experts,
+        "num_experts": facts.num_experts,
         **(facts.activation or Act("silu")).settings(),
         "quant": quant,
     }
-    parallel = {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"}
-    return {"model": model, "router": {"top_k": top_k_of(module, num_experts)}, "parallel": parallel}
 
 
 def top_k_of(module: nn.Module, num_experts: int) -> int:

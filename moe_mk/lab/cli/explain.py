@@ -169,10 +169,20 @@ def problem_of(question: Question) -> Problem:
     return Problem(settings, profile, dtype, question.tokens, libraries, emulated())
 
 
+def active_fraction(config: MoEConfig) -> float:
+    """Fraction of the parameters used by one token: of the model if its size is known, else of this layer."""
+    model = config.model
+    if model.total_params_b and model.active_params_b:
+        return model.active_params_b / model.total_params_b
+    shared = model.shared_size / model.moe_intermediate_size
+    chosen = config.router.top_k * model.num_experts / model.scored_experts
+    return (chosen + shared) / (model.num_experts + shared)
+
+
 def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
     """Print the decision. assumption: which libraries it presumes."""
     p, model, decided = decision.problem, decision.problem.config.model, decision.as_dict()["bytes"]
-    active = f"{100 * p.config.active_fraction():.2f} % of parameters active"
+    active = f"{100 * active_fraction(p.config):.2f} % of parameters active"
     experts = f"{model.num_experts} experts, top-{p.config.router.top_k}, {p.weights.name}"
     screen.fact("model", f"{model.name}: {experts}, {active}")
     nodes = f"{p.nodes} {'node' if p.nodes == 1 else 'nodes'} of {p.device.name}"

@@ -26,6 +26,10 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).float().norm() / wanted.float().norm())
+
+
 @torch.no_grad()
 def difference(module: nn.Module, call: tuple[Tensor, Tensor, Tensor]) -> float:
     """The largest difference between this library and the class's own forward, relative to the largest output."""

@@ -14,10 +14,10 @@ import transformers
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights
-from moe_mk.external.library import installed
 from moe_mk.integrations.transformers import patch_blocks, patched_blocks, register, unpatch_blocks
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
-from tests.integrations.hf.cases import family, generate, logits, prompt
+from tests.integrations.hf.cases import family, generate, logits, prompt, relative
+from tests.layer.native import NEEDS_COMPILER
 from tests.support.alone import NEEDS_PEAKS, alone, peak_above
 from tests.support.replaced import CHANGES
 
@@ -25,9 +25,9 @@ from tests.support.replaced import CHANGES
 @pytest.mark.row(65)
 def test_patched_blocks_give_the_same_tokens_and_count_load() -> None:
     model, ids = tiny_model(), prompt()
-    expected, wanted = generate(model, ids), logits(model, ids)
+    expected, wanted, names = generate(model, ids), logits(model, ids), list(model.state_dict())
     layers = patch_blocks(model)
-    assert sorted(layers) == ["model.layers.1.mlp", "model.layers.2.mlp"]
+    assert sorted(layers) == ["model.layers.1.mlp", "model.layers.2.mlp"] and list(model.state_dict()) == names
     assert generate(model, ids) == expected
     layers["model.layers.1.mlp"].reset_expert_load()
     assert float((logits(model, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-6
@@ -62,13 +62,6 @@ def test_who_listens_to_a_gate_hears_it_as_before() -> None:
     heard.clear()
     model(ids)
     assert torch.allclose(patched, heard[0], atol=1e-4)
-
-
-def test_patching_leaves_the_state_dict_alone() -> None:
-    model = tiny_model()
-    names = list(model.state_dict())
-    with patched_blocks(model):
-        assert list(model.state_dict()) == names
 
 
 def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
@@ -116,9 +109,6 @@ def test_patched_blocks_compile_into_one_graph() -> None:
         assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), wanted)
 
 
-needs_compiler = pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "path,name",
@@ -143,7 +133,7 @@ def test_a_patched_block_computes_with_the_weights_of_now(path: str, name: str) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=needs_compiler)])
+@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=NEEDS_COMPILER)])
 def test_a_copy_of_a_patched_model_computes_with_its_own_weights(experts: str) -> None:
     # torch_cpu reads views of the weights, cpu_native a copy in its own layout: neither may be the first model's.
     model, ids = tiny_model(dtype=torch.bfloat16), prompt()
@@ -161,7 +151,7 @@ def test_a_copy_of_a_patched_model_computes_with_its_own_weights(experts: str) -
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["experts.down_proj", "gate.weight", "shared_experts.up_proj.weight"])
-@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=needs_compiler)])
+@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=NEEDS_COMPILER)])
 def test_a_weight_written_after_patching_is_seen(name: str, experts: str) -> None:
     model, ids = tiny_model(dtype=torch.bfloat16), prompt()
     before = logits(model, ids)
@@ -187,10 +177,6 @@ def test_a_model_that_is_cast_after_patching_states_what_to_do() -> None:
     assert logits(model, ids).dtype is torch.bfloat16
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).float().norm() / wanted.float().norm())
-
-
 @torch.no_grad()
 def peak_of_patching(called_before: bool) -> tuple[float, int]:
     """The peak while two layers of 50 MB are patched, in bytes of their experts, and how often these are packed."""
@@ -209,7 +195,7 @@ def peak_of_patching(called_before: bool) -> tuple[float, int]:
 @NEEDS_PEAKS
 @pytest.mark.thorough
 @pytest.mark.parametrize("called_before", [False, True])
-@needs_compiler
+@NEEDS_COMPILER
 def test_the_peak_of_patching_is_one_copy_of_the_experts(called_before: bool) -> None:
     peak, packed = alone(peak_of_patching, called_before)
     assert packed == 2, "once for each layer"

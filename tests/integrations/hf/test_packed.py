@@ -25,6 +25,7 @@ from moe_mk.integrations.transformers import (
     prepare,
     register,
     replace_experts,
+    unpatch_blocks,
 )
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.gguf_checkpoint import write_gguf
@@ -33,7 +34,7 @@ from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.weights.packed_layouts import pack
-from tests.integrations.hf.cases import generate, logits, prompt
+from tests.integrations.hf.cases import generate, logits, prompt, relative
 from tests.integrations.hf.packed import (
     EXPERTS,
     MOE_LAYERS,
@@ -87,8 +88,34 @@ def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str
     assert (report.num_bytes, report.bf16_bytes) == (MATRICES * scheme.num_bytes(SIZE, SIZE), BF16)
     assert all(module.mapped == (quant not in ("awq", "gptq")) for module in report.modules)
     wanted, ids = decoded_model(folder, family), prompt()
-    assert torch.allclose(logits(model, ids), logits(wanted, ids), rtol=1e-5, atol=1e-5)
-    assert generate(model, ids) == generate(wanted, ids)
+    for patched in (False, True):
+        assert not patched or sorted(patch_blocks(model)) == [f"model.layers.{n}.mlp" for n in MOE_LAYERS]
+        assert torch.allclose(logits(model, ids), logits(wanted, ids), rtol=1e-5, atol=1e-5)
+        assert generate(model, ids) == generate(wanted, ids)
+
+
+@NEEDS_COMPILER
+@torch.no_grad()
+def test_a_patched_block_is_one_native_call_with_the_packed_experts(written: Written) -> None:
+    folder = written("deepseek_v3", "int4_g32")
+    model = model_without_experts(folder)
+    replace_experts(model, folder, experts="cpu_native")
+    with pytest.raises(UnsupportedError, match="with {'experts': 'torch_cpu'}: .* packed .* with {'experts': 'cpu_n"):
+        patch_blocks(model, experts="torch_cpu")
+    block, x = model.model.layers[1].mlp, torch.randn((1, 5, SIZE)).bfloat16()
+    layer = patch_blocks(model, experts="cpu_native")["model.layers.1.mlp"]
+    assert layer.prepare().call is not None and layer.state.laid_out is block.experts.layer.state.laid_out
+    for weight in block.parameters():
+        before = block(x)
+        weight.neg_()
+        assert relative(block(x), type(block).forward(block, x)) < 0.02 < 0.1 < relative(block(x), before)
+    before = block(x)
+    assert not any(".shared_experts." in path for path in pack_linears(model) if ".1.mlp." in path)
+    assert torch.equal(block(x), before) and unpatch_blocks(model) == len(MOE_LAYERS)
+    assert relative(block(x), before) < 0.02
+    pack_linears(model)
+    with pytest.raises(UnsupportedError, match=r"gate_proj of the shared .* PackedLinearModule.*before pack_linears"):
+        patch_blocks(model)
 
 
 @pytest.mark.thorough
@@ -365,9 +392,11 @@ def test_a_replaced_model_compiles_into_one_graph_and_runs_long_batches(written:
     model = model_without_experts(folder, dtype=torch.float32)
     replace_experts(model, folder, max_num_tokens=5)
     wanted = logits(decoded_model(folder, "qwen3_moe"), ids)
-    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.allclose(logits(compiled, ids), wanted, rtol=1e-5, atol=1e-5)
+    for patched in (False, True):
+        assert not patched or patch_blocks(model)
+        assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.allclose(logits(compiled, ids), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_replaced_model_is_not_trained_saved_or_moved(written: Written, tmp_path: Path) -> None:
