@@ -36,9 +36,9 @@ _TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
 """By model type, what is stated besides `_COMMON`: "keys" that are read; "defaults" of its class that differ from
 `_ONE`; "aliases", other types with the same layers; keys that are "renamed" to the one with their meaning in other
 families; the "scoring" of the gate, else softmax; whether selection is "biased", where no key use_routing_bias states
-it; "topk_methods" that may be stated; "shared_width", the key of the width of the shared experts where there is one;
-keys of "other_parts" of the model among those whose names suggest an effect; "width", the key of that of an expert;
-whether weights are "renormalised" whatever the configuration states."""
+it; "topk_methods" that may be stated; "optional" where published models lack scale and groups; "shared_width", the key
+of the width of the shared experts where there is one; keys of "other_parts" of the model among those whose names
+suggest an effect; "width", the key of that of an expert; whether weights are "renormalised" in any case."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
 FAMILIES = tuple(_TABLE)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
@@ -151,6 +151,8 @@ def section_of(hf: Mapping[str, Any]) -> str | None:
 def family_of(hf: Mapping[str, Any]) -> str:
     """The model type, of a text_config that of the model itself."""
     family = str(hf.get("model_type", "")).removesuffix("_text")
+    if family == "deepseek_v2" and hf.get("topk_method") == "noaux_tc":  # DeepSeek-VL2
+        return "deepseek_v3"
     return next((name for name, each in _TABLE.items() if family in each.get("aliases", ())), family)
 
 
@@ -193,8 +195,9 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
     others = {"n_group": "topk_group", "topk_group": "n_group", "routed_scaling_factor": "", "zero_expert_num": ""}
     for key, other in others.items():
-        if key not in _READ[family] or hf.get(key) is not None or (family == "bailing_moe" and key not in hf):
-            continue  # Ling of the first version has neither groups nor a scale
+        may_lack = "optional" in _TABLE[family] and key not in hf and hf.get(other) is None
+        if key not in _READ[family] or hf.get(key) is not None or may_lack:
+            continue
         default = DEFAULTS[family][key]
         if key in hf and other and default != 1:
             problems.append(f"{key} is null, and {family} has groups; state 1 for none")

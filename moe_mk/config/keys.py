@@ -61,11 +61,12 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("quantization_config", "compression_config"), SECTION),
     **dict.fromkeys(("torch_dtype", "dtype", "moe_layers"), ANY), "swiglu_limit": LIMIT,
     **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), LIMITS), "norm_expert_weight": TRUE,
-    **dict.fromkeys(("layers_block_type", "disable_quant_module"), NAMES), "enable_moe_block": TRUE,
+    **dict.fromkeys(("layers_block_type", "disable_quant_module"), NAMES), "moe_router_enable_shared_expert": TRUE,
     "hidden_act": (f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS),
     "mlp_hidden_act": one_of("relu2"), "moe_router_dtype": one_of("float32"),
-    "zero_expert_type": one_of("identity", "drop"), "shared_expert_combination_strategy": one_of("average", "sum"),
-    "router_dtype": one_of("float32", "fp32"), "expert_selection_fn": one_of("softmax", "sigmoid"),
+    "zero_expert_type": one_of("identity", "drop"), "enable_moe_block": TRUE,
+    "shared_expert_combination_strategy": one_of("average", "sum"), "router_dtype": one_of("float32", "fp32"),
+    "expert_selection_fn": one_of("softmax", "sigmoid"),
 }  # fmt: skip
 
 _CHANGES_LAYER = re.compile(

@@ -217,10 +217,8 @@ def test_a_layer_computes_what_the_block_of_transformers_does(name: str, tmp_pat
         for key, value in hf.get("text_config", hf).items()
         if key not in ("model_type", "rope_parameters", "layer_types")
     }
-    if family == "minimax_m3_vl":
-        hf |= {"hidden_act": "silu"}
-    if family == "step3p7":
-        hf |= {"n_routed_experts": hf["num_experts"]}
+    others = {"minimax_m3_vl": {"hidden_act": "silu"}, "step3p7": {"n_routed_experts": hf.get("num_experts")}}
+    hf |= others.get(family, {})
     folder = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     settings = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     wanted = f"{family.replace('_', '')}{part.lower()}config"
