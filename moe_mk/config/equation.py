@@ -87,7 +87,7 @@ class LayerEquation(Settings):
     """As in config.json."""
     derived_from: str = ""
     """The class that was measured and its library, for information."""
-    config: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
+    config: dict[str, int | float | bool | str | list[Any] | None] = Field(default_factory=dict)
     """Keys of config.json, or of its text_config, with the values for which the equation holds."""
     layers: tuple[int, ...] | None = None
     """The layers that have this equation; None: all that have experts."""

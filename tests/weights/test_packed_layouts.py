@@ -340,10 +340,6 @@ def test_what_we_write_into_config_json_is_what_we_read(name: str, packing: str)
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits in groups of 128"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "4 bits in groups of 48"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "marlin"},
-            "checkpoint_format is 'marlin' .supported are",
-        ),
     ],
 )
 def test_what_is_not_supported_is_named(stated: dict[str, object], problem: str) -> None:

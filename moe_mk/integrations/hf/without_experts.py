@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -28,7 +29,7 @@ from moe_mk.weights.completeness import some
 from moe_mk.weights.gguf_source import GgufSource, gguf_files, is_gguf
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ImportError,
-            ZeroDivisionError, NotImplementedError, OSError)  # fmt: skip
+            ZeroDivisionError, NotImplementedError, OSError, StrictDataclassError)  # fmt: skip
 """What a class raises that is not built or called as others are."""
 
 WIDTHS = {
@@ -48,7 +49,7 @@ def config_of(path: str | PathLike[str]) -> PretrainedConfig:
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **settings)
     except unless_signalled(*FAILURES) as problem:
-        raise UnsupportedError(f"{path}: transformers has no such configuration", [first_line(problem)]) from None
+        raise UnsupportedError(f"{path}: not read by transformers", [first_line(problem)]) from None
     if files:
         source = GgufSource(path, everything=True)
         found.tie_word_embeddings = "output.weight" not in source.names()  # transformers looks into the first part only
@@ -75,8 +76,9 @@ def model_of(config: PretrainedConfig, **settings: Any) -> nn.Module:
 
 
 def first_line(problem: BaseException) -> str:
-    """What a class raised, in one line."""
-    return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+    """What a class raised, in one line, without the advice that follows it."""
+    first, *rest = str(problem).splitlines() or [""]
+    return f"{type(problem).__name__}: {first}{' ' + rest[0].strip() if rest and first.endswith(':') else ''}"
 
 
 def _builders(config: PretrainedConfig) -> Iterator[tuple[str, Callable[..., Any]]]:

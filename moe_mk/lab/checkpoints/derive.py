@@ -92,7 +92,7 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
     same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
     keys = text_of(stated)
     names = {text.attribute_map.get(key, key) for key in measured.read} | measured.read
-    read = {key: value for key, value in keys.items() if key in names and type(value) in (int, float, bool, str)}
+    read = {key: value for key, value in keys.items() if key in names and type(value) in (int, float, bool, str, list)}
     return LayerEquation(
         model_type=str(keys.get("model_type", text.model_type)),
         derived_from=f"{type(block).__name__} of transformers {transformers.__version__}",

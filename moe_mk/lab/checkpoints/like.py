@@ -108,7 +108,9 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
 def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with small sizes and everything else as it is."""
     if (section := section_of(hf)) is not None:
-        return {**hf, section: small(hf[section])}
+        inner = small(hf[section])
+        repeated = {key: inner[key] for key, value in hf[section].items() if hf.get(key) == value}
+        return {**hf, **repeated, section: inner}
     top_k = next((hf[key] for key in _TOP_K if hf.get(key)), 1)
     top_k = max(top_k) if isinstance(top_k, list) else top_k  # one a layer
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
@@ -119,6 +121,10 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(_WIDTHS, SMALL),
         **dict.fromkeys(_EXPERTS, experts),
     }
+    if SMALL % (hf.get("num_attention_heads") or 1):  # classes check that they divide hidden_size
+        sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    if type(head := hf.get("mamba_d_head")) is int:
+        sizes["mamba_n_heads"] = hf.get("mamba_expand", 2) * SMALL // head
 
     def reduced(value: Any, size: int) -> Any:
         return [reduced(each, size) for each in value] if isinstance(value, list) else size if value else value
@@ -129,7 +135,9 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _small_equation(equation: LayerEquation, hf: Mapping[str, Any]) -> LayerEquation:
     """The equation of the same layers in the sizes of a small configuration."""
     text = text_of(hf)
-    widths = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_intermediate_size", "latent_size"), SMALL)
+    widths = dict.fromkeys(("hidden_size", "moe_intermediate_size", "latent_size"), SMALL)
+    routed, shared = (equation.model.get(f"{role}_intermediate_size") or 0 for role in ("moe", "shared"))
+    widths["shared_intermediate_size"] = SMALL * (shared // routed if shared % routed == 0 else 1)
     experts = next(text[key] for key in _EXPERTS if text.get(key))
     fused = equation.model.get("num_fused_shared_experts") or 0
     sizes = {**widths, "num_experts": experts + fused, "num_zero_experts": experts}

@@ -204,9 +204,10 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
         torch.testing.assert_close(layer(x), block(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["afmoe", *thorough("granitemoe", "inkling_text", "jamba")])
+@pytest.mark.parametrize("family", ["afmoe", *thorough("granitemoe", "inkling_text", "jamba", "ernie4_5_moe")])
 def test_a_layer_like_a_derived_model_is_what_the_model_reads(family: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_for(family, {}).to_dict(), default=str))
+    heads = {"hidden_size": 2560, "num_attention_heads": 20, "num_key_value_heads": 4} if family == "afmoe" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config_for(family, heads).to_dict(), default=str))
     (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
     number = write_like(tmp_path / "small", tmp_path / "config.json")
     assert inspect_checkpoint(tmp_path / "small").sound
@@ -227,9 +228,12 @@ WHOLE = (
 def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own_code", "auto_map": {"AutoConfig": "own.Own"}}')
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nOwn = None\n")
-    with pytest.raises(UnsupportedError, match="transformers has no such configuration"):
+    with pytest.raises(UnsupportedError, match="not read by transformers"):
         door(tmp_path)
     assert not (tmp_path / "ran").exists()
+    (tmp_path / "config.json").write_text('{"model_type": "granitemoehybrid", "mamba_n_heads": 3}')
+    with pytest.raises(UnsupportedError, match="ValueError: .*amba"):
+        door(tmp_path)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *thorough(*WHOLE)])
