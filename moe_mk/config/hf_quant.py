@@ -151,7 +151,7 @@ def _listed(quant: Said, layers: list[int], role: str) -> tuple[str | None, list
 
 _MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), ("nvfp4", 4, 16)), "MXFP8": ("mxfp8", 8, 32),
-    "FP8": ("fp8_tensor", 8, None),
+    "FP8": ("fp8_tensor", 8, None), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", 8, None),
 }  # fmt: skip
 """(kind, bits, columns of a scale) of its algorithms; W4A16: activations stay as they are."""
 

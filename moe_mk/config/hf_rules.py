@@ -133,6 +133,28 @@ def _packed(module: Said, own: Said, *, zeros: bool = False) -> Found:
     return settings, problems + more + others_of(module, {"data_type": ("int", None)})
 
 
+_FLOATS: Mapping[tuple[object, object], tuple[str, int, tuple[str, ...]]] = {
+    **{("mx_fp", bits): (f"mxfp{bits}", 32, ("mx_fp", "mx_fp_rceil")) for bits in (4, 8)},
+    ("nv_fp", 4): ("nvfp4", 16, ("nv_fp4_with_static_gs",)),
+}
+"""The kind of weights of a (data_type, bits) of AutoRound, the columns of a scale, and the types of activations."""
+
+
+def _floats(module: Said, own: Said) -> Found:
+    """Floats of one module of AutoRound, in the tensors of compressed-tensors."""
+    module = {**module, **own}
+    bits, problems = module.get("bits"), section_problems(own, "module")
+    if own.get("bits") == 16:
+        return {}, problems
+    if (module.get("data_type"), bits) not in _FLOATS:
+        return {}, [*problems, f"data_type is {module.get('data_type')!r} with {bits!r} bits in llm_compressor"]
+    kind, size, types = _FLOATS[module["data_type"], bits]
+    held = {"group_size": (size,), "sym": (True, None), "act_bits": (bits, 16, None), "act_data_type": (*types, None)}
+    activations = kind if module.get("act_bits") == bits else "none"
+    scales = {"activation_scales": "static"} if activations == "nvfp4" else {}
+    return {"weights": kind, "activations": activations, **scales}, problems + others_of(module, held)
+
+
 def gptq(quant: Said, layers: list[int]) -> Found:
     """Integers of AutoGPTQ or GPTQModel, whose `dynamic` states modules by expressions at the start of the name."""
     rules = quant.get("dynamic") or {}
@@ -173,14 +195,11 @@ def auto_round(quant: Said, layers: list[int]) -> Found:
         inside = not starts or any(name.startswith(starts) for name in names)
         fits = (rule for rule in rules if extra[rule] and any(re.search(rule, name) for name in names))
         own = extra.get(next((name for name in names if name in extra), None) or next(fits, None), {})
-        return _packed(quant, own if inside else {"bits": 16, **own}, zeros=stored == "awq")
+        own = own if inside else {"bits": 16, **own}
+        return _floats(quant, own) if stored == "llm_compressor" else _packed(quant, own, zeros=stored == "awq")
 
-    if stored == "llm_compressor" and quant.get("data_type") == "mx_fp" and not extra:
-        problems = others_of(quant, {"bits": (4,), "group_size": (32,), "sym": (True, None), "act_bits": (4, 16, None),
-                                   "act_data_type": ("mx_fp", None)})  # fmt: skip
-        return {"weights": "mxfp4", "activations": "mxfp4" if quant.get("act_bits") == 4 else "none"}, problems
-    if stored not in ("gptq", "awq"):
-        return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq and auto_round:auto_awq)"]
+    if stored not in ("gptq", "awq", "llm_compressor"):
+        return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq, auto_awq and llm_compressor)"]
     settings, problems = of_roles(layers, of)
     if stored == "awq":
         eight = [kind for kind in settings.values() if kind.startswith("int8")]
