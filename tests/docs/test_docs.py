@@ -56,6 +56,13 @@ def test_paths_that_are_named_exist(page: Path) -> None:
 
 
 @pages
+def test_a_checkpoint_that_a_command_reads_is_written_by_an_earlier_one(page: Path) -> None:
+    text = "\n".join(block.body for block in blocks(page, "console"))
+    for read in re.finditer(r"moe[-_]mk (?:run|bench|convert|inspect\S*) (build/\S+)", text):
+        assert f"make-checkpoint {read[1]}" in text[: read.start()], f"{page.name}: {read[0]}"
+
+
+@pages
 def test_names_of_the_library_exist(page: Path) -> None:
     for code in inline_code(page):
         if match := re.fullmatch(r"(moe_mk(?:\.\w+)+)(?:\(.*\))?", code):
