@@ -81,7 +81,8 @@ def read_config(file: Path) -> dict[str, Any]:
         return hf
     found = read_mapping(second).get("quantization")
     if not isinstance(found, Mapping) or not isinstance(found.get("quant_algo"), str):
-        raise ConfigError(f"{second} states no quantization with a quant_algo, but {_kind_of(found)}")
+        what = f"the keys {', '.join(map(str, found))}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise ConfigError(f"{second} states no quantization with a quant_algo, but {what}")
     stated = hf.get("quantization_config") or {}
     if is_empty(stated):
         return {**hf, "quantization_config": {"quant_method": "modelopt", **found}}
@@ -319,7 +320,3 @@ def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:
         if hf.get(name) is not None:
             return hf[name]
     raise ConfigError(f"{where}: none of {', '.join(names)} is given; is this a MoE model?")
-
-
-def _kind_of(value: object) -> str:
-    return f"a {type(value).__name__}" if not isinstance(value, Mapping) else f"the keys {', '.join(map(str, value))}"

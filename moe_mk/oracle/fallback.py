@@ -115,7 +115,8 @@ def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
     if weight_format.is_stored:
         return None
     held = weight_format.of(problem)
-    stored, name = (_names(each.config.model.quant) for each in (problem, held))
+    quants = (each.config.model.quant for each in (problem, held))
+    stored, name = (" and ".join(dict.fromkeys((q.weight_scheme.name, q.down_scheme.name))) for q in quants)
     memory = expert_bytes(held) / expert_bytes(problem)
     if memory <= 1:
         speed = "decode reads no more bytes than in the stored format"
@@ -124,10 +125,6 @@ def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
     rounding = added_rounding(problem.weights, held.weights)
     rounding = max(rounding, added_rounding(weight_format.stored.down_scheme, weight_format.quant.down_scheme))
     return Effect(stored, name, memory, rounding, speed)
-
-
-def _names(quant: QuantConfig) -> str:
-    return " and ".join(dict.fromkeys((quant.weight_scheme.name, quant.down_scheme.name)))
 
 
 def added_rounding(stored: QuantScheme, held: QuantScheme) -> float:

@@ -130,14 +130,11 @@ class NixlEP(LowLatencyTransport):
         """A buffer of full capacity, connected to every other rank."""
         comm = self.context.comm
         group = comm.library_group()
-        options = {"low_latency_mode": True, "explicitly_destroy": False, "tcp_store_group": _store_of(group)}
+        # Where ranks of a process group leave what others need to connect; else the library asks an etcd server.
+        store = dist.distributed_c10d._get_process_group_store(group) if isinstance(group, dist.ProcessGroup) else None
+        options = {"low_latency_mode": True, "explicitly_destroy": False, "tcp_store_group": store}
         buffer = Call(library.Buffer, ["rank", "group"])({"rank": comm.rank, "group": group}, options)
         capacity = {"num_ranks": comm.size, "num_experts_per_rank": self._numbers.per_rank, "num_rdma_bytes": num_bytes}
         Call(buffer.update_memory_buffers, list(capacity))(capacity)
         buffer.connect_ranks([rank for rank in range(comm.size) if rank != comm.rank])
         return buffer
-
-
-def _store_of(group: object) -> object:
-    """Where ranks of a process group leave what others need to connect; else the library asks an etcd server."""
-    return dist.distributed_c10d._get_process_group_store(group) if isinstance(group, dist.ProcessGroup) else None
