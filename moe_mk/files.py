@@ -98,24 +98,31 @@ def replacing(path: Path) -> Iterator[Path]:
     OSError; on a full disk its text has the bytes that were written and those that are free.
     """
     target = resolved(path)
-    if target.exists() and not target.is_file():
-        yield path
-        return
-    temporary = target.with_name(f".{target.name}.{get_native_id()}.partial")
+    directly = path.exists() and not path.is_file()
+    temporary = path if directly else target.with_name(f".{target.name}.{get_native_id()}.partial")
     try:
         yield temporary
+        if directly:
+            return
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except unless_signalled(OSError) as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(problem.errno, problem.strerror, str(path)) from problem
-        written = temporary.stat().st_size if temporary.exists() else 0
-        free = shutil.disk_usage(target.parent).free
-        text = f"the disk is full: {written} bytes were written, {free} are free"
-        raise OSError(problem.errno, text, str(path)) from problem
+        raise naming(path, problem, temporary) from problem
     finally:
-        temporary.unlink(missing_ok=True)
+        if not directly:
+            temporary.unlink(missing_ok=True)
+
+
+def naming(path: Path, problem: OSError, temporary: Path) -> OSError:
+    """An error of writing to the temporary file or folder, as one of `path`."""
+    text = problem.strerror or str(problem)
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        found = [file.stat() for file in (temporary, *temporary.rglob("*")) if file.is_file()]
+        written = sum(min(each.st_size, 512 * each.st_blocks) for each in found)  # a sparse file is larger
+        free = shutil.disk_usage(next(folder for folder in resolved(path).parents if folder.is_dir())).free
+        text = f"the disk is full: {written} bytes were written, {free} are free"
+    return OSError(problem.errno or errno.EIO, text, str(path))  # numpy states no number
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,11 +1,69 @@
-"""Bounded readers of the files that only commands read; limits as of `moe_mk.files`."""
+"""Bounded readers of the files that only commands read, limits as of `moe_mk.files`, and folders that are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from uuid import uuid4
 
-from moe_mk.files import HEADER_BYTES, LINE_BYTES, NO_HEADER, size_of
+from moe_mk.errors import Suppress, unless_signalled
+from moe_mk.files import HEADER_BYTES, LINE_BYTES, NO_HEADER, naming, size_of
+
+
+@contextmanager
+def errors_named(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """An error of the system in the context names `path`, unless it names a file elsewhere.
+
+    temporary: the file or folder that is written instead.
+    """
+    inside = temporary or path
+    try:
+        yield
+    except unless_signalled(OSError) as problem:
+        name = None if problem.filename is None else Path(os.fsdecode(problem.filename))
+        if name is not None and inside not in (name, *name.parents):
+            raise
+        raise naming(path, problem, inside) from problem
+
+
+@contextmanager
+def new_folders(folder: Path) -> Iterator[None]:
+    """On failure, a folder and those above it that did not exist before are removed where they are empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with Suppress(OSError):
+                each.rmdir()
+        raise
+
+
+@contextmanager
+def partial_folder(root: Path, *, last: Sequence[str] = (), name: str | None = None) -> Iterator[Path]:
+    """A new folder whose files become those of `root`, or are removed on failure, with the folders that were created.
+
+    It is renamed to `root`. Where that exists (it may be the root of another file system), or with `name`, it is inside
+    of it, and its files are moved, those of `last` after all others. Errors of the system name `root`. name: of the
+    folder; one that a killed process left is removed.
+    """
+    target = Path(os.path.realpath(root))  # resolves "." and keeps symbolic links
+    renamed, unique = name is None and not target.is_dir(), f"{target.name}.{uuid4().hex[:8]}.partial"
+    partial = target.with_name(unique) if renamed else target / (name or unique)
+    with new_folders(partial.parent), ExitStack() as at_the_end:
+        at_the_end.callback(shutil.rmtree, partial, ignore_errors=True)
+        with errors_named(root, partial):  # before the files are removed that it counts
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            if renamed:
+                os.replace(partial, target)
+                return
+            for file in sorted(partial.iterdir(), key=lambda each: (each.name in last, each.name)):
+                os.replace(file, target / file.name)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

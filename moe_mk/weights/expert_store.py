@@ -76,7 +76,8 @@ def write_store(
             file.flush()
             os.fsync(file.fileno())
     except unless_signalled(OSError) as problem:
-        raise StoreError(f"the store {path} of {amount(total)} cannot be written: {problem}") from problem
+        what = f"the store {path} of {amount(total)} cannot be written: {problem}; name another folder"
+        raise StoreError(what) from problem
 
 
 def _remove_leftovers(temporary: Path) -> None:

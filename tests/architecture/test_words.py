@@ -1,7 +1,5 @@
 """The project's former private words do not come back: each has a standard term, and the places left may only shrink.
-
-`python tests/architecture/test_words.py` writes `words_left.json`, the places that remain, and refuses to add any.
-"""
+`python tests/architecture/test_words.py` writes `words_left.json`, the places that remain, and refuses to add any."""
 
 import json
 import re

@@ -28,13 +28,6 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "ck é"
 
 
-def test_a_checkpoint_below_a_file_is_a_message(invoke: Invoke, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    done = invoke("make-checkpoint", tmp_path / "file" / "x", "--experts", 16, *SMALL)
-    assert done.exit_code == 2 and "moe-mk: " in done.stderr and "Not a directory" in done.stderr
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_full_disk_keeps_the_earlier_checkpoint_and_makes_no_folder(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

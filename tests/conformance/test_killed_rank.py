@@ -1,8 +1,6 @@
-"""A rank is killed in the middle of a dispatch: every survivor gets CommError that names it and the phase, in time.
-
-One world of four processes serves many. Each has a group of its own, makes one whole call, then the last rank
-begins a dispatch of each and is killed while they are all under way; the others call after that.
-"""
+"""A rank is killed in the middle of a dispatch: every survivor gets CommError that names it and the phase, in time. One
+world of four processes serves many. Each has a group of its own, makes one whole call, then the last rank begins a
+dispatch of each and is killed while they are all under way; the others call after that."""
 
 import os
 import threading

@@ -67,10 +67,8 @@ def built(
     group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> MoELayer:
-    """A layer over a group of its own, on the native experts.
-
-    replicas: a rank also has an expert of the next one. tuned: parameters depend on the number of received rows.
-    """
+    """A layer over a group of its own, on the native experts. replicas: a rank also has an expert of the next one.
+    tuned: parameters depend on the number of received rows."""
     model = {
         "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_shared_experts": shared,
         "quant": {"weights": "fp8_block" if fp8 else "bf16"},

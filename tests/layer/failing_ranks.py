@@ -229,10 +229,8 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
 
 def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, Any]]:
     """Rank 1 ends or is killed between two calls; the others go on over the same process group, with every expert.
-
-    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1: there is
-    no call before the death, so that no rank has received anything of another one. A sum of loads is in flight.
-    """
+    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1: there is no
+    call before the death, so that no rank has received anything of another one. A sum of loads is in flight."""
     warnings.simplefilter("ignore")
     made = built(transport)
     manager = RebalanceManager([made], RebalanceSettings(sync_every=1))

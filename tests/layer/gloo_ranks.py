@@ -130,11 +130,9 @@ def two_layers(rank: int, path: str, tokens: list[Tensor], layer: int) -> list[T
 
 
 def walk(rank: int, path: str, pairs: list[list[int]] | None) -> dict[str, Any]:
-    """The model of examples/05_nano_engine.py, one block on a grid of two TP and two EP ranks.
-
-    pairs: two token ids for each pair of ranks; None: one process, which searches them, so that the first token of
-    every pair chooses expert 0 and the second expert 1.
-    """
+    """The model of examples/05_nano_engine.py, one block on a grid of two TP and two EP ranks. pairs: two token ids for
+    each pair of ranks; None: one process, which searches them, so that the first token of every pair chooses expert 0
+    and the second expert 1."""
     engine = import_path(Path(__file__).parents[2] / "examples" / "05_nano_engine.py")
     grid = None if pairs is None else _groups(rank, "grid")
     model = engine.NanoModel.load(Path(path), *(() if grid is None else (grid.ep, grid.tp)))
@@ -170,9 +168,7 @@ def import_path(file: Path) -> Any:
 
 def pipeline(rank: int, path: str, batches: list[list[Tensor]]) -> list[Tensor]:
     """Two stages of two expert-parallel ranks: stage s adds s + 1 times its layer to the rows and passes them on.
-
-    batches: micro-batches of each data-parallel rank.
-    """
+    batches: micro-batches of each data-parallel rank."""
     grid = rank_groups(4, pp=2, dp=2)
     ep = dist.new_subgroups_by_enumeration(grid["ep"])[0]  # type: ignore[no-untyped-call]
     stage = next(number for number, ranks in enumerate(grid["ep"]) if rank in ranks)

@@ -128,10 +128,8 @@ def places_in(rank: int, transport: str, first: bool, dual: bool) -> int:
 def interrupted(
     rank: int, transport: str, places: list[int], first: bool, dual: bool, seed: int | None = None
 ) -> list[str]:
-    """Rank 0 is interrupted at each of these places; then all recover and call again. Returns what went wrong.
-
-    seed: of the errors of handlers, which are drawn from those that the code around may raise itself.
-    """
+    """Rank 0 is interrupted at each of these places; then all recover and call again. Returns what went wrong. seed: of
+    the errors of handlers, which are drawn from those that the code around may raise itself."""
     expected = references(rank, 4, 6)
     wanted = [torch.cat(expected[seed : seed + 2]) if dual else expected[seed] for seed in range(3)]
     made = built(transport, timeout_s=TIMEOUT_S)

@@ -1,7 +1,5 @@
-"""A call that fails on one rank ends on all, is never taken for another, and can be followed by right ones.
-
-Real gloo processes. The timeout is 20 s, so that an error within a few was reported and not waited for.
-"""
+"""A call that fails on one rank ends on all, is never taken for another, and can be followed by right ones. Real gloo
+processes. The timeout is 20 s, so that an error within a few was reported and not waited for."""
 
 from typing import Any
 

@@ -19,9 +19,7 @@ LARGEST = torch.finfo(torch.float16).max
 
 def rows_of_experts(seed: int, *, shared: bool = False) -> list[float]:
     """What each expert gives for every token: the first two have a sum that fp16 cannot hold, on one rank or on two.
-
-    shared: the sum of all cannot be held either, before the shared expert is added.
-    """
+    shared: the sum of all cannot be held either, before the shared expert is added."""
     draw = random.Random(seed)
     rows = [draw.uniform(2.8e5, 4e5), draw.uniform(2.8e5, 4e5), -draw.uniform(0.5e5, 1e5)]
     rows += [EXPERTS * (draw.uniform(7e4, 1e5) if shared else draw.uniform(3e4, 6e4)) - sum(rows)]

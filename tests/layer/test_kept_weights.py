@@ -1,7 +1,5 @@
 """The stored weights of a layer survive whatever a backend does with them: later layouts are made from the same bytes.
-
-Matrices here are larger than a page, so that pages which are given back to the system by mistake read as zeros.
-"""
+Matrices here are larger than a page, so that pages which are given back to the system by mistake read as zeros."""
 
 import copy
 import ctypes

@@ -1,8 +1,6 @@
-"""Decisions for whole clusters: every transport with its time or its reasons, and times that were published.
-
-Reviewed by hand like `golden.yaml`: a line that changes must be looked at. Transports that are not named here are left
-out, so that a new one brings its own lines.
-"""
+"""Decisions for whole clusters: every transport with its time or its reasons, and times that were published. Reviewed
+by hand like `golden.yaml`: a line that changes must be looked at. Transports that are not named here are left out, so
+that a new one brings its own lines."""
 
 from typing import Any
 

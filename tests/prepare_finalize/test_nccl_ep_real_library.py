@@ -1,8 +1,6 @@
-"""The adapter against the Python of the real NCCL EP: classes, fields, descriptors and arguments are its own.
-
-The wheel is read where it is stored: `pip download --no-deps --dest build/wheels nccl-extensions`. Below its Python the
-emulation takes the place of the bindings, and reads memory at the addresses that descriptors have.
-"""
+"""The adapter against the Python of the real NCCL EP: classes, fields, descriptors and arguments are its own. The wheel
+is read where it is stored: `pip download --no-deps --dest build/wheels nccl-extensions`. Below its Python the emulation
+takes the place of the bindings, and reads memory at the addresses that descriptors have."""
 
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Real processes of which one is killed while experts move: the others repair, a new one joins, and all is complete.
-
-Each case draws from its seed: the transport, whether experts have copies, who is killed, and where in the migration.
-"""
+Each case draws from its seed: the transport, whether experts have copies, who is killed, and where in the migration."""
 
 from __future__ import annotations
 

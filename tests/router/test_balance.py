@@ -151,9 +151,7 @@ def test_bias_update_balances_a_skewed_router_without_a_loss() -> None:
 
 def trained_together(gamma: float) -> float:
     """Train a router and eight experts on a mixture of four kinds of tokens; busiest over mean load of the last steps.
-
-    An expert that is chosen learns, becomes better and is chosen more often: the feedback that collapses routers.
-    """
+    An expert that is chosen learns, becomes better and is chosen more often: the feedback that collapses routers."""
     draw = torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> Tensor:

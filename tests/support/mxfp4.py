@@ -17,9 +17,7 @@ SPREAD = 11
 
 def wide_matrix(rows: int, columns: int, *, spread: int = SPREAD, base: int = 100, seed: int = 0) -> QuantTensor:
     """All 16 codes, and scales from 2^(base - 127) on over `spread` binades, both ends in every block of 128 x 128.
-
-    Every third group of every fifth row is zeros, of both signs, under a scale that no block has.
-    """
+    Every third group of every fifth row is zeros, of both signs, under a scale that no block has."""
     draw = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (rows, columns), generator=draw, dtype=torch.uint8)
     scales = base + torch.randint(0, spread + 1, (rows, -(-columns // 32)), generator=draw, dtype=torch.uint8)

@@ -1,7 +1,5 @@
 """The Python of a real sgl-deep-ep wheel over a native module of ours, so that adapters meet the library's own code.
-
-Every method takes the positional arguments that the wheel's Python passes, and hands them to the emulation.
-"""
+Every method takes the positional arguments that the wheel's Python passes, and hands them to the emulation."""
 
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The bindings under the real Python of NCCL EP, replaced by the emulation: descriptors are read at their addresses.
-
-`load_wheel` unpacks the Python of nccl-extensions and imports it; its Cython modules and nccl4py are not needed.
-"""
+`load_wheel` unpacks the Python of nccl-extensions and imports it; its Cython modules and nccl4py are not needed."""
 
 import ctypes
 import importlib

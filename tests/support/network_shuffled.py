@@ -1,7 +1,5 @@
 """A link that shuffles: messages overtake each other at will, and some come twice, as a network without order has it.
-
-Nothing is lost for good. For tests of what stands above links, and for whoever writes a link to such a network.
-"""
+Nothing is lost for good. For tests of what stands above links, and for whoever writes a link to such a network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What `moe_mk.comm.network.nixl` uses of the nixl library, between agents of one process, as strict as the library.
-
-As over UCX and TCP, bytes move and notifications arrive only while the receiver asks for notifications.
-"""
+"""What `moe_mk.comm.network.nixl` uses of the nixl library, between agents of one process, as strict as the library. As
+over UCX and TCP, bytes move and notifications arrive only while the receiver asks for notifications."""
 
 from __future__ import annotations
 

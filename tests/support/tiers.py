@@ -7,10 +7,8 @@ import pytest
 
 
 def quick_where(quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
-    """The cases as parameters; those for which `quick` is false are marked `thorough`.
-
-    A case that is a tuple is several arguments, of `quick` too.
-    """
+    """The cases as parameters; those for which `quick` is false are marked `thorough`. A case that is a tuple is
+    several arguments, of `quick` too."""
     marked = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)

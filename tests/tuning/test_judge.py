@@ -62,9 +62,7 @@ def wild(draw: random.Random) -> float:
 
 def session(seed: int, noise: Noise, micros: list[float]) -> tuple[int, int]:
     """(what the rule takes, what the least median of five runs would) of candidates with these true times; 0: built in.
-
-    The machine also becomes slower by half while it is measured, and faster again.
-    """
+    The machine also becomes slower by half while it is measured, and faster again."""
     draw, runs = random.Random(seed), [0]
 
     def run(micro: float) -> Callable[[], float]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints.synthesize import SPARE_BYTES
 from moe_mk.weights import SafetensorsSource, load_layer
 
 INDEX = "model.safetensors.index.json"
@@ -154,19 +155,23 @@ def test_a_checkpoint_is_complete_only_for_its_shape_and_seed(
     assert not is_complete(tmp_path / "copy", tiny, seed=1)
 
 
-def test_an_interrupted_run_leaves_no_checkpoint_and_the_next_one_cleans_up(
-    tiny: CheckpointShape, tmp_path: Path
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_interrupted_run_leaves_none_and_the_earlier_checkpoint_if_both_fit(
+    tiny: CheckpointShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if done > total // 2:
             raise KeyboardInterrupt
 
     write_checkpoint(tmp_path, tiny, seed=7)
+    if not has_room:
+        usage = shutil.disk_usage(tmp_path)._replace(free=SPARE_BYTES)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(tmp_path, tiny, seed=8, shard_bytes=16 << 10, on_progress=interrupt)
-    assert not is_complete(tmp_path, tiny, seed=7)
-    assert not is_complete(tmp_path, tiny, seed=8)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert is_complete(tmp_path, tiny, seed=7) == has_room and not is_complete(tmp_path, tiny, seed=8)
+    assert has_room or not any(tmp_path.iterdir())
+    monkeypatch.undo()
     write_checkpoint(tmp_path, tiny, seed=8)
     assert is_complete(tmp_path, tiny, seed=8)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

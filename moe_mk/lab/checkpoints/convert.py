@@ -10,11 +10,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from moe_mk.lab.checkpoints.conversion_report import ConversionReport, ExpertErr
 from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
+from moe_mk.lab.files import partial_folder
 from moe_mk.quant.gguf import Q6_K
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
@@ -87,7 +86,7 @@ def convert_checkpoint(
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} is in use; choose a folder that is empty or not there yet")
     report = ConversionReport(to, facts.num_bytes)
-    with _partial_folder(root) as partial:
+    with partial_folder(root, last=("config.json", INDEX)) as partial:
         tensors = open_source(source)
         if isinstance(tensors, GgufSource):
             others = len(GgufSource(source, everything=True).names()) - len(tensors.names())
@@ -100,22 +99,6 @@ def convert_checkpoint(
             _write_config(Path(source), partial, to)
         (partial / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     return report
-
-
-@contextmanager
-def _partial_folder(root: Path) -> Iterator[Path]:
-    """A new folder that is renamed to `root`, or removed on failure."""
-    root = Path(os.path.realpath(root))  # resolves "." and keeps symbolic links
-    partial = root.with_name(f"{root.name}.{uuid4().hex[:8]}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if root.exists():
-            root.rmdir()
-        os.replace(partial, root)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 @dataclass

@@ -24,6 +24,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
+from moe_mk.lab.files import partial_folder
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.quant import WHOLE, BlockedScheme, Plain
 from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
@@ -81,7 +82,13 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
     if isinstance(equation, LayerEquation):
         hf[KEY] = equation = _small_equation(equation, hf)
     layer = first_layer(hf)
-    directory.mkdir(parents=True, exist_ok=True)
+    with partial_folder(directory, last=("config.json", INDEX)) as partial:
+        _write(partial, like, hf, layer, seed)
+    return layer
+
+
+def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed: int) -> None:
+    equation = hf.get(KEY)
     (directory / "config.json").write_text(json.dumps(small(json.loads(like.read_text())), indent=2) + "\n")
     if isinstance(equation, LayerEquation):
         (directory / FILE).write_text(equation.model_dump_json(indent=2) + "\n")
@@ -102,7 +109,6 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
             file.write(name, tensor)
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return layer
 
 
 def small(hf: Mapping[str, Any]) -> dict[str, Any]:

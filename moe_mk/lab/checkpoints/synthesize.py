@@ -29,6 +29,7 @@ from moe_mk.lab.checkpoints.checkpoint_plan import RECIPE, matrices, plan_shards
 from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
+from moe_mk.lab.files import partial_folder
 from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
 from moe_mk.text import amount
 from moe_mk.weights.gguf_source import GgufSource
@@ -72,9 +73,10 @@ def write_checkpoint(
 ) -> int:
     """Write shards, config.json and, last, the index; returns the bytes of all tensors.
 
-    Constant memory: a few MB per thread. Files are written under temporary names and renamed at the end, so that an
-    interrupted run leaves no checkpoint. An earlier checkpoint of this function is replaced; other files are never
-    changed (ConfigError). threads: None uses as many as torch. on_progress is called with "write".
+    Constant memory: a few MB per thread. Files are written to a temporary folder and moved at the end, so that an
+    interrupted run leaves none. An earlier checkpoint of this function is replaced at the end, or removed first where
+    the disk does not hold both; other files are never changed (ConfigError). threads: None uses as many as torch.
+    on_progress is called with "write".
     Raises ConfigError if the disk is too small, with both numbers.
     """
     if shape.is_gguf:
@@ -84,11 +86,8 @@ def write_checkpoint(
     total = sum(t.num_bytes for shard in shards for t in shard)
     recipe = recipe_of(shape, seed)
     _expect_own(root)
-    _expect_room(root, total)
-    root.mkdir(parents=True, exist_ok=True)
-    _remove(root)
-    partial = root / PARTIAL
-    partial.mkdir()
+    if _expect_room(root, total) < total + SPARE_BYTES:
+        _remove(root)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     done = 0
 
@@ -98,16 +97,15 @@ def write_checkpoint(
         if on_progress is not None:
             on_progress("write", done, total)
 
-    for name, shard in zip(names, shards, strict=True):
-        with SafetensorsWriter(partial / name, shard, {"format": "pt", RECIPE: recipe}) as file:
-            _write_shard(file, shard, shape, seed, threads or torch.get_num_threads(), report)
-    weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    index = {"metadata": {"total_size": total, RECIPE: recipe}, "weight_map": weight_map}
-    (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for name in (*names, "config.json", INDEX):
-        os.replace(partial / name, root / name)
-    partial.rmdir()
+    with partial_folder(root, last=("config.json", INDEX), name=PARTIAL) as partial:
+        for name, shard in zip(names, shards, strict=True):
+            with SafetensorsWriter(partial / name, shard, {"format": "pt", RECIPE: recipe}) as file:
+                _write_shard(file, shard, shape, seed, threads or torch.get_num_threads(), report)
+        weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        index = {"metadata": {"total_size": total, RECIPE: recipe}, "weight_map": weight_map}
+        (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _remove(root)
     return total
 
 
@@ -174,11 +172,10 @@ def _write_gguf(root: Path, shape: CheckpointShape, seed: int, on_progress: Prog
         return replace(tensor, make=make)
 
     _expect_room(root, total)
-    root.mkdir(parents=True, exist_ok=True)
     architecture, metadata = gguf_from_hf(shape.hf_config(), str(root))
-    partial = root / f"{FILE}{PARTIAL}"
-    write_gguf(partial, architecture, {**metadata, RECIPE: recipe_of(shape, seed)}, [reported(t) for t in tensors])
-    os.replace(partial, root / FILE)
+    metadata |= {RECIPE: recipe_of(shape, seed)}
+    with partial_folder(root, name=PARTIAL) as partial:
+        write_gguf(partial / FILE, architecture, metadata, [reported(t) for t in tensors])
     return total
 
 
@@ -317,15 +314,20 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
 
 
-def _expect_room(root: Path, total: int) -> None:
-    """Raise ConfigError, before any file is created or removed, if the disk is too small."""
+def _expect_room(root: Path, total: int) -> int:
+    """Bytes that are free beside an earlier checkpoint.
+
+    Raises ConfigError, before any file is created or removed, if the disk is too small without one.
+    """
     there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
+    beside = shutil.disk_usage(there).free
+    free = beside + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
     if free < total + SPARE_BYTES:
         raise ConfigError(
             f"the checkpoint needs {amount(total)} and {amount(SPARE_BYTES)} to spare, {root} has {amount(free)} "
             "free; write fewer experts or choose another directory"
         )
+    return beside
 
 
 def _expect_own(root: Path) -> None:
@@ -350,7 +352,6 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(root: Path) -> None:
-    """Remove an earlier checkpoint, its index first, and the files of an interrupted run."""
+    """Remove an earlier checkpoint, its index first."""
     for path in (root / INDEX, root / "config.json", *sorted(root.glob("*.safetensors"))):
         path.unlink(missing_ok=True)
-    shutil.rmtree(root / PARTIAL, ignore_errors=True)

@@ -145,7 +145,7 @@ def bench_rank(job: BenchJob, place: Place) -> int:
     for each in layers:
         each.report().require_as_planned()
     if place.rank == 0:
-        job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
+        write_text(job.result, json.dumps(_facts(order, place, layer, describe(device), measured)))
     return OK
 
 

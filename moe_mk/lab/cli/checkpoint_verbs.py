@@ -103,6 +103,8 @@ def derive_command(
     """Derive what the MoE layers of a model compute from its class in transformers, and write layer_equation.json."""
     from moe_mk.config.equation import FILE
     from moe_mk.errors import UnsupportedError
+    from moe_mk.files import write_text
+    from moe_mk.lab.cli.outputs import expect_outputs
     from moe_mk.lab.cli.screen import Screen
 
     try:
@@ -112,9 +114,10 @@ def derive_command(
             "moe-mk derive reads model classes of transformers",
             [f"{missing.name} is not installed; pip install moe-mk[hf]"],
         ) from None
-    found = derive(config, layer)
     target = out or (config if config.is_dir() else config.parent) / FILE
-    target.write_text(found.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+    expect_outputs({"--out": target})
+    found = derive(config, layer)
+    write_text(target, found.model_dump_json(indent=2, exclude_none=True) + "\n")
     layers = len(found.layers or ())
     Screen().fact("derived", f"{target}: {found.derived_from}, {layers} {'layer' if layers == 1 else 'layers'}")
     Screen().fact("model", ", ".join(f"{key} {value}" for key, value in found.model.items()))

@@ -11,6 +11,7 @@ import typer
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.files import errors_named
 from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
 
 
@@ -18,8 +19,10 @@ def compile_kernels(
     screen: Screen, config: str, device: str, ranks: int, tokens: tuple[int, ...], out: Path, *, as_json: bool
 ) -> int:
     """Compile, and print what the folder has."""
-    out.mkdir(parents=True, exist_ok=True)
-    kernels = compile_layer(AheadOrder(load_config(config), device_profile(device), ranks, tokens), out)
+    order = AheadOrder(load_config(config), device_profile(device), ranks, tokens)
+    with errors_named(out):
+        out.mkdir(parents=True, exist_ok=True)
+        kernels = compile_layer(order, out)
     if as_json:
         typer.echo(json.dumps({"folder": str(out), "kernels": [asdict(each) for each in kernels]}, indent=2))
         return OK

@@ -17,6 +17,7 @@ from moe_mk.lab.checkpoints.stores import WrittenStore, plan_stores, write_layer
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.inputs import layers_of
 from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.files import new_folders
 from moe_mk.text import amount
 from moe_mk.trace.clock import now
 from moe_mk.weights.scan import Progress
@@ -64,6 +65,15 @@ class StoreOrder:
 def convert_to_stores(screen: Screen, order: StoreOrder, *, as_json: bool = False) -> int:
     """Write the stores of every layer and rank, and print each with the time it took."""
     layers = list(order.layers) or layers_of(order.source)
+    with new_folders(order.target):
+        stores = _write_stores(screen, order, layers)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(order.target), "stores": [each.as_dict() for each in stores]}, indent=2))
+    screen.fact("use", f"moe-mk run {order.source} --memory SIZE --store {order.target}, or kernel.residency.store")
+    return OK
+
+
+def _write_stores(screen: Screen, order: StoreOrder, layers: list[int]) -> list[WrittenStore]:
     plans = plan_stores(order.source, order.target, layers, order.overrides, ranks=order.ranks, tp=order.tp)
     stores: list[WrittenStore] = []
     for plan in plans:
@@ -78,10 +88,7 @@ def convert_to_stores(screen: Screen, order: StoreOrder, *, as_json: bool = Fals
             rank = f"rank {store.rank}, " if len(found) > 1 else ""
             text = f"{rank}{store.experts} experts, {amount(store.num_bytes)}, {what}: {store.file.name}"
             screen.fact(f"layer {store.layer}", text)
-    if as_json:
-        typer.echo(json.dumps({"folder": str(order.target), "stores": [each.as_dict() for each in stores]}, indent=2))
-    screen.fact("use", f"moe-mk run {order.source} --memory SIZE --store {order.target}, or kernel.residency.store")
-    return OK
+    return stores
 
 
 def _labelled(advance: Progress, rank: int) -> Progress:

@@ -53,7 +53,8 @@ def named(problem: Exception) -> MoEMKError | None:
     """An error of the system (file, memory, 64-bit numbers) as a ConfigError; None for a defect or a closed pipe."""
     if isinstance(problem, OSError) and problem.errno not in (None, errno.EPIPE):
         file = problem.filename2 or problem.filename
-        where = "" if file is None else f"{os.fsdecode(file) if isinstance(file, bytes) else file}: "
+        found = "standard output or a temporary file" if file is None else file
+        where = f"{os.fsdecode(found) if isinstance(found, bytes) else found}: "
         return ConfigError(f"{where}{problem.strerror}; name another file or folder")
     words = str(problem)
     if isinstance(problem, MemoryError) or any(sign in words for sign in OUT_OF_MEMORY):

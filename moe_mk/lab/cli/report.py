@@ -117,7 +117,7 @@ class Report:
                 save_load_plot(self.expert_load, self.plan.experts, settings.plot)
                 saved.append(("plot", str(settings.plot)))
         except (OSError, ValueError) as problem:
-            raise ConfigError(f"the report cannot be written: {problem}") from problem
+            raise ConfigError(f"the report cannot be written: {problem}; name another file") from problem
         return saved
 
 

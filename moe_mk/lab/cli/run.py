@@ -73,7 +73,7 @@ def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path)
         try:
             write_chrome_trace(file, spans_of_W, met_W)
         except OSError as problem:
-            raise ConfigError(f"--trace {file} cannot be written: {problem}") from problem
+            raise ConfigError(f"--trace {file} cannot be written: {problem}; name another file") from problem
     return sum(map(len, spans_of_W))
 
 

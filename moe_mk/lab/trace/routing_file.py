@@ -38,7 +38,7 @@ def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]
         with replacing(path) as temporary:
             save_file(whole, temporary, metadata=metadata)
     except unless_signalled(OSError, SafetensorError) as problem:
-        raise TraceError(f"trace {path} cannot be written: {problem}") from problem
+        raise TraceError(f"trace {path} cannot be written: {problem}; name another file") from problem
 
 
 def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:

@@ -42,7 +42,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
 from moe_mk.files import parse_json, write_text
-from moe_mk.lab.files import read_lines
+from moe_mk.lab.files import errors_named, read_lines
 from moe_mk.permute import permute
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -209,7 +209,7 @@ class Parts:
         """Write what was measured. confirms: rounds of its own, of a candidate that is known."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         held = {"case": self.case, "tokens": tokens, "parameters": dict(candidate), "rounds": rounds}
-        with self.file.open("a", encoding="utf-8") as opened:
+        with errors_named(self.file), self.file.open("a", encoding="utf-8") as opened:
             opened.write(json.dumps(held | {"confirms": confirms}) + "\n")
         self._enter(tokens, candidate, rounds, confirms=confirms)
 

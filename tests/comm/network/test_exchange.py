@@ -344,10 +344,8 @@ def test_one_sided_and_two_sided_give_the_same_bytes() -> None:
 
 
 def resume(zero: End, one: End, draw: random.Random) -> None:
-    """What two proxies do with a link that has ended: both drop it, then report each other what they have applied.
-
-    The answer of the one that is called may be lost: it has gone on then, and is called once more.
-    """
+    """What two proxies do with a link that has ended: both drop it, then report each other what they have applied. The
+    answer of the one that is called may be lost: it has gone on then, and is called once more."""
     for end, peer in ((zero, 1), (one, 0)):
         old = end.exchange.channel.streams[peer].link
         assert old is not None

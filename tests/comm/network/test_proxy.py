@@ -124,10 +124,8 @@ def test_a_link_cut_at_any_step_is_resumed_and_loses_and_repeats_nothing(sender:
 
 @contextmanager
 def all_send_to_all(made: list[Proxy]) -> Iterator[None]:
-    """While the body runs, each rank adds 1, 2, 3, ... to a counter of every other one, with a put before each.
-
-    Then all commands must be confirmed, each counter must have the sum of what was added, and no rank is lost.
-    """
+    """While the body runs, each rank adds 1, 2, 3, ... to a counter of every other one, with a put before each. Then
+    all commands must be confirmed, each counter must have the sum of what was added, and no rank is lost."""
     written, is_enough = [0] * len(made), threading.Event()
 
     def write(proxy: Proxy) -> None:

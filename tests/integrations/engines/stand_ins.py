@@ -1,7 +1,5 @@
 """What the adapters touch of four engines, no more: the same modules, names, signatures and rules of registration.
-
-Signatures are those in seams.json, which was written from the engines themselves.
-"""
+Signatures are those in seams.json, which was written from the engines themselves."""
 
 from __future__ import annotations
 

@@ -53,12 +53,10 @@ def generate(folder: Path, *, eager: bool, **more: Any) -> tuple[Made, Any]:
 
 
 def compared(model: Any, made: Made) -> dict[str, float]:
-    """How far transformers agrees, given the same tokens.
-
-    behind: how much the chosen tokens are below the best at most, in log probability. off: how much their log
-    probabilities differ. noise: how much those of the same model differ when all modules round to bf16, root mean
-    square of all tokens at the worst position of ROUNDINGS trials. equal: how many of the tokens are the best.
-    """
+    """How far transformers agrees, given the same tokens. behind: how much the chosen tokens are below the best at
+    most, in log probability. off: how much their log probabilities differ. noise: how much those of the same model
+    differ when all modules round to bf16, root mean square of all tokens at the worst position of ROUNDINGS trials.
+    equal: how many of the tokens are the best."""
     import copy
 
     import torch

@@ -139,9 +139,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 def write(name: str, folder: Path) -> Any:
     """Save a checkpoint in a layout of LAYOUTS, "bf16" or "gpt-oss"; returns the model with dequantised weights in f32.
-
-    "gpt-oss" has MXFP4 experts with biases and clamps; the others are Qwen3-MoE with attention in the same format.
-    """
+    "gpt-oss" has MXFP4 experts with biases and clamps; the others are Qwen3-MoE with attention in the same format."""
     torch.manual_seed(0)
     if name == "gpt-oss":
         return _write_gpt_oss(folder)

@@ -92,10 +92,8 @@ def decoded_model(folder: Path, family: str) -> Any:
 
 
 def write_gguf_model(folder: Path, quant: str, rest: str = "F32") -> Path:
-    """A whole Qwen3-MoE as llama.cpp names it: packed experts, other matrices as `rest`, everything else in f32.
-
-    With other matrices than F32 it has no dense layer, as files that llama.cpp reads.
-    """
+    """A whole Qwen3-MoE as llama.cpp names it: packed experts, other matrices as `rest`, everything else in f32. With
+    other matrices than F32 it has no dense layer, as files that llama.cpp reads."""
     folder.mkdir(parents=True, exist_ok=True)
     dense = (0,) if rest == "F32" else ()
     model, spec = family_model("qwen3_moe", dense=dense), shape_of("qwen3_moe", quant).layer_spec()

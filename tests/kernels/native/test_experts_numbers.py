@@ -18,10 +18,8 @@ FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
 
 
 def limit(inter: int = 64) -> float:
-    """bf16 h and bf16 out cost 2.3e-3; small samples spread by a third.
-
-    inter: the terms of an output. Of fewer than 16 the roundings of h hardly cancel: a third more.
-    """
+    """bf16 h and bf16 out cost 2.3e-3; small samples spread by a third. inter: the terms of an output. Of fewer than 16
+    the roundings of h hardly cancel: a third more."""
     return (4 / 3 if inter < 16 else 1.0) * 3.2e-3
 
 

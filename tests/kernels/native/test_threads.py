@@ -1,7 +1,5 @@
 """Native calls run on the OpenMP threads of torch or on their own: the same bits on both, and nothing waits forever.
-
-Own threads may be moved to another processor when they wake up, and keep the processors they may use.
-"""
+Own threads may be moved to another processor when they wake up, and keep the processors they may use."""
 
 import ctypes
 import os
@@ -171,10 +169,8 @@ print(native.calls_on(engine=True))
 
 @pytest.mark.parametrize("mode", ["RTLD_LOCAL", pytest.param("RTLD_GLOBAL", marks=pytest.mark.thorough)])
 def test_limits_of_the_process_and_other_copies_of_the_runtime(mode: str, on_engine: Native, tmp_path: Path) -> None:
-    """A copy before and one after torch, two threads allowed, bound to processors, workers that never sleep.
-
-    torch itself uses the earlier copy if its symbols are global.
-    """
+    """A copy before and one after torch, two threads allowed, bound to processors, workers that never sleep. torch
+    itself uses the earlier copy if its symbols are global."""
     runtime = engine_runtime()
     assert isinstance(runtime, Runtime)
     name = Path(runtime.path).name

@@ -23,11 +23,9 @@ def kernels_are_cached_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session", autouse=True)
 def the_interpreter_does_nothing_in_vain() -> Iterator[None]:
-    """Skip what has no effect and takes half of the time of interpreted kernels.
-
-    Triton 3.6 searches its language for builtins at each call of a device function, though the launch has replaced
-    them, and computes for each sum of integers whether it overflows, which it reports in debug mode only.
-    """
+    """Skip what has no effect and takes half of the time of interpreted kernels. Triton 3.6 searches its language for
+    builtins at each call of a device function, though the launch has replaced them, and computes for each sum of
+    integers whether it overflows, which it reports in debug mode only."""
     if importlib.util.find_spec("triton") is None:
         yield
         return

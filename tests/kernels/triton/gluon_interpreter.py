@@ -1,9 +1,7 @@
-"""The Gluon GEMMs on tensors: the Python of the kernels runs on a CPU, one thread for each partition.
-
-Layouts have no effect here, copies complete at once, and products are sums in f32. What is computed is what the kernel
-computes: which rows, columns and scales meet, what the epilogue makes of the sums, and where it is stored. Other orders
-of events are those of `ring_model`.
-"""
+"""The Gluon GEMMs on tensors: the Python of the kernels runs on a CPU, one thread for each partition. Layouts have no
+effect here, copies complete at once, and products are sums in f32. What is computed is what the kernel computes: which
+rows, columns and scales meet, what the epilogue makes of the sums, and where it is stored. Other orders of events are
+those of `ring_model`."""
 
 from __future__ import annotations
 

@@ -169,10 +169,8 @@ ONE = torch.tensor([[2], [-1], [0], [2], [-1], [0], [2]], dtype=torch.int32)
 def test_one_expert_a_row_has_the_bits_of_a_sum_and_zeros_where_there_is_none(
     weights: QuantScheme, compute: QuantScheme, travelled: QuantScheme, ids: torch.Tensor
 ) -> None:
-    """A bf16 output is written by the second product, one in f32 or with a pitch by `combine`.
-
-    Columns of zeros times a weight below 0 are -0, which a sum is not.
-    """
+    """A bf16 output is written by the second product, one in f32 or with a pitch by `combine`. Columns of zeros times a
+    weight below 0 are -0, which a sum is not."""
     backend, stack = TritonExperts(context(compute)), random_experts(weights, SLOTS, HIDDEN, INNER, CPU)
     stack.w2.values.view(torch.uint8)[:, :5] = 0
     own, given = backend.relayout(stack), rows(travelled, ids)

@@ -263,11 +263,9 @@ class State:
 
 
 def check(given: Traces, rows: int) -> int:
-    """Explore every order of events; returns the number of states. Raises Broken with the reason.
-
-    Broken: an operand is used that does not hold the data of this step, a stage is written while it may be read, or no
-    partition can go on.
-    """
+    """Explore every order of events; returns the number of states. Raises Broken with the reason. Broken: an operand is
+    used that does not hold the data of this step, a stage is written while it may be read, or no partition can go
+    on."""
     first = State(
         (0,) * len(given.partitions), tuple(sorted((bar, (count, 0, 0)) for bar, count in given.counts.items())), (), ()
     )

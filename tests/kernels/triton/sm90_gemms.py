@@ -26,10 +26,8 @@ def is_after_3_6() -> bool:
 
 def integers(kernel: str, format: str) -> Integers:
     """How a launch at the sizes of DeepSeek-V3 specialises the integers of a GEMM; a test binds launches and compares.
-
     Scales of 128 columns are (rows, 56) before the first product and (rows, 16) before the second one, those of a token
-    (rows, 1). Without scales the rows themselves stand in, and strides of absent results are 0.
-    """
+    (rows, 1). Without scales the rows themselves stand in, and strides of absent results are 0."""
     given = format_of(format)
     found: Integers = {"tiles_stride": ANY, "k": SIXTEENTH}
     found |= {"num": ANY} if kernel == "_w2" else {}

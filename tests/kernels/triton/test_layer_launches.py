@@ -1,8 +1,6 @@
 """A whole layer on an sm_90 GPU, on fake tensors: every operator and every kernel that a forward launches is counted.
-
 Counted: operators of torch that run a kernel on a GPU, and launches of Triton kernels. Not counted: views, allocations
-and whatever happens on the host. No kernel is compiled and nothing is computed.
-"""
+and whatever happens on the host. No kernel is compiled and nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The moe_ep adapters against the Python of the real library: its checks, arguments and results are its own.
-
-The wheel is read where it is stored: `pip download --no-deps --dest build/wheels flashinfer-python`. Its kernels need
-GPUs; below `flashinfer.moe_ep` the emulation of `flashinfer.comm` takes their place. Nothing of the wheel is kept.
-"""
+"""The moe_ep adapters against the Python of the real library: its checks, arguments and results are its own. The wheel
+is read where it is stored: `pip download --no-deps --dest build/wheels flashinfer-python`. Its kernels need GPUs; below
+`flashinfer.moe_ep` the emulation of `flashinfer.comm` takes their place. Nothing of the wheel is kept."""
 
 import importlib
 import inspect

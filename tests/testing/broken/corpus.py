@@ -58,10 +58,8 @@ def registered(cls: type[FusedExperts] | type[PrepareFinalize]) -> Iterator[str]
 
 
 def refused(name: str) -> bool:
-    """Whether the certificate of a broken backend names the law that it violates, and no other.
-
-    A backend that is right in the cases of `--quick` must be certified with them.
-    """
+    """Whether the certificate of a broken backend names the law that it violates, and no other. A backend that is right
+    in the cases of `--quick` must be certified with them."""
     broken = CORPUS[name]
     with registered(broken.cls) as known_as:
         certificate = certify(known_as, processes=False, quick=True)

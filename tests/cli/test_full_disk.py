@@ -1,0 +1,67 @@
+"""A verb that cannot write ends with 2, names the file and a remedy, and leaves every folder as it was. The limit on
+the size of files stands for a full disk, at several numbers of bytes: the system returns "File too large"."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import moe_mk, usage_error
+from tests.support.tiers import quick_where
+
+SMALL = ("--experts", 8, "--hidden", 256, "--intermediate", 256)
+RUN = ("run", "{tiny}", "--tokens", 1, "--repeats", 1)
+VERBS: dict[str, tuple[object, ...]] = {
+    "make-checkpoint": ("make-checkpoint", "{out}", *SMALL),
+    "make-checkpoint again": ("make-checkpoint", "{mine}", *SMALL, "--seed", 1),
+    "make-checkpoint gguf": ("make-checkpoint", "{out}", *SMALL, "--quant", "q8_0"),
+    "make-checkpoint like": ("make-checkpoint", "{out}", "--like", "{tiny}/config.json"),
+    "convert": ("convert", "{tiny}", "{out}", "--to", "bf16"),
+    "convert into": ("convert", "{tiny}", "{empty}", "--to", "bf16"),
+    "convert gguf": ("convert", "{tiny}", "{out}", "--to", "q8_0"),
+    "convert store": ("convert", "{tiny}", "{out}", "--store"),
+    "derive": ("derive", "{tiny}", "--out", "{out}"),
+    "run out": (*RUN, "--out", "{out}"),
+    "run plot": (*RUN, "--plot", "{out}"),
+    "run trace": (*RUN, "--trace", "{out}"),
+    "run record": (*RUN, "--record-trace", "{out}"),
+    "timeline": ("plan", "timeline", "--trace", "{out}"),
+}
+"""{out} does not exist yet; {mine} is an earlier checkpoint, {empty} an empty folder."""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file with its content, every folder without one."""
+    return {str(path): b"" if path.is_dir() else path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("limit", quick_where(lambda limit: limit == 700, (0, 700, 20_000)))
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_cannot_be_written_is_named_and_nothing_is_left(
+    verb: str, limit: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name: tmp_path / name for name in ("out", "mine", "empty")}
+    names["empty"].mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "again" not in verb or moe_mk("make-checkpoint", names["mine"], *SMALL).exit_code == 0
+    before, (soft, hard) = files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        done = moe_mk(*(str(word).format(tiny=tiny, **names) for word in VERBS[verb]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if done.exit_code == 0:  # it was small enough
+        assert names["out"].stat().st_size <= limit
+        return
+    assert done.exit_code == 2 and "Traceback" not in done.output, done.output
+    target = names[{"again": "mine", "into": "empty"}.get(verb.split()[-1], "out")]
+    assert str(target) in done.stderr and "; name another f" in done.stderr, done.stderr
+    assert files(tmp_path) == before
+
+
+def test_what_is_no_regular_file_is_written_directly_and_named() -> None:
+    assert "/dev/full: " in usage_error("plan", "timeline", "--trace", "/dev/full")
+    command = [sys.executable, "-m", "moe_mk", "plan", "timeline", "--trace", "/dev/stdout"]
+    assert b'"traceEvents"' in subprocess.run(command, capture_output=True, check=True).stdout
