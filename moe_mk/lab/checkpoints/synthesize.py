@@ -315,19 +315,19 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def _expect_room(root: Path, total: int) -> int:
-    """Bytes that are free beside an earlier checkpoint.
+    """Bytes that are free while an earlier checkpoint is kept.
 
     Raises ConfigError, before any file is created or removed, if the disk is too small without one.
     """
     there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
-    beside = shutil.disk_usage(there).free
-    free = beside + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
-    if free < total + SPARE_BYTES:
+    free = shutil.disk_usage(there).free
+    without = free + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
+    if without < total + SPARE_BYTES:
         raise ConfigError(
-            f"the checkpoint needs {amount(total)} and {amount(SPARE_BYTES)} to spare, {root} has {amount(free)} "
+            f"the checkpoint needs {amount(total)} and {amount(SPARE_BYTES)} to spare, {root} has {amount(without)} "
             "free; write fewer experts or choose another directory"
         )
-    return beside
+    return free
 
 
 def _expect_own(root: Path) -> None:
