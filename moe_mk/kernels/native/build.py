@@ -57,6 +57,8 @@ POLL_S, GONE_POLLS = 0.05, 20
 """Seconds between attempts to take the lock, and attempts that find its holder ended before it is taken over."""
 LEFTOVER_S = 86_400.0
 """Age from which temporary files without a lock, of processes that were killed, are removed."""
+ROOM_BYTES = 400_000
+"""Of a folder, for each source: objects and library of 21 sources take at most 5.4 MB."""
 DRAIN_S = 5.0
 """Seconds to wait for programs outside the process group of a compiler that hold its pipe open."""
 
@@ -151,6 +153,8 @@ def _try_compiling(recipe: Recipe, folder: Path) -> None:
     with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix="try-", ignore_cleanup_errors=True) as made:
         source, library = Path(made) / "empty.cpp", Path(made) / "empty.so"
         source.write_text('extern "C" int moe_mk_empty() { return 0; }\n')
+        with (Path(made) / "room").open("wb") as room:
+            os.posix_fallocate(room.fileno(), 0, ROOM_BYTES * len(recipe.units))
         flags = dict.fromkeys(flag for unit in recipe.units for flag in unit.flags)
         _run([[recipe.compiler.path, *flags, *recipe.link_flags, "-o", str(library), str(source)]])
         if problem := load_error(library):
