@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, communicator
-from moe_mk.comm.agreement import agree
 from moe_mk.comm.distributed import staging_device
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, wait
@@ -189,24 +188,6 @@ def test_all_to_all_is_a_transpose_and_its_own_inverse(world: RankWorld) -> None
         assert back == [f"{'ABCD'[rank]}{place}" for place in range(RANKS)]
 
 
-def ordered_sums(rank: int) -> tuple[list[float], list[float], list[float]]:
-    comm = world_comm()
-    wide = torch.full((RANKS, 1), [1e8, 1.0, -1e8, 1.0][rank], dtype=torch.float32)
-    narrow = torch.full((RANKS, 1), [256.0, 1.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
-    ones = [1] * RANKS
-    twice = [wait(comm.reduce_scatter(wide, ones, "combine")).flatten().tolist() for _ in range(2)]
-    assert twice[0] == twice[1]
-    summed = wait(comm.all_reduce(narrow, "late"))[0].tolist()
-    return twice[0], wait(comm.reduce_scatter(narrow, ones, "combine")).flatten().tolist(), summed
-
-
-def test_reduce_scatter_adds_in_rank_order_in_f32(world: RankWorld) -> None:
-    # f32, in rank order: 1e8 + 1 = 1e8 (spacing 8), - 1e8 = 0, + 1 = 1. In any other order: 2, or 0.
-    # bf16 has spacing 2 above 256: 256 + 1 stays 256 in bf16; f32 gives 259, rounded once to even: 260.
-    for wide, narrow, summed in world.call(ordered_sums):
-        assert wide == [1.0] and narrow == [260.0] and summed == [260.0]
-
-
 def two_at_once(rank: int) -> tuple[list[list[int]], list[list[int]]]:
     comm = world_comm()
     receive = [SEND[peer][rank] for peer in range(RANKS)]
@@ -223,27 +204,6 @@ def test_two_flights_in_the_air_do_not_mix(world: RankWorld) -> None:
     for rank, (one, two) in enumerate(world.call(two_at_once)):
         assert one == expected_all_to_all(rank, torch.int64)
         assert two == [row for peer in range(RANKS) for row in rows_of(peer, COUNTS[peer], torch.int64).tolist()]
-
-
-def agreed_or_not(rank: int, odd_rank: int) -> str:
-    notes = {"experts": "reference" if rank == odd_rank else "torch_cpu", "wire": "fp8_1x128"}
-    try:
-        wait(agree(world_comm(), notes, layer=LAYER))
-    except CommError as problem:
-        return str(problem)
-    return "agreed"
-
-
-def test_equal_notes_agree(world: RankWorld) -> None:
-    assert world.call(agreed_or_not, -1) == ["agreed"] * RANKS
-
-
-def test_a_differing_note_is_reported_on_every_rank(world: RankWorld) -> None:
-    for rank, text in enumerate(world.call(agreed_or_not, 2)):
-        assert text == (
-            f"rank {rank}, phase 'agreement', layer 'layers.3': ranks decided differently:\n"
-            "  experts:\n    rank 0: torch_cpu\n    rank 1: torch_cpu\n    rank 2: reference\n    rank 3: torch_cpu"
-        )
 
 
 def groups_of_a_mesh(rank: int) -> tuple[list[tuple[int, int]], list[float]]:

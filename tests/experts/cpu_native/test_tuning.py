@@ -112,22 +112,6 @@ def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, in
         tuning_of(wrong)
 
 
-def test_the_nearest_point_serves_inside_the_measured_range_only() -> None:
-    # Halfway between 1 and 16 rows on a logarithmic scale: 4.
-    tuned = Tuned((Point(1.0, NARROW, 5.0), Point(16.0, WIDE, 9.0)), BUILT_IN)
-    found = [tuned.at(rows_an_expert) for rows_an_expert in (0.9, 1.0, 3.9, 4.1, 16.0, 16.1)]
-    assert found == [Tuning(), NARROW, NARROW, WIDE, WIDE, Tuning()] and UNTUNED.at(1.0) == Tuning()
-
-
-def test_files_of_every_top_k_serve_by_rows_an_expert(folder: Path) -> None:
-    # 8 tokens of 2 of 4 experts are 4 rows an expert, 8 tokens of one are 2.
-    saved(TOP_K, TunedPoint(8, parameters(WIDE), 5.0))
-    saved(1, TunedPoint(8, parameters(NARROW), 5.0))
-    saved(2, TunedPoint(8, {}, 5.0), scheme=BF16)
-    assert load_tuned(CONTEXT, FP8_128x128, TOP_K) == Tuned((Point(2.0, NARROW, 5.0), Point(4.0, WIDE, 5.0)), BUILT_IN)
-    assert folder.is_dir()
-
-
 def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,12 +122,6 @@ def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
     command = stated.partition("To measure: moe-mk ")[2].split()
     done = printed(*command, "--tuned-dir", folder, "--dry-run")
     assert Path(json.loads(done)["path"]).name in stated
-
-
-def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> None:
-    path = saved(TOP_K, TunedPoint(1, {"panel_rows": 9}, 5.0))
-    with pytest.raises(ConfigError, match=rf"{path.name}, 1 tokens: .*panel_rows 9"):
-        load_tuned(CONTEXT, FP8_128x128, TOP_K)
 
 
 def processor(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Callable[[int, Tuning], float]:

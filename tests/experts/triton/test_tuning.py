@@ -30,11 +30,6 @@ TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)), BUILT_IN)
 UNTUNED = Tuned((), BUILT_IN)
 
 
-def test_inside_the_range_the_nearer_point_on_a_logarithmic_scale_serves() -> None:
-    # The middle between 1 and 16 is 4.
-    assert [TUNED.at(rows) for rows in (1.0, 3.9, 4.1, 16.0)] == [SMALL, SMALL, LARGE, LARGE]
-
-
 def test_outside_the_range_nothing_is_extrapolated() -> None:
     for rows, place in ((0.5, 0), (17.0, 1), (1e6, 3)):
         assert TUNED.point(rows) is None and TUNED.microseconds(rows) is None
@@ -72,8 +67,6 @@ def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.Lo
     "content,complaint",
     [
         ("{", "JSONDecodeError"),
-        ("{}", "KeyError: 'points'"),
-        (one_point(0, vars(SMALL)), "must be positive"),
         (one_point(1, {"rows": 12}), "1 tokens: .* is not a tile"),
         (one_point(1, vars(SMALL) | {"rows": 9}), "1 tokens: .*no kernel multiplies .*rows=9"),
     ],
