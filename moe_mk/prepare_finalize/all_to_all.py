@@ -276,7 +276,8 @@ class AllToAll(PrepareFinalize):
         if not any(coming):
             yield from comm.skip("dispatch")
             return joined([part for part in parts if part is not None])
-        rows = yield from self._exchange.dispatch(_write_nothing, widths, [0] * comm.size, coming, "dispatch")
+        # Its rows are sent already: nothing is written.
+        rows = yield from self._exchange.dispatch(lambda *_: None, widths, [0] * comm.size, coming, "dispatch")
         return _merged(rows, coming, parts)
 
     def _swap(
@@ -392,10 +393,6 @@ class _Outgoing:
         """Write some of them to a place."""
         put(to.values, self.values_TB, self.token_X[span])
         put(to.tails, self.tails_XB[span])
-
-
-def _write_nothing(to: Rows, span: slice) -> None:
-    """For a rank whose rows are sent already."""
 
 
 def _merged(rows: Rows, coming: Sequence[int], parts: Sequence[Rows | None]) -> Rows:

@@ -177,7 +177,9 @@ class NetworkHeap(SymmetricHeap):
         self.traffic.moved("put", peer, count * width, self.rank)
         own = self._registered_at(rows_RB) if index_X is None else None
         if own is not None:
-            self._put_pieces(peer, own, at, count * width)
+            for first in range(0, count * width, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, count * width - first)
+                self._commit(TransferCommand(Op.PUT, peer, size, own + first, at + first))
         else:
             self._put_staged(peer, at, rows_RB, index_X)
 
@@ -252,11 +254,6 @@ class NetworkHeap(SymmetricHeap):
                 torch.index_select(rows_RB, 0, index_X[rows], out=staged_XB)
             place = self._commit(TransferCommand(Op.PUT, peer, size, source, at + first * width))
             self._staging.used(self._channel(peer), place)
-
-    def _put_pieces(self, peer: int, source: int, at: int, num_bytes: int) -> None:
-        for first in range(0, num_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, num_bytes - first)
-            self._commit(TransferCommand(Op.PUT, peer, size, source + first, at + first))
 
     def _staged(self, peer: int, size: int) -> int:
         """Memory for bytes on their way, waited for where all is taken."""

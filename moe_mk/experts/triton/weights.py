@@ -65,11 +65,6 @@ def _padded(stack: Tensor, device: torch.device, spare: int) -> Tensor:
     return room
 
 
-def no_biases_like(routed: Biases) -> Biases:
-    """Zero biases of one slot."""
-    return Biases(torch.zeros_like(routed.b13[:1]), torch.zeros_like(routed.b2[:1]))
-
-
 LAYOUT = "triton"
 ZEROS_MASK = ~0xFF
 """Of a word of an f32 scale and a zero point: the bits of the scale."""
@@ -443,7 +438,7 @@ def _joined_biases(routed: Biases | None, shared: Biases | None) -> Biases | Non
     """Biases of routed and shared experts in one stack; zeros for shared experts without biases."""
     if routed is None:
         return None
-    own = shared or no_biases_like(routed)
+    own = shared or Biases(torch.zeros_like(routed.b13[:1]), torch.zeros_like(routed.b2[:1]))
     b13, b2 = _behind(routed.b13, own.b13), _behind(routed.b2, own.b2)
     assert b13 is not None and b2 is not None, "their matrices fit, so do they"
     return Biases(b13, b2)

@@ -254,7 +254,8 @@ def unpack_output_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor,
     """The f32 factors of whole outputs of one slot, per source, [outputs, 1]; () without."""
     if packed.output_scales_LX is None:
         return ()
-    return gathered_outputs(packed.layout, packed.output_scales_LX[slot])
+    of_pairs = packed.output_scales_LX[slot].view(packed.layout.pairs, PAIR, 1)
+    return tuple(part.clone() for part in _apart(packed.layout, of_pairs))
 
 
 def _same_strides(sources: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -351,11 +352,6 @@ def spread_outputs(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) 
     _expect(scales, [(layout.num_outputs, 1), (1, 1)], layout, name, "scales of outputs", torch.float32)
     wide = [s.to(device="cpu").expand(layout.num_outputs, 1) for s in scales]
     return _side_by_side(layout, wide).reshape(-1)
-
-
-def gathered_outputs(layout: MatrixLayout, packed_X: Tensor) -> tuple[Tensor, ...]:
-    """Per source, [outputs, 1] f32."""
-    return tuple(part.clone() for part in _apart(layout, packed_X.view(layout.pairs, PAIR, 1)))
 
 
 def _side_by_side(layout: MatrixLayout, sources: list[Tensor], fill: int = 0) -> Tensor:
