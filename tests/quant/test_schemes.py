@@ -83,7 +83,7 @@ def test_expected_errors_by_hand() -> None:
 
 
 @pytest.mark.row(96, 101)
-@pytest.mark.parametrize("scheme", [*BLOCKED, STATIC], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [*BLOCKED, STATIC, *GROUPED.values()], ids=lambda s: s.name)
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: BlockedScheme, size: float) -> None:
     if scheme is STATIC and size < 1:
