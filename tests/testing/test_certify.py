@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint
@@ -334,9 +335,14 @@ def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert json.loads((tmp_path / "c.json").read_text())["failures"][0]["law"] == "order"
 
 
-def test_a_module_can_be_imported_first(tmp_path: Path) -> None:
+def test_a_module_of_the_working_folder_can_be_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = moe_mk("certify", "no_ep", "--import", "no_such_module", "--out", tmp_path / "c.json")
     assert done.exit_code == 2
+    (tmp_path / "backend_of_ones_own.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    done = moe_mk("certify", "no_such_backend", "--import", "backend_of_ones_own")
+    assert done.exit_code == 2 and "no_such_backend" in done.stderr and "backend_of_ones_own" in sys.modules
 
 
 def test_every_type_of_stored_experts_is_tried_where_the_traits_claim_it() -> None:

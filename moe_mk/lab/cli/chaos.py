@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +76,9 @@ def chaos(screen: Screen, order: ChaosOrder, *, as_json: bool) -> int:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import modules that register backends. Raises ConfigError."""
+    """Import modules that register backends, also from the working folder, as `python -m` does. Raises ConfigError."""
+    if modules and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     for module in modules:
         try:
             importlib.import_module(module)
