@@ -18,31 +18,6 @@ struct Tables {
   __m512i low0, low1, high0, high1;
 };
 
-// bf16 of the magnitudes 0..31, 32..63, 64..95, 96..127, already in order -> the byte tables.
-inline __attribute__((always_inline)) Tables tables_of(__m512i a, __m512i b, __m512i c, __m512i d) {
-  alignas(64) static const uint8_t even[64] = {
-      0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34,  36,  38,  40,  42,
-      44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 64, 66, 68, 70, 72, 74, 76, 78,  80,  82,  84,  86,
-      88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
-  const __m512i e = _mm512_load_si512(even), o = _mm512_add_epi8(e, _mm512_set1_epi8(1));
-  return {_mm512_permutex2var_epi8(a, e, b), _mm512_permutex2var_epi8(c, e, d), _mm512_permutex2var_epi8(a, o, b),
-          _mm512_permutex2var_epi8(c, o, d)};
-}
-
-// 32 magnitudes from `first` on as exact bf16: rebias 7 -> 127; the subnormals m * 2^-9 come from an int conversion.
-inline __attribute__((always_inline)) __m512i exact_magnitudes(int first) {
-  alignas(64) static const uint16_t ramp[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                                16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-  alignas(64) static const uint16_t subnormals[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-  const __m512i code = _mm512_add_epi16(_mm512_load_si512(ramp), _mm512_set1_epi16(short(first)));
-  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(120 << 7));
-  return first == 0 ? _mm512_mask_mov_epi16(normal, 0xff, _mm512_load_si512(subnormals)) : normal;
-}
-
-inline __attribute__((always_inline)) Tables exact_tables() {
-  return tables_of(exact_magnitudes(0), exact_magnitudes(32), exact_magnitudes(64), exact_magnitudes(96));
-}
-
 inline __attribute__((always_inline)) void decode64(const Tables& tables, __m512i codes, __m512i* first, __m512i* second) {
   const __m512i low = _mm512_permutex2var_epi8(tables.low0, codes, tables.low1);
   __m512i high = _mm512_permutex2var_epi8(tables.high0, codes, tables.high1);
@@ -59,12 +34,26 @@ constexpr uint16_t bf16_of(int value) {
   return top < 0 ? 0 : uint16_t((value < 0 ? 0x8000 : 0) | ((127 + top) << 7) | ((size << (7 - top)) & 0x7f));
 }
 
-// bf16 of 0..127; of the 16 e2m1 codes and of -8..7 twice over (VPERMW looks at five bits); of -32..31.
+// The bf16 of an e4m3 code without sign: the exponent's bias is 127 instead of 7.
+constexpr uint16_t bf16_of_e4m3(int code) {
+  constexpr uint16_t subnormals[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  return code < 8 ? subnormals[code] : uint16_t((code << 4) + (120 << 7));
+}
+
+// Low bytes, then high bytes, of the bf16 of 128 magnitudes; bf16 of 0..127; of the 16 e2m1 codes and of -8..7 twice over
+// (VPERMW looks at five bits); of -32..31.
 struct Constants {
+  alignas(64) uint8_t e4m3_bytes[256], integer_bytes[256];
   alignas(64) uint16_t integers[128], e2m1[32], around_8[32], around_32[64];
 
-  constexpr Constants() : integers(), e2m1(), around_8(), around_32() {
-    for (int value = 0; value < 128; ++value) integers[value] = bf16_of(value);
+  constexpr Constants() : e4m3_bytes(), integer_bytes(), integers(), e2m1(), around_8(), around_32() {
+    for (int value = 0; value < 128; ++value) {
+      integers[value] = bf16_of(value);
+      integer_bytes[value] = uint8_t(bf16_of(value));
+      integer_bytes[128 + value] = uint8_t(bf16_of(value) >> 8);
+      e4m3_bytes[value] = uint8_t(bf16_of_e4m3(value));
+      e4m3_bytes[128 + value] = uint8_t(bf16_of_e4m3(value) >> 8);
+    }
     for (int code = 0; code < 32; ++code) around_8[code] = bf16_of(code % 16 - 8);
     for (int code = 0; code < 64; ++code) around_32[code] = bf16_of(code - 32);
     constexpr uint16_t grid[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
@@ -73,16 +62,14 @@ struct Constants {
 };
 constexpr Constants kConstants;
 
-inline __attribute__((always_inline)) Tables integer_tables() {
-  const uint16_t* from = kConstants.integers;
-  return tables_of(_mm512_load_si512(from), _mm512_load_si512(from + 32), _mm512_load_si512(from + 64),
-                   _mm512_load_si512(from + 96));
+inline __attribute__((always_inline)) Tables tables_of(const uint8_t* bytes) {
+  return {_mm512_load_si512(bytes), _mm512_load_si512(bytes + 64), _mm512_load_si512(bytes + 128), _mm512_load_si512(bytes + 192)};
 }
 
 // Decoding policies: the kRows k pairs of one tile at `from` as VNNI rows. kLines: the number of their 64 B lines, kPanelRow apart.
 struct Fp8 {
   static constexpr int kRows = 2, kLines = 1;
-  Tables tables = exact_tables();
+  Tables tables = tables_of(kConstants.e4m3_bytes);
 
   inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
     decode64(tables, _mm512_loadu_si512(from), to, to + 1);
@@ -91,7 +78,7 @@ struct Fp8 {
 
 struct Int8 {
   static constexpr int kRows = 2, kLines = 1;
-  Tables tables = integer_tables();
+  Tables tables = tables_of(kConstants.integer_bytes);
 
   // A word holds four k of a column: its halves are joined first, because the unpacks separate them.
   inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {

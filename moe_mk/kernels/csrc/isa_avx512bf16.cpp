@@ -5,6 +5,7 @@
 // Products are VDPBF16PS with f32 sums; the scale of a block or group multiplies its f32 sum: exact scales.
 #include "avx512_panel.h"
 #include "avx512_peak.h"
+#include "avx512_units.h"
 
 #include "portable.h"
 
@@ -191,6 +192,7 @@ void multiply_group(Soon soon, Arguments... given) {
 }
 
 void multiply_many(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (decodes_between(w.format)) return multiply_between(w, rows, scratch, totals);
   if (w.must_be_decoded() || w.scales != nullptr || rows.scales != nullptr) return multiply_blocked<Avx512Ops>(w, rows, scratch, totals);
   using Multiply = void (*)(Soon, const uint8_t* const*, const uint8_t*, ptrdiff_t, ptrdiff_t, bool, Ahead, float*);
   static constexpr Multiply kByRows[] = {multiply_group<1>, multiply_group<2>, multiply_group<3>, multiply_group<4>,
