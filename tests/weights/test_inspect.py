@@ -163,6 +163,15 @@ def test_a_config_that_contradicts_the_tensors_is_a_problem(tiny_directory: Path
         "hidden size: the configuration states 128, the tensors of layer 3 have 64",
         "format: the configuration states nvfp4, the tensors of layer 3 have fp8_block",
     ]
+
+    def other_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {name: t for name, t in state.items() if not name.endswith("e_score_correction_bias")}
+        return kept | {f"{PREFIX}gate.bias": torch.zeros(16)}
+
+    assert config_problems(folder, inspect_checkpoint(rewritten(tiny_directory, folder, other_biases))) == [
+        "bias for selection: the configuration states True, the tensors of layer 3 have False",
+        "bias of the router's logits: the configuration states False, the tensors of layer 3 have True",
+    ]
     (folder / "config.json").write_text(json.dumps({**hf, "moe_latent_size": 8}))  # of another family
     assert "moe_latent_size is 8" in config_problems(folder, inspect_checkpoint(folder))[0]
 

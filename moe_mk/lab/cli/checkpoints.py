@@ -130,6 +130,12 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
             "gated": (model.gated, each.gated), "gate of the shared experts": (model.shared_gate, each.has_shared_gate),
             "format": (model.quant.weights, model.quant.weights if is_gguf(path) else each.kind),
         }  # fmt: skip
+        if each.table is None and not is_gguf(path):
+            pairs |= {
+                "bias for selection": (config.router.has_correction_bias, each.has_gate_bias),
+                "bias of the router's logits": (config.router.has_logit_bias, each.has_logit_bias),
+                "biases of experts": (model.expert_bias, each.has_expert_bias),
+            }
         for what, (by_config, by_tensors) in pairs.items():
             if by_config != by_tensors and each.kind:
                 text = f"the configuration states {by_config}, the tensors of layer {each.layer} have {by_tensors}"
