@@ -67,8 +67,10 @@ def written(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_layer_that_is_not_computed_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[name]):
-        MoEConfig.from_hf(written(tmp_path, name))
+    for door in (MoEConfig.from_hf, lambda like: write_like(tmp_path / "small", like)):
+        with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json: {REFUSED[name]}"):
+            door(written(tmp_path, name))
+    assert not (tmp_path / "small").exists()
 
 
 def test_every_other_published_configuration_is_read_in_its_format(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorPart
-from moe_mk.config.hf import SECOND, read_config, section_of, text_of
+from moe_mk.config.hf import SECOND, read_config, section_of, settings_from_hf, text_of
 from moe_mk.config.hf_quant import layers_with_experts
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
@@ -82,6 +82,7 @@ def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
     if isinstance(equation, LayerEquation):
         hf[KEY] = equation = _small_equation(equation, hf)
     layer = first_layer(hf)
+    settings_from_hf(hf, str(like), layer)  # before anything is written
     with partial_folder(directory, last=("config.json", INDEX)) as partial:
         _write(partial, like, hf, layer, seed)
     return layer
