@@ -25,6 +25,7 @@ from moe_mk.lab.testing.certificate import CONTRACT
 from moe_mk.lab.testing.certify import certify, checks_of
 from moe_mk.lab.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
 from moe_mk.lab.testing.limits import NonConforming
+from moe_mk.lab.testing.on_ranks import outputs_on_processes
 from moe_mk.lab.testing.transports import world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from tests.cli.conftest import moe_mk, usage_error
@@ -343,6 +344,15 @@ def test_a_module_of_the_working_folder_can_be_imported_first(tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     done = moe_mk("certify", "no_such_backend", "--import", "backend_of_ones_own")
     assert done.exit_code == 2 and "no_such_backend" in done.stderr and "backend_of_ones_own" in sys.modules
+
+
+def test_processes_import_the_module_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transport_of_ones_own.py").write_text(
+        "from moe_mk.prepare_finalize.all_to_all import PREPARE_FINALIZE, AllToAll\n\n"
+        "@PREPARE_FINALIZE.register('ones_own')\nclass OnesOwn(AllToAll):\n    'The same under another name.'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(outputs_on_processes("ones_own", 2, modules=("transport_of_ones_own",))) > 2
 
 
 def test_every_type_of_stored_experts_is_tried_where_the_traits_claim_it() -> None:

@@ -53,7 +53,7 @@ def certify(
     passed: list[Passed] = []
     failed: list[Failed] = []
     missed = (*untried(name), *traits.advice)
-    checks = checks_of(name, processes=processes, quick=quick)
+    checks = checks_of(name, processes=processes, quick=quick, modules=modules)
     checks += [fault_check(name, modules)] if faults else []
     for done, check in enumerate(checks):
         if on_check is not None:

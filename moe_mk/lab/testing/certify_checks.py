@@ -191,8 +191,8 @@ def kind_of(name: str) -> str:
     raise ConfigError(f"unknown transport or experts backend {name!r}{did_you_mean(name, known)}")
 
 
-def checks_of(name: str, *, processes: bool, quick: bool = False) -> list[Check]:
-    """The checks that the traits of a backend require. quick: cases of a few tokens and experts only."""
+def checks_of(name: str, *, processes: bool, quick: bool = False, modules: Sequence[str] = ()) -> list[Check]:
+    """The checks that the traits of a backend require, as for `certify`."""
     traits = KINDS[kind_of(name)][name].traits
     if isinstance(traits, TransportTraits):
         served = [place for place in _places(traits) if not _refused(name, place)]
@@ -203,7 +203,7 @@ def checks_of(name: str, *, processes: bool, quick: bool = False) -> list[Check]
             made.append(_graph_check_of_transport(name, served))
         counts = [ranks for ranks, wire in served if wire is BF16 and ranks > 1]
         return made + (
-            [_process_check(name, traits, min(counts))] if processes and counts and not traits.blocking else []
+            [_process_check(name, traits, min(counts), modules)] if processes and counts and not traits.blocking else []
         )
     formats = [(given, sizes) for given in _formats(traits) if (sizes := _sizes(name, given))]
     made = [_experts_check(name, given, sizes, traits) for given, sizes in formats]
@@ -352,12 +352,12 @@ def _not_refused(cases: list[RoutingCase], refusal: Callable[..., str]) -> list[
     return [case for case in cases if not refused(tokens=max(case.num_tokens))]
 
 
-def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
+def _process_check(name: str, traits: TransportTraits, ranks: int, modules: Sequence[str]) -> Check:
     per_node = _per_node(name, ranks, BF16)
 
     def run() -> int:
         here = outputs_of_transport(name, ranks, BF16, BF16, per_node)
-        there = outputs_on_processes(name, ranks, per_node)
+        there = outputs_on_processes(name, ranks, per_node, modules)
         same = not traits.deterministic or bits_of(*here) == bits_of(*there)
         require(same, "processes give other bits than ranks of one process")
         return len(suitable_cases(name, ranks))

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -245,13 +246,22 @@ def call_of_transport(
     return lambda: ranks.run(tokens)
 
 
-def outputs_on_processes(name: str, num_ranks: int, ranks_per_node: int | None = None) -> list[Tensor]:
-    """The same as `outputs_of_transport` in bf16, on real processes over gloo. Raises RankError if any rank fails."""
-    by_rank = run_ranks(_rank_outputs, num_ranks, name, num_ranks, ranks_per_node, timeout_s=TIMEOUT_S)
+def outputs_on_processes(
+    name: str, num_ranks: int, ranks_per_node: int | None = None, modules: Sequence[str] = ()
+) -> list[Tensor]:
+    """The same as `outputs_of_transport` in bf16, on real processes over gloo. Raises RankError if any rank fails.
+
+    modules: imported by the processes first.
+    """
+    by_rank = run_ranks(_rank_outputs, num_ranks, name, num_ranks, ranks_per_node, tuple(modules), timeout_s=TIMEOUT_S)
     return [outputs[case] for case in range(len(by_rank[0])) for outputs in by_rank]
 
 
-def _rank_outputs(rank: int, name: str, num_ranks: int, ranks_per_node: int | None) -> list[Tensor]:
+def _rank_outputs(
+    rank: int, name: str, num_ranks: int, ranks_per_node: int | None, modules: tuple[str, ...]
+) -> list[Tensor]:
+    for module in modules:
+        import_module(module)
     comm = communicator(dist.group.WORLD, timeout_s=TIMEOUT_S / 2, layer=name)
     partial = PREPARE_FINALIZE[name].traits.partial
     outputs = []
