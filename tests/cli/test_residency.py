@@ -80,7 +80,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
     monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Usage(1_000_000))
     refused = invoke("convert", tiny, tmp_path / "s", "--store")
     assert refused.exit_code == 2 and "1 MB are free" in refused.stderr and "name another folder" in refused.stderr
-    assert not list((tmp_path / "s").iterdir())
+    assert not (tmp_path / "s").exists()
 
 
 def test_wrong_stores_are_errors(tiny: Path, store: Path, invoke: Invoke, tmp_path: Path) -> None:

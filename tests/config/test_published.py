@@ -131,7 +131,11 @@ def independent(parts: dict[str, torch.Tensor], less: int = 1) -> torch.Tensor:
     is_power = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
     if values.dtype is torch.int32:
         bits = 32 * values.shape[1] // int(parts["weight_shape"][1])
-        zero = unpacked(parts["weight_zero_point"], 1, bits) if "weight_zero_point" in parts else torch.tensor([[8]])
+        zero = (
+            unpacked(parts["weight_zero_point"], 1, bits)
+            if "weight_zero_point" in parts
+            else torch.tensor([[2 ** (bits - 1)]])
+        )
         zero = zero.repeat_interleave(int(parts["weight_shape"][1]) // zero.shape[1], 1)
         values = unpacked(values, 2, bits) - zero
     elif values.dtype is torch.uint8 or (values.dtype is torch.int8 and is_power):
