@@ -434,7 +434,7 @@ def machine() -> dict[str, str]:
 
 
 def computed(match: str = "") -> dict[str, Any]:
-    """A record. match: only entries whose name it is found in, as a regular expression."""
+    """A record. match: a regular expression; only entries with a matching name are recorded."""
     torch.set_num_threads(1)
     made, began = dict[str, object](), time.perf_counter()
     print(f"behaviour of {Path(moe_mk.__file__ or '').parent}", file=sys.stderr)

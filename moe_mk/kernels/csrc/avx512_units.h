@@ -1,7 +1,7 @@
-// Rows times FP8, INT8 and four-bit integers whose lines are alike, for AVX512-BF16 + VBMI: a unit of k is decoded into a bf16 panel
-// between the products of the unit before, in execution units that these leave free; panels alternate in two halves of the memory.
+// Rows times FP8, INT8 and four-bit integers with one layout for all cache lines, for AVX512-BF16 + VBMI: a unit of k is decoded into a bf16 panel
+// while the unit before is multiplied, in execution ports that the products do not use; panels alternate in two halves of the memory.
 //
-// For each chunk of k whose rows fit half of an L2: gather the rows unless they may be read in place, split them evenly into
+// For each chunk of k whose rows fit in half of the L2 cache: gather the rows unless they may be read in place, split them evenly into
 // groups of at most eight, then pair by pair, unit by unit: multiply every group with the panel, add scale * sum of a block or part
 // into the totals. Each total is one chain over k in order: the same bits as multiply_blocked, which has the other formats.
 // Reads: packed weights once, rows once a task. Writes: totals [pair][row][32].
@@ -125,7 +125,7 @@ struct NoDecoder {
   void some(LinesAhead&) const {}
 };
 
-// Decodes lines of the next unit between products, of formats whose lines are alike.
+// Decodes lines of the next unit between products, for formats with one layout for all cache lines.
 template <typename Decode>
 struct LineDecoder {
   Decode decode;
@@ -234,7 +234,7 @@ inline int block_scales(const Columns& w, int pair, int step, int steps, float* 
   return 1;
 }
 
-// Any number of rows times a format whose lines are alike.
+// Any number of rows times a format with one layout for all cache lines.
 inline void multiply_between(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const bool in_place = rows.apart != 0;
   const int part_pairs = has_parts(w.format) ? w.part_pairs : w.steps_per_block * (kStep / 2);

@@ -1,6 +1,6 @@
 // The loop around a register kernel: rows of one expert times some column pairs, scales applied once a scale block.
 //
-// For each chunk of k whose rows fit half of an L2: gather the rows (64 B a row and step) unless they may be read in place,
+// For each chunk of k whose rows fit in half of the L2 cache: gather the rows (64 B a row and step) unless they may be read in place,
 // split them evenly into groups of at most Ops::kGroup, so that no group has too few sums to hide the latency of a product,
 // then pair by pair, scale block by scale block: decode the weights once into a bf16 panel that stays in L1, multiply
 // every group with it, add scale * block sum into the totals.

@@ -1,5 +1,5 @@
 """The adapters against the Python of the real library: calls, arguments, handles and defaults are its own. The wheel is
-used where it lies: `pip download --no-deps --dest build/wheels sgl-deep-ep`. Its native module needs a GPU and is
+read from a folder: `pip download --no-deps --dest build/wheels sgl-deep-ep`. Its native module needs a GPU and is
 replaced; nothing of it is kept."""
 
 import inspect
