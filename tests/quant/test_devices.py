@@ -13,7 +13,7 @@ from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant import SCHEMES, BlockedScheme
 from moe_mk.quant.gguf import GGUF, mxfp4_of_gguf
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.quant.layouts import ScaleLayout, lay_out
+from moe_mk.quant.layouts import swizzled, unswizzled
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import decode_rows, encode_rows
 
@@ -41,10 +41,7 @@ FUNCTIONS: dict[str, Callable[[], object]] = {
     "grouped_topk": lambda: grouped_topk(empty(8, 16), 2, 4, 2, "sigmoid", empty(16), True, 1.0, torch.float32),
     "activation": lambda: activation("swiglu_oai", empty(8, 16), empty(8, 16), alpha=1.7, limit=7.0),
     "mxfp4 of gguf": lambda: mxfp4_to_gguf(mxfp4_of_gguf(empty(8, 34, dtype=torch.uint8))),
-    **{
-        f"scales, {layout.value}": lambda layout=layout: lay_out(empty(5, 6, dtype=BYTES), layout).row_major()
-        for layout in ScaleLayout
-    },
+    "scales": lambda: unswizzled(swizzled(empty(5, 6, dtype=BYTES)), 5, 6),
 }
 
 

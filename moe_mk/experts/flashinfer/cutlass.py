@@ -33,7 +33,7 @@ from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExp
 from moe_mk.external.library import load
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_whole import Fp8Static
-from moe_mk.quant.layouts import TILE_COLUMNS, TILE_ROWS, ScaleLayout, lay_out
+from moe_mk.quant.layouts import TILE_COLUMNS, TILE_ROWS, swizzled
 from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -152,10 +152,10 @@ def _wholes(stack: list[QuantTensor], factor: float) -> Tensor:
 
 def _tiles(stack: list[QuantTensor]) -> Tensor:
     """(L, rows, groups / 4) int32, both padded to whole tiles."""
-    laid = [lay_out(q.scales, ScaleLayout.SWIZZLED) for q in stack if q.scales is not None]
-    rows, groups = laid[0].shape
+    scales = [q.scales for q in stack if q.scales is not None]
+    rows, groups = scales[0].shape
     tall, wide = -(-rows // TILE_ROWS) * TILE_ROWS, -(-groups // TILE_COLUMNS) * TILE_COLUMNS
-    return torch.stack([each.data.view(tall, wide) for each in laid]).view(torch.int32)
+    return torch.stack([swizzled(each).view(tall, wide) for each in scales]).view(torch.int32)
 
 
 def _scalar(value: float, context: ExpertsContext) -> Tensor:
@@ -334,4 +334,4 @@ class FlashInferCutlassExperts(FusedExperts):
             return x.dequantize(torch.bfloat16).contiguous(), None
         q = x if arrived else compute.quantize(x.dequantize(torch.bfloat16))
         assert q.scales is not None
-        return q.values.contiguous(), lay_out(q.scales, ScaleLayout.SWIZZLED).data
+        return q.values.contiguous(), swizzled(q.scales)

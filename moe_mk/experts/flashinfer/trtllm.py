@@ -35,7 +35,7 @@ from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.flashinfer.cutlass import Served, above, reasons_of_served, summed_rows
 from moe_mk.external.library import installed_version, load
-from moe_mk.quant.layouts import LaidOutScales, ScaleLayout, lay_out
+from moe_mk.quant.layouts import swizzled, unswizzled
 from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -216,7 +216,7 @@ def _scales(q: QuantTensor, order: Order, *, halves: bool) -> Tensor:
     if not order.tiled:
         return q.scales.to(torch.float32).contiguous()
     mixed = out_of_order(q.scales.contiguous().view(torch.uint8), order, halves=halves)
-    return lay_out(mixed, ScaleLayout.SWIZZLED).data.view(mixed.shape)
+    return swizzled(mixed).view(mixed.shape)
 
 
 def _restored(
@@ -235,8 +235,8 @@ def _restored(
     scale_dtype = scheme.scale_dtype  # type: ignore[attr-defined]
     if not order.tiled:
         return replace(restored, scales=held.to(scale_dtype))
-    laid = LaidOutScales(held.flatten(), ScaleLayout.SWIZZLED, (rows, held.shape[1]), torch.uint8)
-    return replace(restored, scales=in_order(laid.row_major(), order, halves=halves).contiguous().view(scale_dtype))
+    octets = unswizzled(held.flatten(), rows, held.shape[1])
+    return replace(restored, scales=in_order(octets, order, halves=halves).contiguous().view(scale_dtype))
 
 
 BLACKWELL, NEWEST = (10, 0), (10, 9)
