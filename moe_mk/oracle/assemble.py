@@ -17,7 +17,7 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
 from moe_mk.runner.invariant import InvariantKernel
-from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.trace.recorder import Spans
 
 
@@ -107,7 +107,5 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
 def _monolithic(decision: Decision, parts: Parts, tables: PlacementTables, context: ExpertsContext) -> MonolithicKernel:
     backend = MONOLITHIC[decision.chosen.experts]
     experts = backend(MonolithicContext(context, decision.problem.config.router, tables, parts.comm.rank))
-    gathers = needs_naive_dispatch_combine(
-        ranks_with_own_tokens=parts.comm.size, sequence_parallel=False, dispatches_itself=backend.dispatches_itself
-    )
+    gathers = parts.comm.size > 1 and not backend.dispatches_itself
     return MonolithicKernel(parts.comm, experts, gathers, parts.spans)

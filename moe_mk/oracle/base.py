@@ -6,7 +6,6 @@ otherwise by the experts, after a dispatch in the layer's dtype.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from moe_mk.config.problem import Problem
@@ -23,38 +22,22 @@ FINER_THAN_FP8 = {n for n, s in GGUF.items() if s.blocks.bits > 4} | {n for n, s
 """Types that FP8 would round visibly."""
 
 
-class Oracle(ABC):
-    """Choices that depend on the quantisation type of the stored weights."""
+class Oracle:
+    """Choices that depend on the quantisation type of the stored weights.
+
+    By default those of a type whose checkpoints define quantised activations, or keep the layer's dtype (weight-only).
+    """
 
     name: ClassVar[str]
     stored: ClassVar[frozenset[str]]
     """The values of model.quant.weights that this oracle serves."""
 
     @classmethod
-    @abstractmethod
     def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """The scheme to which the experts quantise activations."""
+        """The scheme to which the experts quantise activations, as set by kernel.activations.
 
-    @classmethod
-    @abstractmethod
-    def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """The scheme of tokens in dispatch, given the scheme that the experts compute with."""
-
-    @classmethod
-    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """Formats in which weights may be held, best first; by default only the stored one."""
-        return (as_stored(problem),)
-
-
-ORACLES: Registry[type[Oracle]] = Registry("oracle", Oracle, group="moe_mk.oracles")
-
-
-class RoundedOracle(Oracle):
-    """A type whose checkpoints define quantised activations, or keep the layer's dtype (weight-only)."""
-
-    @classmethod
-    def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """The scheme set by kernel.activations; with auto, the first possible one in the experts' traits."""
+        With auto, the first possible one in the experts' traits.
+        """
         activations, wish = problem.activations, problem.config.kernel.activations
         if activations is None or wish == "plain":
             return problem.dtype
@@ -65,7 +48,10 @@ class RoundedOracle(Oracle):
 
     @classmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """Quantised activations if they can be quantised before dispatch, and the experts or kernel.wire ask for it."""
+        """The scheme of tokens in dispatch, given the scheme that the experts compute with.
+
+        Quantised activations if they can be quantised before dispatch, and the experts or kernel.wire ask for it.
+        """
         activations, wish = problem.activations, problem.config.kernel.wire
         if activations is None or wish == "plain":
             return problem.dtype
@@ -76,7 +62,15 @@ class RoundedOracle(Oracle):
 
     @classmethod
     def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """The stored format; then FP8, unless it is stored or would round visibly; then the layer's dtype."""
+        """Formats in which weights may be held, best first.
+
+        The stored one. Of quantised weights then FP8, unless it is stored or would round visibly; the layer's dtype.
+        """
         quant = problem.config.model.quant
+        if quant.kind == "plain":
+            return (as_stored(problem),)
         fine = quant.weights.startswith("fp8") or {quant.weights, quant.down} & FINER_THAN_FP8
         return as_stored(problem), *(() if fine else (in_fp8(problem),)), in_layer_dtype(problem)
+
+
+ORACLES: Registry[type[Oracle]] = Registry("oracle", Oracle, group="moe_mk.oracles")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
-    from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
+    from moe_mk.runner.monolithic import MonolithicKernel
     from moe_mk.runner.overlap import (
         AsyncResult,
         alongside,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moe_mk.runner.training_exchange import TrainingExchange
 else:
     HOMES = {
-        "monolithic": "MonolithicKernel needs_naive_dispatch_combine",
+        "monolithic": "MonolithicKernel",
         "overlap": "AsyncResult alongside finalize_async prepare_async run_alone run_dual run_with",
         "tiled_kernel": "on_workers",
         "tiles": "MicroBatch StageLink TilePlan TileRecord TileWork cut in_turns plan_for tile_sizes",
@@ -40,6 +40,6 @@ else:
 
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
-    "TrainingExchange", "alongside", "cut", "finalize_async", "in_turns", "needs_naive_dispatch_combine",
-    "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual", "run_with", "tile_sizes",
+    "TrainingExchange", "alongside", "cut", "finalize_async", "in_turns", "on_workers",
+    "plan_for", "prepare_async", "run_alone", "run_dual", "run_with", "tile_sizes",
 ]  # fmt: skip

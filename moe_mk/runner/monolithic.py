@@ -1,7 +1,6 @@
 """The naive data-parallel path around kernels that route inside: gather hidden states and logits, scatter sums.
 
-    gather = (dp > 1 or sequence parallel) and the kernel does not dispatch by itself
-
+It is taken where several ranks have tokens of their own and the kernel does not dispatch by itself.
 Source of the rule: vLLM 0.33, `do_naive_dispatch_combine` of its MoE runner (sequence parallel included).
 """
 
@@ -18,13 +17,6 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import Weights
-
-
-def needs_naive_dispatch_combine(
-    *, ranks_with_own_tokens: int, sequence_parallel: bool, dispatches_itself: bool
-) -> bool:
-    """Whether tokens must be gathered around a kernel that routes inside."""
-    return (ranks_with_own_tokens > 1 or sequence_parallel) and not dispatches_itself
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from moe_mk import Problem, oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.lab.cli.explain import Question, decide_on
+from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.cost import transport_us
 from moe_mk.oracle.decide import judge
-from moe_mk.oracle.formats import Fp8Oracle
 from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
@@ -125,7 +125,7 @@ def test_a_cluster_of_mi300x_chooses_mori_where_it_is_installed(ranks: int) -> N
     problem = asked("mi300x", ranks)
     without = Problem(problem.config, problem.device, BF16, 128, frozenset({"triton"}))
     assert oracle.select(without).chosen.prepare_finalize != "mori"
-    reported = [v for v in judge(without, Fp8Oracle) if v.prepare_finalize == "mori"]
+    reported = [v for v in judge(without, ORACLES["fp8"]) if v.prepare_finalize == "mori"]
     assert all("mori is not installed" in v.line() for v in reported)
 
 

@@ -3,26 +3,10 @@
 import pytest
 import torch
 
+from moe_mk.experts.reference import ReferenceMonolithic
 from moe_mk.lab.testing.transports import run_together, virtual_groups
-from moe_mk.runner import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.runner import MonolithicKernel
 from tests.support.layers import HIDDEN, layer
-
-# ranks with tokens of their own, sequence parallel, the kernel dispatches by itself -> gather around it
-TRUTH = [
-    (1, False, False, False), (1, False, True, False), (1, True, False, True), (1, True, True, False),
-    (4, False, False, True), (4, False, True, False), (4, True, False, True), (4, True, True, False),
-]  # fmt: skip
-
-
-@pytest.mark.row(90)
-@pytest.mark.parametrize("ranks,sequence_parallel,dispatches_itself,expected", TRUTH)
-def test_tokens_are_gathered_around_kernels_that_do_not_do_it(
-    ranks: int, sequence_parallel: bool, dispatches_itself: bool, expected: bool
-) -> None:
-    answer = needs_naive_dispatch_combine(
-        ranks_with_own_tokens=ranks, sequence_parallel=sequence_parallel, dispatches_itself=dispatches_itself
-    )
-    assert answer is expected
 
 
 @pytest.mark.row(83, 85, 90)
@@ -56,3 +40,14 @@ def test_one_rank_gathers_nothing_and_gives_the_same() -> None:
     inside = layer(8, 2, experts="reference_monolithic", num_shared_experts=1)
     assert isinstance(inside.kernel, MonolithicKernel) and not inside.kernel.gathers
     assert torch.equal(inside(x_TH), layer(8, 2, experts="reference", num_shared_experts=1)(x_TH))
+
+
+@pytest.mark.row(90)
+@pytest.mark.parametrize("dispatches_itself", [False, True])
+def test_tokens_are_gathered_around_kernels_that_do_not_do_it(
+    monkeypatch: pytest.MonkeyPatch, dispatches_itself: bool
+) -> None:
+    monkeypatch.setattr(ReferenceMonolithic, "dispatches_itself", dispatches_itself)
+    for groups in virtual_groups(2):
+        kernel = layer(8, 2, groups, experts="reference_monolithic").kernel
+        assert isinstance(kernel, MonolithicKernel) and kernel.gathers is not dispatches_itself
