@@ -12,12 +12,7 @@ a tenth of the rounds stays below, which a loaded machine changes least. The lin
 `plan.paths.HostBound`: what each further rank adds.
 """
 
-import argparse
-import json
-import platform
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -26,7 +21,6 @@ import torch.distributed as dist
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
-from moe_mk.external.device import describe
 from moe_mk.lab.plan.paths import posts_of
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.trace.clock import now
@@ -113,31 +107,20 @@ def measure(rounds: int, passes: int) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--passes", type=int, default=12)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    from common import about, parser_of, with_output, write  # a test has this module without those beside it
+
+    options = with_output(parser_of(__doc__, rounds=100, passes=12)).parse_args()
     rows = measure(options.rounds, options.passes)
-    facts = {
-        "what": "CPU time of one rank to post to all peers, by number of ranks",
-        "command": f"python benchmarks/host_bound.py --rounds {options.rounds} --passes {options.passes}",
-        "device": describe(torch.device("cpu")),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "row_bytes": ROW_BYTES,
-    }
     for row in rows:
         times = f"{row['tenth_us']:8.2f} us, median {row['median_us']:.2f}"
         print(f"{row['way']:6} {row['ranks']} ranks {row['posted']:3} posted {times}")
     for way in ("posts", "puts"):
         fixed, each = posts_of({row["ranks"]: row["tenth_us"] for row in rows if row["way"] == way})
         print(f"{way:6} {fixed:.2f} us + {each:.2f} us for each further rank")
-    if options.output is not None:
-        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    return 0
+    what = "CPU time of one rank to post to all peers, by number of ranks"
+    write(options.output, {"what": what, **about(options), "row_bytes": ROW_BYTES, "rows": rows})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

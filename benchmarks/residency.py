@@ -2,7 +2,6 @@
 
     python benchmarks/residency.py examples/data/tiny_routing.safetensors --json benchmarks/results/residency_cpu.json
     python benchmarks/residency.py examples/data/tiny_routing.safetensors --inter 256 --memory 900MB --tokens 1
-    python benchmarks/residency.py --resident                  # what residency costs where every expert is in memory
 
 A layer of random FP8 experts of DeepSeek-V3's width with recorded routing, as in residency_bounds.py. The first half
 of the steps fills the slots, the second is measured. Each measured step runs in turn, some times over with the same
@@ -392,38 +391,6 @@ def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
 TEXT = ("compute_ms", "mapped_ms", "over_bound", "overlap", "mapped_over_forward")
 
 
-def all_in_memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same experts with and without residency, in turn; prints a line a number of tokens."""
-    experts, top_k = options.resident, 8
-    weights = weights_of(options, experts)
-    residency = {"slots": experts, "store": str(options.folder.resolve())}
-    plain, paged = (layer_of(options, experts, top_k, each) for each in (None, residency))
-    for layer in (plain, paged):
-        layer.take(weights)
-    draw, found = torch.Generator(CPU).manual_seed(2), []
-    for tokens in options.tokens:
-        seconds: dict[str, list[float]] = {"resident": [], "residency": []}
-        for _ in range(max(options.steps // tokens, LEAST_STEPS) + 4):
-            x_TH = torch.randn(tokens, options.hidden, generator=draw, device=CPU).bfloat16()
-            ids_TK = torch.rand(tokens, experts, generator=draw, device=CPU).topk(top_k).indices.to(torch.int32)
-            weights_TK = torch.rand(tokens, top_k, generator=draw, device=CPU) + 0.5
-            outputs = []
-            for name, layer in zip(seconds, (plain, paged), strict=True):
-                began = time.perf_counter()
-                outputs.append(layer.forward_routed(x_TH, weights_TK, ids_TK))
-                seconds[name].append(time.perf_counter() - began)
-            assert torch.equal(*outputs)
-        medians = {f"{name}_ms": 1e3 * statistics.median(each[4:]) for name, each in seconds.items()}
-        ratio = statistics.median(b / a for a, b in zip(*(each[4:] for each in seconds.values()), strict=True))
-        found.append({"tokens": tokens, "experts": experts, **medians, "ratio": ratio})
-        print(
-            f"{tokens} tokens, {experts} experts in memory: {medians['resident_ms']:.2f} ms without, "
-            f"{medians['residency_ms']:.2f} ms with residency, ratio {ratio:.3f}",
-            flush=True,
-        )
-    return found
-
-
 def _data_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmData", "VmStk")))
@@ -431,19 +398,16 @@ def _data_bytes() -> int:
 
 def main() -> None:
     parser = parser_of(__doc__, hidden=7168, inter=2048)
-    parser.add_argument("trace", type=Path, nargs="?", help="routing of one rank; without it, --resident")
+    parser.add_argument("trace", type=Path, help="routing of one rank")
     parser.add_argument("--experts", type=int, default=256, help="a multiple of those of the trace")
     parser.add_argument("--memory", type=lambda text: bytes_of("--memory", text), default=3_000_000_000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16], help="of a step")
     parser.add_argument("--policies", nargs="+", default=["decayed"])
     parser.add_argument("--steps", type=int, default=100, help="measured tokens; as many before them fill the slots")
     parser.add_argument("--rounds", type=int, default=3, help="of a measured step; the least time of each counts")
-    parser.add_argument("--resident", type=int, nargs="?", const=32, help="so many experts, all in memory")
     parser.add_argument("--folder", type=Path, default=Path("build/stores"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = with_output(parser, "--json").parse_args()
-    if (options.trace is None) == (options.resident is None):
-        parser.error("give a trace or --resident")
     torch.set_num_threads(options.threads)
     facts: dict[str, Any] = {
         **about(options),
@@ -451,7 +415,7 @@ def main() -> None:
         "limit": f"RLIMIT_DATA of {options.memory} bytes; reads with O_DIRECT, {READERS} threads, {PIECE} bytes each",
     }
     with torch.no_grad():
-        facts["measured"] = all_in_memory(options) if options.resident else larger_than_memory(options)
+        facts["measured"] = larger_than_memory(options)
     facts["load at the end"] = os.getloadavg()
     write(options.json, facts)
 
