@@ -43,7 +43,7 @@ class TensorPart(Settings):
     rows: Literal["all", "first", "second", "even", "odd"] = "all"
     """Which of its outputs: one half, or every other one where gate and up alternate."""
     transposed: bool = False
-    """Whether it is stored as (inputs, outputs)."""
+    """Whether it is stored as (inputs, outputs), a vector as (1, outputs)."""
     first: int = 0
     """The expert that is the tensor's first: of `shared_experts.{e}`, those that the router scores, all routed ones."""
 

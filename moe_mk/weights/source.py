@@ -359,7 +359,8 @@ class _View:
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor. Biases of stacks are rows too."""
         tensor = tensor if self.expert is None else tensor[self.expert]
-        tensor = tensor.T if self.transposed and tensor.dim() == 2 else tensor
+        if self.transposed and tensor.dim() == 2:
+            tensor = tensor[0] if len(tensor) == 1 else tensor.T
         half = tensor.shape[0] // 2
         parts = {
             "all": slice(None),

@@ -19,7 +19,7 @@ from moe_mk.integrations.hf.modules import Act
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.router.router import Router
 from moe_mk.shapes import divisors_of
-from moe_mk.weights.names import Part, Role, block_prefixes, layer_of, recognise
+from moe_mk.weights.names import CONVENTIONS, Part, Role, layer_of
 
 
 @dataclass
@@ -336,7 +336,7 @@ def template_of(first: str, last: str, number: int) -> str:
 
 
 def names_of(parts: dict[str, str | TensorPart], path: str) -> TensorNames | None:
-    """The names below their common prefix; None if a known family has them."""
+    """The names below their common prefix; None for those that checkpoints of DeepSeek-V3 have."""
     number = layer_of(f"{path}.")
     spelled = {key: part if isinstance(part, str) else part.tensor for key, part in parts.items()}
     common = zip(*(name.split(".") for name in spelled.values()), strict=False)
@@ -347,13 +347,12 @@ def names_of(parts: dict[str, str | TensorPart], path: str) -> TensorNames | Non
         else part.model_copy(update={"tensor": part.tensor.removeprefix(prefix)})
         for key, part in parts.items()
     }
-    if all(isinstance(part, str) for part in local.values()) and block_prefixes(
-        [f"{prefix}{part}.weight".replace("{e}", "0") for part in local.values()]
-    ) == [prefix]:
-        names = {key: f"{part}.weight" if key in MODULES else str(part) for key, part in local.items()}
-        known = recognise([name.replace("{e}", "0") for name in names.values()])
-        if all(known.parse(name.replace("{e}", "0")) == OFFICIAL_PARTS.get(key, 0) for key, name in names.items()):
-            return None
+    official = CONVENTIONS["official"]
+    names = {key: str(part).replace("{e}", "0") + ".weight" * (key in MODULES) for key, part in local.items()}
+    if prefix == official.prefix.replace("{N}", str(number)) and all(
+        key in OFFICIAL_PARTS and name == official.spell(OFFICIAL_PARTS[key]) for key, name in names.items()
+    ):
+        return None
     at = f".{number}."
     if at not in prefix:
         raise UnsupportedError(
@@ -370,7 +369,7 @@ OFFICIAL_PARTS = {
     **{f"experts.{{e}}.{projection}_proj": Part(Role.EXPERT, projection, 0) for projection in ("gate", "up", "down")},
     **{f"shared_experts.{projection}_proj": Part(Role.SHARED, projection) for projection in ("gate", "up", "down")},
 }  # fmt: skip
-"""What the names of an equation mean to conventions."""
+"""What the names of an equation mean to a convention."""
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -221,10 +221,12 @@ class Measured:
                 raise UnsupportedError(f"{key} is in no tensor that save_pretrained writes", sorted(saved)[:8])
             template = template_of(first.tensor, last.tensor, len(tensors) - 1)
             after = self.real.sizes.experts if key.startswith("shared_experts.{e}") else 0
-            whole = first.rows == "all" and not first.transposed and (("{e}" in template) == ("{e}" in key))
+            is_row = key in VECTORS and saved[first.tensor].ndim == 2
+            turned = first.transposed or is_row
+            whole = first.rows == "all" and not turned and (("{e}" in template) == ("{e}" in key))
             module = template.removesuffix(".weight") if key in MODULES else template
             plain = whole and (key in VECTORS or template.endswith(".weight")) and not after
-            place = {"rows": first.rows, "transposed": first.transposed, "first": after}
+            place = {"rows": first.rows, "transposed": turned, "first": after}
             parts[key] = module if plain else TensorPart.model_validate({"tensor": template, **place})
         return names_of(parts, path)
 

@@ -36,10 +36,11 @@ from moe_mk.weights.source import INDEX
 
 SMALL = 256
 """Hidden size and widths: a multiple of every block."""
-_WIDTHS = (
-    "moe_intermediate_size", "intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size", "share_expert_dim", "expert_ffn_hidden_size",
+_SHARED_WIDTHS = (
+    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+    "share_expert_dim",
 )  # fmt: skip
+_WIDTHS = (*_SHARED_WIDTHS, "moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "zero_expert_num")
 _TOP_K = (
     "num_experts_per_tok", "experts_per_token", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk",
@@ -144,13 +145,14 @@ def _small_equation(equation: LayerEquation, hf: Mapping[str, Any]) -> LayerEqua
     text = text_of(hf)
     widths = dict.fromkeys(("hidden_size", "moe_intermediate_size", "latent_size"), SMALL)
     routed, shared = (equation.model.get(f"{role}_intermediate_size") or 0 for role in ("moe", "shared"))
-    widths["shared_intermediate_size"] = SMALL * (shared // routed if shared % routed == 0 else 1)
+    stated = any(text.get(key) for key in _SHARED_WIDTHS)  # others are multiples of the width of an expert
+    widths["shared_intermediate_size"] = SMALL * (1 if stated or shared % routed else shared // routed)
     experts = next(text[key] for key in _EXPERTS if text.get(key))
     fused = equation.model.get("num_fused_shared_experts") or 0
     sizes = {**widths, "num_experts": experts + fused, "num_zero_experts": experts}
     model = {key: sizes[key] if key in sizes and value else value for key, value in equation.model.items()}
-    stated = {key: text.get(key, value) for key, value in equation.config.items()}
-    return equation.model_copy(update={"model": model, "config": stated})
+    config = {key: text.get(key, value) for key, value in equation.config.items()}
+    return equation.model_copy(update={"model": model, "config": config})
 
 
 def _of_equation(
@@ -179,7 +181,7 @@ def _of_equation(
             else:
                 rows.append(torch.cat([halves[each] for each in ("all", "first", "second") if each in halves]))
         part = next(iter(held.values()))[1]
-        rows = [each.T if part.transposed and each.dim() == 2 else each for each in rows]
+        rows = [(each.T if each.dim() == 2 else each[None]) if part.transposed else each for each in rows]
         is_stack = any("{e}" in key for key, each in parts.items() if each == part) and "{e}" not in part.tensor
         made[name] = (torch.stack(rows) if is_stack else rows[0]).contiguous()
     return made

@@ -204,13 +204,31 @@ def test_a_saved_model_runs_by_its_derived_equation(family: str, tmp_path: Path)
         torch.testing.assert_close(layer(x), block(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["afmoe", *thorough("granitemoe", "inkling_text", "jamba", "ernie4_5_moe")])
-def test_a_layer_like_a_derived_model_is_what_the_model_reads(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["jamba", "ernie4_5_moe", *thorough("afmoe", "granitemoe", "flint", "minimax")])
+def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path) -> None:
+    """Names and shapes of its own: of blocks, shared experts and vectors."""
     heads = {"hidden_size": 2560, "num_attention_heads": 20, "num_key_value_heads": 4} if family == "afmoe" else {}
     (tmp_path / "config.json").write_text(json.dumps(config_for(family, heads).to_dict(), default=str))
     (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
+    number = write_like(folder := tmp_path / "small", tmp_path / "config.json")
+    assert inspect_checkpoint(folder).sound
+    with torch.device("meta"):
+        kind = type(model_of(transformers.AutoConfig.from_pretrained(folder)))
+    model = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    block = next(each for name, each in model.named_modules() if layer_of(f"{name}.") == number and is_block(each))
+    layer = DeepseekV3MoE.from_checkpoint(folder, number, dtype=torch.float32, experts="reference")
+    x = torch.randn((33, 256), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = block.double()(x.double()[None])
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert float((layer(x) - expected.view(x.shape)).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.thorough
+def test_a_layer_with_fused_shared_experts_is_what_its_class_computes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_for("inkling_text", {}).to_dict(), default=str))
+    (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
     number = write_like(tmp_path / "small", tmp_path / "config.json")
-    assert inspect_checkpoint(tmp_path / "small").sound
     asked = ("--layer", number, "--against", "transformers", "--tokens", 8, "--dtype", "float32")
     printed("run", tmp_path / "small", *asked)
 
