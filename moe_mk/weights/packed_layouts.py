@@ -1,4 +1,4 @@
-"""Packed integers as checkpoints lay them out, converted to the layout of the scheme and back, exactly.
+"""Packed integers as checkpoints lay them out, converted to the layout of the scheme, exactly.
 
     compressed_tensors  weight_packed int32 (n, k/8): column 8j + i in bits 4i to 4i + 3 of word j, unsigned, 8 is zero.
                         Its bytes are the codes of our scheme, so that a view suffices. weight_scale (n, k/g),
@@ -110,38 +110,9 @@ def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unp
     return _UNPACK[packing](scheme, parts)
 
 
-def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of a matrix in a packing (see `unpack`). The inverse of `unpack` without an order of columns."""
-    if packing == "gguf":
-        raise ConfigError("rows of GGUF files are written by `lab.checkpoints`")
-    assert isinstance(q.scheme, Grouped) and q.scales is not None
-    scheme, codes = q.scheme, q.scheme.codes(q)
-    n, k = q.shape
-    zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, scheme.middle, dtype=torch.uint8)
-    if packing == "compressed_tensors":
-        out = {"": _viewed(q.values, torch.int32), "scale": q.scales}
-        if q.zeros is not None:
-            each = WORD // scheme.bits
-            filled = torch.nn.functional.pad(zeros, (0, 0, 0, -n % each))
-            out["zeros"] = _words(filled.T, scheme.bits).T.contiguous()
-        return out | {"shape": torch.tensor([n, k], dtype=torch.int64, device=codes.device)}
-    scales = q.scales.T.to(torch.float16).contiguous()
-    if packing == "awq":
-        rows = _to_interleaved(codes.T), _to_interleaved(zeros.T)
-        return {"": _words(rows[0], scheme.bits), "scale": scales, "zeros": _words(rows[1], scheme.bits)}
-    less = 0 if packing == "gptq_v2" else 1
-    if less and bool((zeros == 0).any()):
-        raise ConfigError(
-            "GPTQ stores a zero point minus one, and one of the matrix is 0; use AWQ or compressed-tensors"
-        )
-    order = torch.arange(k, dtype=torch.int32, device=codes.device) // scheme.columns
-    words = _words(codes, scheme.bits).T.contiguous()
-    return {"": words, "scale": scales, "zeros": _words(zeros.T - less, scheme.bits), "order": order}
-
-
 def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
     name, words = parts[""]
-    values = _viewed(words, torch.uint8)
+    values = viewed(words, torch.uint8)
     n, k = values.shape[0], scheme.logical_columns(values.shape[1])
     if "shape" in parts and parts["shape"][1].tolist() != [n, k]:
         raise WeightError(f"{parts['shape'][0]} is {parts['shape'][1].tolist()}, and {name} has {[n, k]} codes")
@@ -156,7 +127,7 @@ def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpac
 
 def _of_gptq(scheme: Grouped, parts: Mapping[str, Named], less: int = 1) -> Unpacked:
     """less: what zero points are stored less."""
-    values = _viewed(parts[""][1].T, torch.uint8)
+    values = viewed(parts[""][1].T, torch.uint8)
     stored = _codes(parts["zeros"][1], scheme.bits).to(torch.int32)
     zeros = _zeros_of_gptq(scheme, parts["zeros"][0], stored, less)
     q = QuantTensor(values, parts["scale"][1].T.contiguous(), scheme, zeros=zeros)
@@ -205,16 +176,11 @@ PACKINGS = ("compressed_tensors", "gptq", "awq", "gguf")
 
 def _codes(words: Tensor, bits: int) -> Tensor:
     """(m, w) int32 to (m, w * 32 / bits) uint8: the lowest bits first."""
-    octets = _viewed(words, torch.uint8)
+    octets = viewed(words, torch.uint8)
     return e2m1.unpack(octets) if bits == 4 else octets
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `_codes`."""
-    return _viewed(e2m1.pack(codes) if bits == 4 else codes, torch.int32)
-
-
-def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix as another integer type."""
     octets = as_bytes(x)
     return octets.view(-1).view(dtype).view(x.shape[0], octets.shape[1] // dtype.itemsize)
@@ -225,10 +191,6 @@ def _from_interleaved(codes: Tensor) -> Tensor:
     eights = codes.reshape(codes.shape[0], -1, len(INTERLEAVED))
     inverse = sorted(range(len(INTERLEAVED)), key=INTERLEAVED.__getitem__)
     return eights[..., inverse].flatten(1)
-
-
-def _to_interleaved(codes: Tensor) -> Tensor:
-    return codes.reshape(codes.shape[0], -1, len(INTERLEAVED))[..., list(INTERLEAVED)].flatten(1)
 
 
 def _group_of(scheme: Grouped, columns: int) -> int:

@@ -18,13 +18,14 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.dialects import quantization_config
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED, grouped
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
 from moe_mk.weights.loader import LayerLoader
-from moe_mk.weights.packed_layouts import Unpacked, pack, packed_shapes, unpack
+from moe_mk.weights.packed_layouts import Unpacked, packed_shapes, unpack
 from tests.support.draws import normal
 from tests.support.strides import restrided
 from tests.weights.one_layer import load_written, wide

@@ -25,6 +25,7 @@ from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGU
 from moe_mk.lab.checkpoints.conversion_report import ConversionReport, ExpertError
 from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.files import partial_folder
 from moe_mk.quant.gguf import Q6_K
@@ -41,7 +42,6 @@ from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, OFFICIAL, SCALED, Convention, Part, Role
-from moe_mk.weights.packed_layouts import pack
 from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_inside
 

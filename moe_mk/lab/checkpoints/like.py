@@ -22,6 +22,7 @@ from moe_mk.config.hf import SECOND, read_config, section_of, settings_from_hf, 
 from moe_mk.config.hf_quant import layers_with_experts
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
 from moe_mk.lab.files import partial_folder
@@ -31,7 +32,6 @@ from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
 from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
-from moe_mk.weights.packed_layouts import pack
 from moe_mk.weights.source import INDEX
 
 SMALL = 256

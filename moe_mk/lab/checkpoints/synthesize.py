@@ -28,13 +28,13 @@ from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.lab.checkpoints.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.files import partial_folder
 from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
 from moe_mk.text import amount
 from moe_mk.weights.gguf_source import GgufSource
 from moe_mk.weights.names import Part, Role
-from moe_mk.weights.packed_layouts import pack
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import INDEX, SafetensorsSource

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from moe_mk.lab.checkpoints.dialects import quantization_config
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.weights.packed_layouts import pack
 
 SPREAD = 0.3
 VOCABULARY = 96

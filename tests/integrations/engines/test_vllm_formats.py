@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from moe_mk.integrations.engine_experts import EngineExperts
 from moe_mk.integrations.vllm_formats import FORMATS, weights_of
 from moe_mk.lab.checkpoints.like import tensors_of
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant import NVFP4
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, load_layer
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
-from moe_mk.weights.packed_layouts import pack
 from tests.integrations.engines.stand_ins import Activation, moe_config
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.alone import NEEDS_PEAKS, alone, peak_above

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_mk.lab.checkpoints.dialects import quantization_config
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.packed_layouts import pack
 
 LAYERS, EXPERTS = 2, 8
 SIZES: Mapping[str, Any] = {

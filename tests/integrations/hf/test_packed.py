@@ -29,11 +29,11 @@ from moe_mk.integrations.transformers import (
 )
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.gguf_checkpoint import write_gguf
+from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.lab.checkpoints.tiny_models import tiny_model, write_packed_checkpoint
 from moe_mk.oracle.expected_error import ALL_TOKENS, error_of
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.weights.packed_layouts import pack
 from tests.integrations.hf.cases import generate, logits, prompt, relative
 from tests.integrations.hf.packed import (
     EXPERTS,
