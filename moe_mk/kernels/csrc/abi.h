@@ -9,15 +9,18 @@ extern "C" {
 
 enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4, kLate = 5, kPeerFault = 6 };
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Vnni = 2, kAvx512Bf16 = 3, kAmxBf16 = 4, kNumIsas = 5 };
-// kInt4, kInt8Groups: unsigned codes of 4 or 8 bits with one scale, and optionally one zero point, per group of k.
+// kInt4, kInt5, kInt8Groups: unsigned codes with one scale, and optionally one zero point or bias, per group of k.
 // kQ4K, kQ5K, kQ6K: the super-blocks of 256 weights of ggml.
 enum Format : int32_t {
   kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kInt4 = 6, kInt8Groups = 7, kQ4K = 8, kQ5K = 9, kQ6K = 10,
-  kNumFormats = 11
+  kInt5 = 11, kNumFormats = 12
 };
 enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumScaleTypes = 3 };
-// Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 becomes kInt4, kBlockQ8_0 kInt8Groups.
-enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
+// Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 and kBlockQ4_1 become kInt4, kBlockQ5_1 kInt5,
+// kBlockQ8_0 kInt8Groups.
+enum BlockType : int32_t {
+  kBlockQ4_0 = 2, kBlockQ4_1 = 3, kBlockQ5_1 = 7, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14
+};
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3, kInt8PartRows = 4 };
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4, kSiluLimit = 5, kSitu = 6 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
@@ -29,8 +32,8 @@ struct MoeMkMatrix {
   const uint8_t* data;    // [L][slot_bytes]
   const void* scales;     // [L][slot_scales]; null: none. kFp8, kInt8: f32, each [pair][2 tiles][blocks].
                           // kMxFp8, kMxFp4 (E8M0 for 32 k), kNvFp4 (e4m3 for 16 k): bytes, each [pair][k group][32 outputs]
-                          // kInt4, kInt8Groups: bytes of [pair][group][32 outputs] of scale_type; kQ4K, kQ5K, kQ6K: bytes of
-                          // [pair][256 k], see part_scales.h
+                          // kInt4, kInt5, kInt8Groups: bytes of [pair][group][1 + biased][32 outputs] of scale_type; kQ4K, kQ5K,
+                          // kQ6K: bytes of [pair][256 k], see part_scales.h
   const float* output_scales;  // [L][slot_output_scales], each [pair][32 outputs]; null: 1
   const float* bias;      // [L][slot_bias]: f32 per output column, gate's then up's; null: none
   int64_t slot_bytes, slot_scales, slot_output_scales, slot_bias;
@@ -40,8 +43,9 @@ struct MoeMkMatrix {
   int32_t block;          // k covered by one f32 scale: 32, 64 or 128
   const uint8_t* zeros;   // kInt4, kInt8Groups: [L][slot_zeros], each [pair][group][32 outputs]; null: 8 or 128
   int64_t slot_zeros;
-  int32_t scale_type;     // ScaleType of kInt4 and kInt8Groups
+  int32_t scale_type;     // ScaleType of kInt4, kInt5 and kInt8Groups
   int32_t group;          // their k per scale: 32, 64 or a multiple of 128; 0: all
+  int32_t biased;         // whether biases follow the scales of each group: weights are scale * code + bias; kInt5: always
 };
 
 struct MoeMkExperts {
@@ -89,7 +93,7 @@ int32_t moe_mk_pack(const void* first, const void* second, int64_t row_stride, i
                     int32_t format, void* packed, int32_t threads, int64_t* num_nans);
 int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row_stride, int64_t num_outputs,
                       int64_t num_inputs, int32_t format, int32_t threads);
-// The same for rows of ggml blocks, row_stride bytes apart. num_inputs: a multiple of 32 (kBlockQ4_0, kBlockQ8_0) or 256.
+// The same for rows of ggml blocks, row_stride bytes apart. num_inputs: a multiple of 32 (kBlockQ4_0 to kBlockQ8_0) or 256.
 // scales: of the slot, f16 or super-blocks. num_nans: scales that are not finite.
 int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_stride, int64_t num_outputs, int64_t num_inputs,
                            int32_t block_type, void* packed, void* scales, int32_t threads, int64_t* num_nans);

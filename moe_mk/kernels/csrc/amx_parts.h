@@ -224,6 +224,7 @@ void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scrat
     case kMxFp4: return multiply_with<MxFp4Lines>(w, rows, scratch, totals);
     case kNvFp4: return multiply_with<NvFp4Lines>(w, rows, scratch, totals);
     case kInt8Groups: return multiply_parts_with<Codes8Lines, Folded8Lines>(w, rows, scratch, totals);
+    case kInt5:
     case kQ5K: return multiply_parts_with<Codes5Lines, Folded5Lines>(w, rows, scratch, totals);
     case kQ6K: return multiply_parts_with<Codes6Lines, Folded6Lines, 1>(w, rows, scratch, totals);
     default: return multiply_parts_with<Codes4Lines, Folded4Lines>(w, rows, scratch, totals);

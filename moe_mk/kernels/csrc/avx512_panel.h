@@ -93,6 +93,7 @@ inline void expand_codes(const Columns& w, int pair, int step, int steps, uint8_
   const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
   switch (w.format) {
     case kInt8Groups: return expand_integers<Codes8>(w, packed, steps, panel);
+    case kInt5:
     case kQ5K: return expand_integers<Codes5>(w, packed, steps, panel);
     case kQ6K: return expand_integers<Codes6>(w, packed, steps, panel);
     default: return expand_integers<Codes4>(w, packed, steps, panel);

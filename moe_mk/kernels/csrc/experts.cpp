@@ -84,7 +84,8 @@ bool has_scales(const MoeMkMatrix& m) {
   if (m.scales == nullptr || m.block != kActivationBlock) return false;
   if (has_super_blocks(m.format)) return m.num_inputs % (kSuperSteps * kStep) == 0;
   const bool group = m.group == 0 || m.group == kStep || m.group == 2 * kStep || (m.group > 0 && m.group % kActivationBlock == 0);
-  return group && m.scale_type >= 0 && m.scale_type < kNumScaleTypes;
+  const bool offsets = m.biased ? m.zeros == nullptr : m.format != kInt5;
+  return group && offsets && m.scale_type >= 0 && m.scale_type < kNumScaleTypes;
 }
 
 bool fits(const MoeMkMatrix& m) {

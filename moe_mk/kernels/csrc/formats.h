@@ -16,7 +16,8 @@ constexpr int bits_of(int format) {
     case kNvFp4:
     case kInt4:
     case kQ4K: return 4;
-    case kQ5K: return 5;
+    case kQ5K:
+    case kInt5: return 5;
     case kQ6K: return 6;
     default: return 8;
   }
@@ -30,7 +31,7 @@ constexpr size_t bytes_of_step(int format) { return size_t(128) * bits_of(format
 
 // Formats whose f32 sum of a part of k is multiplied by a scale of its output, less a minimum times the sum of x.
 constexpr bool has_parts(int format) { return format >= kInt4; }
-constexpr bool has_super_blocks(int format) { return format >= kQ4K; }
+constexpr bool has_super_blocks(int format) { return format >= kQ4K && format <= kQ6K; }
 // Formats with parts that rows rounded to INT8 in parts are multiplied with as integers.
 constexpr bool multiplies_int8_parts(int format) { return format == kInt4 || format == kInt8Groups || format == kQ4K; }
 constexpr int kSuperSteps = 8;  // steps of a super-block of 256 k
@@ -47,7 +48,7 @@ struct Piece {
 // Calls use(Piece) for each piece of the code of k pair `pair` of a step, in formats of 4 to 6 bits.
 template <typename Use>
 inline __attribute__((always_inline)) void each_piece(int format, int pair, Use use) {
-  if (format == kQ5K) {
+  if (format == kQ5K || format == kInt5) {
     if (pair < 15) return use(Piece{pair / 3, pair % 3 * 5, 0, 5});
     for (int line = 0; line < 5; ++line) use(Piece{line, 15, line, 1});
   } else if (format == kQ6K) {

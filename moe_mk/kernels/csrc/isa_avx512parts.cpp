@@ -124,6 +124,7 @@ void few_of(const Columns& w, const Rows& rows, const Scratch& scratch, float* t
 void multiply_few_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   switch (w.format) {
     case kInt8Groups: return w.minima ? few_of<Codes8, true>(w, rows, scratch, totals) : few_of<Codes8, false>(w, rows, scratch, totals);
+    case kInt5:
     case kQ5K: return few_of<Codes5, true>(w, rows, scratch, totals);
     case kQ6K: return few_of<Codes6, false>(w, rows, scratch, totals);
     default: return w.minima ? few_of<Codes4, true>(w, rows, scratch, totals) : few_of<Codes4, false>(w, rows, scratch, totals);

@@ -38,7 +38,7 @@ struct Matrix {
     } else if (has_parts(m.format)) {
       group_steps = m.group == 0 ? steps : m.group / kStep;
       pair_zeros = size_t(up(steps, group_steps) / group_steps) * kPairColumns;
-      pair_scales = pair_zeros * bytes_of_scale(m.scale_type);
+      pair_scales = pair_zeros * bytes_of_scale(m.scale_type) * (m.biased ? 2 : 1);
     }
   }
   int64_t row(int slot) const { return packed->row_of == nullptr ? slot : packed->row_of[slot]; }
@@ -66,7 +66,7 @@ struct Matrix {
   }
   // The order and the parts of rows that are rounded to INT8 for this matrix.
   RowLayout row_layout() const { return {2 * part_pairs(), packed->format != kInt8Groups}; }
-  bool has_minima() const { return packed->format == kQ4K || packed->format == kQ5K || packed->zeros != nullptr; }
+  bool has_minima() const { return packed->format == kQ4K || packed->format == kQ5K || packed->zeros != nullptr || packed->biased; }
   // The 32 factors of one pair's finished totals. null: 1.
   const float* output_scales(int slot, int pair) const {
     if (packed->output_scales == nullptr) return nullptr;

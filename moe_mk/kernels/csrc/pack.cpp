@@ -11,7 +11,7 @@
 // int8  1 KiB a step: [group g: 8][tile: 2][column n: 16][k % 4: 4], the operand layout of VPDPBUSD and TDPBUSD.
 // fp4   512 B a step: [line l: 4][tile: 2][column n: 16][parity j: 2] of 16 bits, the codes of the k pairs 4 l (lowest four
 //       bits) to 4 l + 3: one shift and one table each give four VNNI rows. The source holds the even k in the low bits.
-// q5    640 B a step: [line: 5][tile: 2][column n: 16][parity j: 2] of 16 bits, three codes and a bit of a fourth (each_piece).
+// int5  640 B a step, q5 too: [line: 5][tile: 2][column n: 16][parity j: 2] of 16 bits, three codes and a bit of a fourth (each_piece).
 // q6    768 B a step: the same in six lines, two codes and four bits of others.
 // Blocks of ggml are taken apart into codes, in order of k, and scales (part_scales.h); all their bits are kept.
 // Alignment: any for the source; the caller aligns the packed slot to 64 bytes.
@@ -194,7 +194,7 @@ int64_t pack_column(const Layout& lay, int32_t format, const uint8_t* source, in
 
 bool packable(int64_t num_outputs, int64_t num_inputs, int32_t format) {
   const bool sizes = num_outputs > 0 && num_inputs > 0;
-  return sizes && is_format(format) && !has_super_blocks(format) && (bits_of(format) != 4 || num_inputs % 2 == 0);
+  return sizes && is_format(format) && !has_super_blocks(format) && format != kInt5 && (bits_of(format) != 4 || num_inputs % 2 == 0);
 }
 
 // Blocks of ggml: `steps` of 32 k in `bytes`.
@@ -205,6 +205,8 @@ struct BlockShape {
 BlockShape shape_of_block(int32_t type) {
   switch (type) {
     case kBlockQ4_0: return {1, 18, kInt4};
+    case kBlockQ4_1: return {1, 20, kInt4};
+    case kBlockQ5_1: return {1, 24, kInt5};
     case kBlockQ8_0: return {1, 34, kInt8Groups};
     case kBlockQ4K: return {kSuperSteps, 144, kQ4K};
     case kBlockQ5K: return {kSuperSteps, 176, kQ5K};
@@ -226,6 +228,8 @@ struct CodePlace {
 CodePlace place_of_code(int32_t type, int step, int k) {
   switch (type) {
     case kBlockQ4_0: return {{2 + k % 16, k / 16 * 4, 4}, {0, 0, 0}};
+    case kBlockQ4_1: return {{4 + k % 16, k / 16 * 4, 4}, {0, 0, 0}};
+    case kBlockQ5_1: return {{8 + k % 16, k / 16 * 4, 4}, {4 + k / 8, k % 8, 1}};
     case kBlockQ8_0: return {{2 + k, 0, 8}, {0, 0, 0}};
     case kBlockQ4K: return {{16 + step / 2 * 32 + k, step % 2 * 4, 4}, {0, 0, 0}};
     case kBlockQ5K: return {{48 + step / 2 * 32 + k, step % 2 * 4, 4}, {16 + k, step, 1}};
@@ -298,18 +302,21 @@ void each_scale_byte(int32_t type, int c, Use use) {
       return;
     default:
       for (int i = 0; i < 4; ++i) use(i, i / 2 * 64 + c * 2 + i % 2);
+      if (shape_of_block(type).steps == 1) return;
       for (int i = 0; i < 12; ++i) use(4 + i, 128 + (tile * 12 + i) * kTileColumns + n);
   }
 }
 
 // Bytes of the scales of one block of all outputs of a pair.
-size_t scale_bytes_of_pair(const BlockShape& shape) { return shape.steps == 1 ? kPairColumns * 2 : super_bytes(shape.format); }
+size_t scale_bytes_of_pair(const BlockMap& map) {
+  return map.shape.steps == 1 ? kPairColumns * (map.shape.bytes - bits_of(map.shape.format) * kStep / 8) : super_bytes(map.shape.format);
+}
 
 // f16 scales of a block that are not finite.
 int nans_of_block(int32_t type, const uint8_t* block) {
   const auto bad = [&](int at) { return (block[at + 1] & 0x7c) == 0x7c; };
   if (type == kBlockQ6K) return bad(208);
-  return bad(0) + (type == kBlockQ4K || type == kBlockQ5K ? bad(2) : 0);
+  return bad(0) + (type == kBlockQ4_0 || type == kBlockQ8_0 ? 0 : bad(2));
 }
 
 bool blocks_fit(int64_t num_outputs, int64_t num_inputs, int32_t type) {
@@ -374,7 +381,7 @@ int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_st
   if (!blocks_fit(num_outputs, num_inputs, block_type)) return kBadShape;
   const BlockMap map(block_type);
   const Layout lay = layout_of(num_outputs, num_inputs, map.shape.format, second != nullptr);
-  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map.shape);
+  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map);
   const int64_t blocks = lay.steps / map.shape.steps;
   std::atomic<int64_t> nans{0};
   each_pair(lay.pairs, threads, [&](int64_t pair) {
@@ -407,7 +414,7 @@ int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first
   if (!blocks_fit(num_outputs, num_inputs, block_type)) return kBadShape;
   const BlockMap map(block_type);
   const Layout lay = layout_of(num_outputs, num_inputs, map.shape.format, second != nullptr);
-  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map.shape);
+  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map);
   const int64_t blocks = lay.steps / map.shape.steps;
   each_pair(lay.pairs, threads, [&](int64_t pair) {
     const uint8_t* codes = static_cast<const uint8_t*>(packed) + pair * lay.steps * step_bytes;

@@ -1,6 +1,6 @@
-// Scales and minima of formats with parts: INT4 and INT8 with groups, and the super-blocks of ggml.
+// Scales and minima of formats with parts: integers with groups, and the super-blocks of ggml.
 //
-// A weight is scale * code - minimum, where the minimum is scale * zero point or, of kQ4K and kQ5K, a number of its own. The
+// A weight is scale * code - minimum, where the minimum is scale * zero point, less a bias, or, of kQ4K and kQ5K, a number of its own. The
 // f32 sum of a part of k is multiplied by the scale, and the minimum by the sum of x over the part:
 //   total = fma(scale, sum of code * x, total);  total = fma(-minimum, sum of x, total)
 // No weight is rounded, except by fold_parts. Against f64 the error of a total is at most
@@ -172,27 +172,33 @@ inline void super_scales(const uint8_t* from, int first, int parts, float* scale
   }
 }
 
-// The scales of a group of a pair, and minima of its zero points less `base`, unless these are null.
+// The scales of a group of a pair, and minima of its zero points less `base`, or of the biases that follow the scales, for codes
+// that are less by `base`.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, float base, float* scales,
-                                                          float* minima) {
+inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, bool biased, float base,
+                                                          float* scales, float* minima) {
+  const auto wide = [&](int column) __attribute__((always_inline)) {
+    if (scale_type == kScaleF32) return load<__m256>(from + 4 * column);
+    if (scale_type == kScaleF16) return _mm256_cvtph_ps(load<__m128i>(from + 2 * column));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from + 2 * column)), 16));
+  };
   for (int column = 0; column < kPairColumns; column += 8) {
-    __m256 scale;
-    if (scale_type == kScaleF32) scale = load<__m256>(from + 4 * column);
-    else if (scale_type == kScaleF16) scale = _mm256_cvtph_ps(load<__m128i>(from + 2 * column));
-    else scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from + 2 * column)), 16));
+    const __m256 scale = wide(column);
     _mm256_storeu_ps(scales + column, scale);
+    if (biased) _mm256_storeu_ps(minima + column, _mm256_fnmsub_ps(scale, _mm256_set1_ps(base), wide(kPairColumns + column)));
     if (zeros == nullptr) continue;
     const __m256i codes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(zeros + column)));
     _mm256_storeu_ps(minima + column, _mm256_mul_ps(scale, _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(base))));
   }
 }
 #else
-inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, float base, float* scales,
-                                                          float* minima) {
+inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, bool biased, float base,
+                                                          float* scales, float* minima) {
+  const size_t bytes = bytes_of_scale(scale_type);
   for (int column = 0; column < kPairColumns; column += kTileColumns) {
-    const f32x16 scale = scale16(scale_type, from + column * bytes_of_scale(scale_type));
+    const f32x16 scale = scale16(scale_type, from + column * bytes);
     store(scales + column, scale);
+    if (biased) store(minima + column, -(scale * base) - scale16(scale_type, from + (kPairColumns + column) * bytes));
     if (zeros != nullptr) store(minima + column, scale * (widen_codes(load<u8x16>(zeros + column)) - base));
   }
 }
@@ -210,9 +216,10 @@ inline __attribute__((noinline)) int part_scales(const Columns& w, int pair, int
     else super_scales_with_minima(from, first, parts, scales, minima);
     return parts;
   }
-  const size_t bytes = bytes_of_scale(w.scale_type) * kTileColumns;
+  const bool biased = w.minima && w.zeros == nullptr;
+  const size_t bytes = bytes_of_scale(w.scale_type) * kPairColumns * (biased ? 2 : 1);
   const uint8_t* zeros = w.zeros == nullptr ? nullptr : w.zeros + size_t(pair) * w.pair_zeros;
-  const float base = w.format == kInt4 ? 0.0f : 128.0f;  // subtracted from the codes already (INT8)
+  const float base = w.format == kInt8Groups ? 128.0f : 0.0f;  // subtracted from the codes already
   const int part_steps = w.part_pairs / (kStep / 2);
   int group = w.group_steps == 1 ? step : step / w.group_steps, end = (group + 1) * w.group_steps;
   for (int part = 0, at = step; part < parts; ++part, at += part_steps) {
@@ -220,7 +227,7 @@ inline __attribute__((noinline)) int part_scales(const Columns& w, int pair, int
       ++group;
       end += w.group_steps;
     }
-    group_scales32(w.scale_type, from + size_t(group) * 2 * bytes, zeros == nullptr ? nullptr : zeros + size_t(group) * kPairColumns, base,
+    group_scales32(w.scale_type, from + size_t(group) * bytes, zeros == nullptr ? nullptr : zeros + size_t(group) * kPairColumns, biased, base,
                    scales + part * kPairColumns, minima + part * kPairColumns);
   }
   return parts;

@@ -419,6 +419,7 @@ void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratc
     case kInt8Groups: return multiply_integers_as<Bytes>(w, rows, scratch, totals, direct);
     case kMxFp4:
     case kNvFp4: return multiply_integers_as<TwiceE2m1>(w, rows, scratch, totals, direct);
+    case kInt5:
     case kQ5K: return multiply_integers_as<FiveBits>(w, rows, scratch, totals, direct);
     case kQ6K: return multiply_integers_as<SixBits>(w, rows, scratch, totals, direct);
     default: return multiply_integers_as<FourBits>(w, rows, scratch, totals, direct);

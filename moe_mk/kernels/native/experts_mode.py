@@ -40,7 +40,7 @@ class Rounding(IntEnum):
     """FP8 with scales rounded up to powers of two."""
     INT8_PARTS = 4
     """INT8 with one scale per group of the weights, of at most 128 values, multiplied with INT4, INT8 groups, Q4_0,
-    Q8_0 and Q4_K as integers."""
+    Q4_1, Q8_0 and Q4_K as integers."""
 
 
 INT8_PART_FORMATS = frozenset({Format.INT4, Format.INT8_GROUPS, Format.Q4_K})

@@ -37,11 +37,13 @@ class Format(IntEnum):
     Q5_K = 9
     Q6_K = 10
     """As Q4_K, with scales of 16 inputs and no minima."""
+    INT5 = 11
+    """As INT4, with biases, from ggml blocks."""
 
     @property
     def bits(self) -> int:
         four = dict.fromkeys((Format.MXFP4, Format.NVFP4, Format.INT4, Format.Q4_K), 4)
-        return {Format.BF16: 16, Format.Q5_K: 5, Format.Q6_K: 6, **four}.get(self, 8)
+        return {Format.BF16: 16, Format.Q5_K: 5, Format.INT5: 5, Format.Q6_K: 6, **four}.get(self, 8)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +76,8 @@ class BlockType(IntEnum):
     """The ggml blocks that can be packed, by the numbers of `ggml_type`."""
 
     Q4_0 = 2
+    Q4_1 = 3
+    Q5_1 = 7
     Q8_0 = 8
     Q4_K = 12
     Q5_K = 13
@@ -95,6 +99,8 @@ class BlockType(IntEnum):
 
 _BLOCK_FORMATS = {
     BlockType.Q4_0: Format.INT4,
+    BlockType.Q4_1: Format.INT4,
+    BlockType.Q5_1: Format.INT5,
     BlockType.Q8_0: Format.INT8_GROUPS,
     BlockType.Q4_K: Format.Q4_K,
     BlockType.Q5_K: Format.Q5_K,
@@ -105,15 +111,17 @@ _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True)
 class PartScales:
-    """Scales of INT4 and INT8_GROUPS.
+    """Scales of INT4, INT5 and INT8_GROUPS.
 
     group: inputs of an output that share a scale: 32, 64 or a multiple of 128; 0: all. dtype: bf16, f16 or f32.
-    zeros: whether a group has a zero point; else it is 8 (INT4) or 128.
+    zeros: whether a group has a zero point; else it is 8 (INT4) or 128. biases: whether a group has a bias instead, of
+    the dtype of its scale: weights are scale * code + bias.
     """
 
     group: int
     dtype: torch.dtype
     zeros: bool = False
+    biases: bool = False
 
     def __post_init__(self) -> None:
         if self.group not in (0, 32, 64) and (self.group < 0 or self.group % SCALE_BLOCK):
@@ -128,6 +136,11 @@ class PartScales:
         """`ScaleType` of csrc/abi.h."""
         return _SCALE_TYPES[self.dtype]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one scale, and its bias."""
+        return self.dtype.itemsize * (1 + self.biases)
+
     def of_row(self, num_inputs: int) -> int:
         """Groups of one output."""
         return ceil(num_inputs / self.group) if self.group else 1
@@ -141,7 +154,7 @@ class MatrixLayout:
     gated: packed from two sources, gate and up, whose tiles alternate.
     block: inputs covered by one f32 scale: 32, 64 or 128.
     by_output: FP8 and INT8 with one f32 scale per output (or for all outputs) instead of blocks.
-    parts: the scales of INT4 and INT8_GROUPS. block_type: packed from ggml blocks, whose inputs divide num_inputs.
+    parts: the scales of integers in groups. block_type: packed from ggml blocks, whose inputs divide num_inputs.
     Raises ShapeError for a format with parts that has neither of them, and for partial blocks.
     """
 
@@ -160,7 +173,7 @@ class MatrixLayout:
             raise ShapeError(f"{self.block_type.name} has {whole}")
         if self.block_type is not None and self.block_type.format is not self.format:
             raise ShapeError(f"{self.block_type.name} blocks are packed as {self.block_type.format.name}")
-        if (self.parts is not None) != (self.format in (Format.INT4, Format.INT8_GROUPS)):
+        if (self.parts is not None) != (self.format in (Format.INT4, Format.INT5, Format.INT8_GROUPS)):
             raise ShapeError(f"{self.format.name} {'needs' if self.parts is None else 'has no'} scales of groups")
         if self.format >= Format.Q4_K and self.block_type is None:
             raise ShapeError(f"{self.format.name} is packed from ggml blocks; give their type")
@@ -168,8 +181,8 @@ class MatrixLayout:
     @classmethod
     def of_blocks(cls, num_outputs: int, num_inputs: int, gated: bool, block_type: BlockType) -> MatrixLayout:
         """The layout of a projection in ggml blocks."""
-        simple = block_type in (BlockType.Q4_0, BlockType.Q8_0)
-        parts = PartScales(32, torch.float16) if simple else None
+        biases = block_type in (BlockType.Q4_1, BlockType.Q5_1)
+        parts = PartScales(32, torch.float16, biases=biases) if block_type.inputs == STEP else None
         return cls(num_outputs, num_inputs, gated, block_type.format, parts=parts, block_type=block_type)
 
     @property
@@ -229,15 +242,10 @@ class MatrixLayout:
     def slot_scales(self) -> int:
         """Scales of one expert's blocks (f32), groups (bytes) or parts (bytes)."""
         if self.parts is not None:
-            return self.pairs * PAIR * self.parts.of_row(self.num_inputs) * self.parts.dtype.itemsize
+            return self.pairs * PAIR * self.parts.of_row(self.num_inputs) * self.parts.num_bytes
         if self.block_type is not None:
-            code_bytes = self.block_type.inputs * self.format.bits // 8
-            return (
-                self.pairs
-                * PAIR
-                * (self.num_inputs // self.block_type.inputs)
-                * (self.block_type.num_bytes - code_bytes)
-            )
+            each = self.block_type.num_bytes - self.block_type.inputs * self.format.bits // 8
+            return self.pairs * PAIR * (self.num_inputs // self.block_type.inputs) * each
         if self.groups:
             return self.pairs * self.groups * PAIR
         return 0 if self.by_output or self.format is Format.BF16 else self.pairs * 2 * self.blocks

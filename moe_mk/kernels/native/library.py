@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 
 class Isa(IntEnum):
@@ -53,7 +53,7 @@ class CMatrix(ctypes.Structure):
         *((name, c_int32) for name in ("format", "num_outputs", "num_inputs", "block")),
         ("zeros", c_void_p),
         ("slot_zeros", c_int64),
-        *((name, c_int32) for name in ("scale_type", "group")),
+        *((name, c_int32) for name in ("scale_type", "group", "biased")),
     )
 
 

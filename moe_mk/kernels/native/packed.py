@@ -29,7 +29,8 @@ class PackedMatrix:
 
     values_LB: uint8, one slot a row. scales_LX: f32 of blocks, or bytes of groups and parts, None without. bias_LX: f32
     per output, gate's then up's, or None. output_scales_LX: f32 factors of whole outputs, None without. zeros_LX: uint8
-    zero points of groups, None without. row_of_L: int32, read at every call: the row of each slot; None: in order.
+    zero points of groups, None without; biases of groups are in scales_LX. row_of_L: int32, read at every call: the row
+    of each slot; None: in order.
     """
 
     layout: MatrixLayout
@@ -106,7 +107,8 @@ def pack_slot(
     scales: one tensor per source. f32 128x128 grids, whose block (0, 0) contains the shard's first value; f32
     (outputs, 1) or (1, 1) for a layout by output; else scales of the format, (outputs, inputs / group).
     Of INT4 and INT8_GROUPS: the dtype of `PartScales`. Of ggml blocks: none, they are in the blocks (sources).
-    above: NVFP4's f32 scale of each source, (1, 1). zeros: uint8 zero points, of the shape of the scales.
+    above: NVFP4's f32 scale of each source, (1, 1). zeros: uint8 zero points, or biases of the dtype of the scales, of
+    the shape of the scales.
     Raises WeightError for NaN codes, and for scales that are NaN or, of formats with parts, infinite; ShapeError for
     shapes and alignments that cannot be packed.
     """
@@ -121,7 +123,7 @@ def pack_slot(
             layout.num_outputs, layout.num_inputs, int(layout.block_type), packed.values_LB[slot].data_ptr(),
             packed.scales_LX[slot].data_ptr(), native.threads(threads), ctypes.byref(num_nans),
         )  # fmt: skip
-        _expect_finite(num_nans.value, layout.block_type.name, name)
+        _expect_finite(num_nans.value, f"{layout.block_type.name} scales", name)
         return
     native.call(
         "pack", plain[0].data_ptr(), plain[1].data_ptr() if layout.gated else None,
@@ -140,7 +142,7 @@ def pack_slot(
 
 def _expect_finite(bad: int, storage: str, name: str) -> None:
     if bad:
-        raise WeightError(f"{name}: {bad} of its {storage} scales are NaN or infinite; the checkpoint is damaged")
+        raise WeightError(f"{name}: {bad} of its {storage} are NaN or infinite; the checkpoint is damaged")
 
 
 def _pack_parts(
@@ -150,8 +152,11 @@ def _pack_parts(
     assert parts is not None and packed.scales_LX is not None
     shape = (layout.num_outputs, parts.of_row(layout.num_inputs))
     _expect(scales, [shape], layout, name, "scales", parts.dtype)
-    _expect_finite(sum(int((~s.isfinite()).sum()) for s in scales), layout.format.name, name)
-    packed.scales_LX[slot].copy_(_of_pairs(layout, scales).view(torch.uint8))
+    _expect_finite(sum(int((~s.isfinite()).sum()) for s in scales), f"{layout.format.name} scales", name)
+    if parts.biases:
+        _expect(zeros, [shape], layout, name, "biases", parts.dtype)
+        _expect_finite(sum(int((~z.isfinite()).sum()) for z in zeros), f"{layout.format.name} biases", name)
+    packed.scales_LX[slot].copy_(_of_pairs(layout, scales, zeros if parts.biases else ()).view(torch.uint8))
     if packed.zeros_LX is not None:
         _expect(zeros, [shape], layout, name, "zero points", torch.uint8)
         top = 2**layout.format.bits
@@ -159,13 +164,14 @@ def _pack_parts(
         if largest > top:
             raise WeightError(f"{name}: a zero point of {largest} for codes below {top}; the checkpoint is damaged")
         packed.zeros_LX[slot].copy_(_of_pairs(layout, zeros))
-    elif zeros:
+    elif zeros and not parts.biases:
         raise ShapeError(f"{name}: zero points for a layout without them; use PartScales(zeros=True)")
 
 
-def _of_pairs(layout: MatrixLayout, sources: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[pairs, groups, 32 outputs] flat, zero for padding, from [outputs, groups] of each source."""
-    return _side_by_side(layout, [s.to(device="cpu") for s in sources]).transpose(1, 2).reshape(-1)
+def _of_pairs(layout: MatrixLayout, *parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[pairs, groups, parts, 32 outputs] flat, zero for padding, from [outputs, groups] of each source of each part."""
+    columns = [_side_by_side(layout, [s.to(device="cpu") for s in sources]) for sources in parts if sources]
+    return torch.stack(columns, dim=-1).permute(0, 2, 3, 1).reshape(-1)
 
 
 def _check_sources(layout: MatrixLayout, sources: tuple[torch.Tensor, ...], name: str) -> None:
@@ -233,19 +239,29 @@ def unpack_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
     if packed.scales_LX is None or layout.block_type is not None:
         return ()
     if layout.parts is not None:
-        return _of_sources(layout, packed.scales_LX[slot].view(layout.parts.dtype))
+        return _of_sources(layout, _scales_and_biases(packed, slot)[0])
     gathered = gathered_groups if packed.layout.format.group else gathered_blocks
     return gathered(packed.layout, packed.scales_LX[slot])
 
 
 def unpack_zeros(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
-    """The zero points of one slot, per source, uint8 [outputs, groups]; () without."""
+    """The zero points of one slot, uint8, or the biases of its groups, per source, [outputs, groups]; () without."""
+    parts = packed.layout.parts
+    if parts is not None and parts.biases and packed.layout.block_type is None:
+        return _of_sources(packed.layout, _scales_and_biases(packed, slot)[1])
     return () if packed.zeros_LX is None else _of_sources(packed.layout, packed.zeros_LX[slot])
+
+
+def _scales_and_biases(packed: PackedMatrix, slot: int) -> tuple[Tensor, ...]:
+    """Each [pairs, groups, 32] of their dtype, for `_of_sources`; without biases the scales alone."""
+    layout, parts = packed.layout, packed.layout.parts
+    assert parts is not None and packed.scales_LX is not None
+    return packed.scales_LX[slot].view(parts.dtype).view(layout.pairs, -1, 1 + parts.biases, PAIR).unbind(2)
 
 
 def _of_sources(layout: MatrixLayout, packed_X: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The inverse of `_of_pairs`."""
-    columns = packed_X.view(layout.pairs, -1, PAIR).transpose(1, 2)
+    columns = packed_X.reshape(layout.pairs, -1, PAIR).transpose(1, 2)
     # A copy: contiguous() keeps the strides of a single group.
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in _apart(layout, columns))
 

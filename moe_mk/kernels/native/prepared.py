@@ -215,6 +215,7 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
         num_inputs=layout.num_inputs, block=layout.block, zeros=_pointer(packed.zeros_LX),
         slot_zeros=_slot_size(packed.zeros_LX), scale_type=layout.parts.type_code if layout.parts is not None else 0,
         group=layout.parts.group if layout.parts is not None else 0,
+        biased=layout.parts is not None and layout.parts.biases,
     )  # fmt: skip
 
 

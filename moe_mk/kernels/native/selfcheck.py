@@ -24,6 +24,11 @@ from moe_mk.kernels.native.toolchain import Compiler, find_compiler, prebuilt_he
 # Two instruction sets may round h and the output to neighbouring bf16.
 _TOLERANCE = 8e-3
 _SLOTS, _HIDDEN, _INTER = 2, 160, 144
+_PARTS = (
+    PartScales(32, torch.float16),
+    PartScales(64, torch.bfloat16, biases=True),
+    PartScales(128, torch.bfloat16, zeros=True),
+)
 
 
 def load(
@@ -159,17 +164,17 @@ def _run(native: Native, case: Case, mode: ExpertsMode, isa: Isa) -> Tensor:
 
 
 def _layouts() -> list[tuple[MatrixLayout, MatrixLayout]]:
-    """w13 and w2 of every format; of INT4 and INT8_GROUPS with and without zero points."""
+    """w13 and w2 of every format; of INT4 and INT8_GROUPS with and without zero points, and with biases."""
     pairs = []
     for storage in Format:
         if storage in (Format.INT4, Format.INT8_GROUPS):
-            for parts in (PartScales(32, torch.float16), PartScales(128, torch.bfloat16, zeros=True)):
+            for parts in _PARTS:
                 first = MatrixLayout(_INTER, _HIDDEN, True, storage, parts=parts)
                 pairs.append((first, MatrixLayout(_HIDDEN, _INTER, False, storage, parts=parts)))
         elif not storage.has_parts:
             first = MatrixLayout(_INTER, _HIDDEN, True, storage)
             pairs.append((first, MatrixLayout(_HIDDEN, _INTER, False, storage)))
-    for kind in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K):
+    for kind in (BlockType.Q5_1, BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K):
         pairs.append((MatrixLayout.of_blocks(256, 256, True, kind), MatrixLayout.of_blocks(256, 256, False, kind)))
     return pairs
 
@@ -182,7 +187,8 @@ def _tiny_weights(native: Native, layouts: tuple[MatrixLayout, MatrixLayout]) ->
             sources = tuple(_codes(layout, seed) for seed in seeds)
             scales = () if layout.format is Format.BF16 else (_scales(layout, slot),) * len(seeds)
             above = (torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu"),) * len(seeds)
-            zeros = (_zeros(layout),) * len(seeds) if packed.zeros_LX is not None else ()
+            offset = layout.parts is not None and (layout.parts.zeros or layout.parts.biases)
+            zeros = (_zeros(layout),) * len(seeds) if offset else ()
             pack_slot(native, packed, slot, sources, scales, above=above, zeros=zeros)
     return w13, w2
 
@@ -210,6 +216,8 @@ def _blocks(octets: torch.Tensor, kind: BlockType) -> torch.Tensor:
 
 def _zeros(layout: MatrixLayout) -> torch.Tensor:
     assert layout.parts is not None
+    if layout.parts.biases:
+        return -_scales(layout, 5) * 2.0 ** (layout.format.bits - 1)
     shape, top = (layout.num_outputs, layout.parts.of_row(layout.num_inputs)), 2**layout.format.bits
     return (
         torch.arange(shape[0] * shape[1], dtype=torch.int32, device="cpu").view(shape).remainder_(top).to(torch.uint8)

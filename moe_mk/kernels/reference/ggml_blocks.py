@@ -219,9 +219,9 @@ def of_q3_k(blocks: Tensor) -> Tensor:
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "q4_0": BlockType(2, 32, 18, 32, (0,), (Bits(2, 16, 4, 16),), 8),
-    "q4_1": BlockType(3, 32, 20, 32, (0, 2), (Bits(4, 16, 4, 16),), held="bf16"),
+    "q4_1": BlockType(3, 32, 20, 32, (0, 2), (Bits(4, 16, 4, 16),)),
     "q5_0": BlockType(6, 32, 22, 32, (0,), (Bits(6, 16, 4, 16), Bits(2, 4, 1)), 16, held="int8_g32"),
-    "q5_1": BlockType(7, 32, 24, 32, (0, 2), (Bits(8, 16, 4, 16), Bits(4, 4, 1)), held="bf16"),
+    "q5_1": BlockType(7, 32, 24, 32, (0, 2), (Bits(8, 16, 4, 16), Bits(4, 4, 1))),
     "q8_0": BlockType(8, 32, 34, 32, (0,), (Bits(2, 32, 8),)),
     "iq4_nl": BlockType(20, 32, 18, 32, (0,), (Bits(2, 16, 4, 16),), is_linear=False, held="int8_g32"),
     "q2_k": BlockType(10, 256, 84, 16, (80, 82), (Bits(16, 64, 2, 32),), 0, (Bits(0, 16, 4, 16),), held="bf16"),

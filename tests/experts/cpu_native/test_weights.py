@@ -37,7 +37,7 @@ from tests.layer.native import NEEDS_COMPILER
 pytestmark = NEEDS_COMPILER
 SCHEMES = [
     BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4, GROUPED["int4_g32"],
-    GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], GGUF["q4_0"], GGUF["q8_0"],
+    GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], GGUF["q4_0"], GGUF["q4_1"], GGUF["q5_1"], GGUF["q8_0"],
 ]  # fmt: skip
 SLOTS, HIDDEN, INNER = 3, 192, 256
 

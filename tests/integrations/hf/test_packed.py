@@ -220,7 +220,9 @@ def test_a_gguf_model_has_the_parameters_that_transformers_reads(rest: str, tmp_
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("rest", "stored"), [("Q6_K", "q6_k"), ("IQ4_XS", "int8_g32"), ("Q5_1", "bf16")])
+@pytest.mark.parametrize(
+    ("rest", "stored"), [("Q6_K", "q6_k"), ("IQ4_XS", "int8_g32"), ("Q5_1", "q5_1"), ("Q2_K", "bf16")]
+)
 def test_linear_layers_keep_the_type_that_a_file_has(rest: str, stored: str, tmp_path: Path) -> None:
     file = write_gguf_model(tmp_path, "q4_k", rest)
     model = model_without_experts(file)

@@ -27,9 +27,9 @@ CASES = {
     "int4_g32": (296, 136), "int4_g32_zp": (296, 136), "int4_g64": (224, 72), "int4_g64_zp": (224, 96),
     "int4_g128": (1504, 72), "int4_g128_zp": (1504, 296), "int4_row": (96, 40), "int4_row_zp": (360, 168),
     "int8_g32": (296, 136), "int8_g64_zp": (224, 96), "int8_g128": (1504, 72), "int8_row": (360, 72),
-    "q4_0": (224, 96), "q8_0": (224, 96), "q4_k": (512, 256),
+    "q4_0": (224, 96), "q4_1": (224, 96), "q8_0": (224, 96), "q4_k": (512, 256),
 }  # fmt: skip
-QUICK = ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "q8_0", "q4_k")
+QUICK = ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "q4_1", "q8_0", "q4_k")
 MODE = ExpertsMode(Activation.RELU2, quantize=Rounding.INT8_PARTS)
 
 

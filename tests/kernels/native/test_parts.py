@@ -23,7 +23,7 @@ from tests.kernels.native.layers import Layer, batch, error
 from tests.support.tiers import quick_where
 
 SCHEMES: list[QuantScheme] = [*GROUPED.values(), *(scheme for scheme in GGUF.values() if not scheme.blocks.held)]
-QUICK = ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "q4_k", "q5_k", "q6_k", "q8_0")
+QUICK = ("int4_g32", "q4_1", "q5_1", "int4_g128_zp", "int4_row", "int8_g64_zp", "q4_k", "q5_k", "q6_k", "q8_0")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -102,7 +102,7 @@ def test_rows_equal_f64_whatever_their_number(native: Native, isas: list[IsaHere
             assert error(y, wanted) < limit(isa), (isa, rows)
 
 
-@pytest.mark.parametrize("name", ["int4_g32_zp", "int4_g64", "int8_g128", "q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("name", ["int4_g32_zp", "int4_g64", "int8_g128", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"])
 def test_scales_and_minima_are_exact_for_few_and_many_rows(native: Native, isas: list[IsaHere], name: str) -> None:
     # Weights rounded to bf16 give 3.4e-3 to 3.9e-3 here.
     scheme = GROUPED.get(name) or GGUF[name]
@@ -230,7 +230,7 @@ def test_packed_bytes_are_those_of_the_checkpoint(native: Native) -> None:
         "q4_k": 4.5,
         "q5_k": 5.5,
     }
-    for name, bits in {**wanted, "q6_k": 6.5625, "q4_0": 4.5, "q8_0": 8.5}.items():
+    for name, bits in {**wanted, "q6_k": 6.5625, "q4_0": 4.5, "q4_1": 5, "q5_1": 6, "q8_0": 8.5}.items():
         scheme = GROUPED.get(name) or GGUF[name]
         storage = storage_of(scheme)
         assert storage is not None

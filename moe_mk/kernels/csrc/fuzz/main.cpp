@@ -54,7 +54,7 @@ struct Bytes {
 
 struct Shape {
   int slots, hidden, inter, rows, top_k, format, block, gated, biases, by_output;
-  int scale_type = 0, group = 0, zeros = 0, block_type = 0;  // of formats with parts; block_type 0: not from ggml blocks
+  int scale_type = 0, group = 0, zeros = 0, biased = 0, block_type = 0;  // of formats with parts; block_type 0: not from ggml blocks
 };
 
 int pairs_of(int outputs, bool two) { return (outputs + (two ? 15 : 31)) / (two ? 16 : 32); }
@@ -86,7 +86,8 @@ struct Packed {
     matrix = {nullptr, values.data, scale_data, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
               int64_t(values.size / size_t(slots)), int64_t((scales.size() + groups.size()) / size_t(slots)),
               int64_t(output_scales.size() / size_t(slots)), int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs,
-              s.block, zeros.empty() ? nullptr : zeros.data(), int64_t(zeros.size() / size_t(slots)), s.scale_type, s.group};
+              s.block, zeros.empty() ? nullptr : zeros.data(), int64_t(zeros.size() / size_t(slots)), s.scale_type, s.group,
+              s.biased};
   }
   // Scales and zero points of groups, or room for those of super-blocks.
   void make_parts(int slots, int pairs, int inputs, const Shape& s) {
@@ -94,7 +95,7 @@ struct Packed {
       groups.resize(size_t(slots) * pairs * (inputs / 256) * super_bytes(s.format));
       return;
     }
-    const size_t count = size_t(slots) * pairs * (s.group == 0 ? 1 : (inputs + s.group - 1) / s.group) * 32;
+    const size_t count = size_t(slots) * pairs * (s.group == 0 ? 1 : (inputs + s.group - 1) / s.group) * 32 * (1 + s.biased);
     groups.resize(count * bytes_of_scale(s.scale_type));
     for (size_t i = 0; i < count; ++i) {
       const float value = (s.format == kInt4 ? 0.01f : 0.0006f) * (1 + 0.05f * float(pick(0, 9)));
@@ -107,10 +108,10 @@ struct Packed {
   }
   // Random blocks of ggml, packed and unpacked; their scales are small and finite.
   void fill_blocks(int slot, int outputs, int inputs, const Shape& s, bool two, int seed) {
-    const bool simple = s.block_type == kBlockQ4_0 || s.block_type == kBlockQ8_0;
-    const int size = s.block_type == kBlockQ4_0 ? 18 : s.block_type == kBlockQ8_0 ? 34 : s.block_type == kBlockQ4K ? 144
-                     : s.block_type == kBlockQ5K ? 176 : 210;
-    const size_t row = size_t(inputs) / (simple ? 32 : 256) * size, stride = row + size_t(pick(0, 5));
+    const bool simple = !has_super_blocks(s.format);
+    const int steps = simple ? 1 : kSuperSteps, halves = s.biased ? 4 : 2;
+    const int size = steps * bits_of(s.format) * 4 + (simple ? halves : int(super_bytes(s.format) / 32));
+    const size_t row = size_t(inputs) / (32 * steps) * size, stride = row + size_t(pick(0, 5));
     const size_t bytes = size_t(outputs - 1) * stride + row;
     const Bytes sources[2] = {Bytes(bytes), Bytes(bytes)}, back[2] = {Bytes(bytes), Bytes(bytes)};
     for (const Bytes& source : sources) {
@@ -120,8 +121,8 @@ struct Packed {
       for (int r = 0; r < outputs; ++r)
         for (size_t b = 0; b < row; b += size_t(size)) {
           uint8_t* block = source.data + r * stride + b;
-          const int first = s.block_type == kBlockQ6K ? 208 : 0, last = simple ? 2 : s.block_type == kBlockQ6K ? 210 : 4;
-          for (int at = first; at < last; at += 2) block[at + 1] = uint8_t(s.block_type == kBlockQ4_0 ? 0x20 : 0x08);
+          const int first = s.block_type == kBlockQ6K ? 208 : 0, last = simple ? halves : s.block_type == kBlockQ6K ? 210 : 4;
+          for (int at = first; at < last; at += 2) block[at + 1] = uint8_t(s.format == kInt4 ? 0x20 : 0x08);
         }
     }
     for (const Bytes& target : back) std::memset(target.data, 0, bytes);
@@ -179,8 +180,10 @@ void layer(int seed) {
     constexpr int groups[] = {0, 32, 64, 128, 256};
     s.group = groups[pick(0, 4)];
     s.zeros = pick(0, 1);
+    s.biased = s.format == kInt5 || (!has_super_blocks(s.format) && !s.zeros && pick(0, 1));
     if (has_super_blocks(s.format)) s.block_type = s.format == kQ4K ? kBlockQ4K : s.format == kQ5K ? kBlockQ5K : kBlockQ6K;
-    else if (pick(0, 2) == 0) s.block_type = s.format == kInt4 ? kBlockQ4_0 : kBlockQ8_0;
+    else if (s.format == kInt5) s.block_type = kBlockQ5_1;
+    else if (pick(0, 2) == 0 && (s.format == kInt4 || !s.biased)) s.block_type = s.format == kInt8Groups ? kBlockQ8_0 : s.biased ? kBlockQ4_1 : kBlockQ4_0;
     if (s.block_type != 0) s.scale_type = kScaleF16, s.group = 32, s.zeros = 0;
   }
   // Four-bit inputs share bytes; blocks are whole.
