@@ -5,7 +5,7 @@
     python tools/gpu.py 3                 tuning, the effect of single switches, profiles
     python tools/gpu.py 4                 the complete layer, other weight formats, stress, tuned tiles
     python tools/gpu.py                   all four
-    python tools/gpu.py --dry-run         all four with stand-in timings, on any machine
+    python tools/gpu.py --dry-run         the parts of all four with their limits, on any machine
 
 The limits of a command's parts add up to less than nine minutes. After every part the output folder (--out, the
 variable OUT, or build/gpu/out) holds everything that exists by then, in at most eight files below 16 MiB: `state.json`,
@@ -49,8 +49,6 @@ class Part:
     arguments: tuple[str, ...]
     seconds: int
     """The limit after which it is ended."""
-    stand_in: float = 1.0
-    """Assumed seconds, for a dry run."""
 
 
 @dataclass(frozen=True)
@@ -82,61 +80,58 @@ def commands(work: Path, out: Path) -> tuple[Command, ...]:
     results, tuned = ("--results", str(out / "results.jsonl")), ("--folder", str(work / "tuned"))
     ceilings = ("--ceilings", str(work / "ceilings.json"))
 
-    def tests(name: str, *arguments: str, seconds: int, stand_in: float, workers: int = 8) -> Part:
+    def tests(name: str, *arguments: str, seconds: int, workers: int = 8) -> Part:
         options = ("-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", "-m", "gpu")
         report = f"--junitxml={work / 'tests' / name.replace(' ', '_')}.xml"
-        return Part(f"tests: {name}", (*options, report, *arguments), seconds, stand_in)
+        return Part(f"tests: {name}", (*options, report, *arguments), seconds)
 
-    def script(name: str, file: str, *arguments: str, seconds: int, stand_in: float) -> Part:
-        return Part(name, (file, *arguments), seconds, stand_in)
+    def script(name: str, file: str, *arguments: str, seconds: int) -> Part:
+        return Part(name, (file, *arguments), seconds)
 
-    def latency(experts: int, tiles: str, seconds: int, stand_in: float) -> Part:
+    def latency(experts: int, tiles: str, seconds: int) -> Part:
         chosen = ("--experts", str(experts), "--tiles", tiles, *tuned, "--seconds", str(seconds - 15))
-        file = "benchmarks/experts_gpu.py"
         name = f"latency: {experts} experts, {tiles} tiles"
-        return script(name, file, *chosen, *ceilings, *results, seconds=seconds, stand_in=stand_in)
+        return script(name, "benchmarks/experts_gpu.py", *chosen, *ceilings, *results, seconds=seconds)
 
     def versus(experts: int) -> Part:
         chosen = ("--experts", str(experts), "--seconds", "235", *ceilings, *results)
-        return script(
-            f"peers: {experts} experts", "benchmarks/experts_gpu_versus.py", *chosen, seconds=255, stand_in=190
-        )
+        return script(f"peers: {experts} experts", "benchmarks/experts_gpu_versus.py", *chosen, seconds=255)
 
     def tune(experts: int) -> Part:
         suspects = ("--suspects", str(work / "suspects.json"), "--seconds", "140")
         chosen = ("--experts", str(experts), *tuned, *suspects)
-        return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen, seconds=160, stand_in=150)
+        return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen, seconds=160)
 
     def switches(name: str) -> Part:
         chosen = ("--switch", name, *ceilings, *results)
-        return script(f"switch: {name}", "benchmarks/experts_gpu_versus.py", *chosen, seconds=50, stand_in=30)
+        return script(f"switch: {name}", "benchmarks/experts_gpu_versus.py", *chosen, seconds=50)
 
-    def layer(what: str, seconds: int, stand_in: float) -> Part:
+    def layer(what: str, seconds: int) -> Part:
         chosen = ("--what", what, *ceilings, *results)
-        return script(f"layer: {what}", "benchmarks/layer_gpu.py", *chosen, seconds=seconds, stand_in=stand_in)
+        return script(f"layer: {what}", "benchmarks/layer_gpu.py", *chosen, seconds=seconds)
 
     experts_file, ops_file = "tests/gpu/test_experts.py", "tests/gpu/test_ops.py"
     formats_file = "tests/gpu/test_weight_types.py"
     own = (
-        script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings[1], *results, seconds=35, stand_in=15),
-        tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120, stand_in=90),
-        tests("one tile of each engine at full size", experts_file, "-k", "smallest_tile", seconds=60, stand_in=35),
-        script("sanitizer", "benchmarks/gpu_tools.py", "sanitize", *results, seconds=55, stand_in=40),
-        latency(32, "built-in", 110, 65),
-        latency(256, "built-in", 130, 85),
+        script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings[1], *results, seconds=35),
+        tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120),
+        tests("one tile of each engine at full size", experts_file, "-k", "smallest_tile", seconds=60),
+        script("sanitizer", "benchmarks/gpu_tools.py", "sanitize", *results, seconds=55),
+        latency(32, "built-in", 110),
+        latency(256, "built-in", 130),
     )
     tuning = (tune(256), tune(32), *(switches(name) for name in ("pdl", "cg")), script(
-        "profile", "benchmarks/gpu_tools.py", "profile", *results, seconds=90, stand_in=60,
+        "profile", "benchmarks/gpu_tools.py", "profile", *results, seconds=90,
     ))  # fmt: skip
     layers = (
-        tests("layer and streams", "tests/gpu/test_layer.py", "tests/gpu/test_tiles.py", seconds=60, stand_in=40),
-        layer("eager and graph", 60, 40),
-        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=80, stand_in=50, workers=2),
-        layer("formats", 70, 50),
-        tests("mxfp4 and int8", formats_file, "-k", "smallest_tile or is_exact", seconds=60, stand_in=40),
-        tests("stress", "tests/gpu/test_stress.py", seconds=70, stand_in=45, workers=1),
-        latency(32, "tuned", 55, 30),
-        latency(256, "tuned", 65, 40),
+        tests("layer and streams", "tests/gpu/test_layer.py", "tests/gpu/test_tiles.py", seconds=60),
+        layer("eager and graph", 60),
+        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=80, workers=2),
+        layer("formats", 70),
+        tests("mxfp4 and int8", formats_file, "-k", "smallest_tile or is_exact", seconds=60),
+        tests("stress", "tests/gpu/test_stress.py", seconds=70, workers=1),
+        latency(32, "tuned", 55),
+        latency(256, "tuned", 65),
     )
     return (
         Command(1, "correctness, and the latency of this project's kernels", own),
@@ -286,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in chosen
         ]
     if given.dry_run:
-        return dry_run(chosen)
+        for each in chosen:
+            print(f"command {each.number}: {each.title}; {each.seconds} of {COMMAND_SECONDS} s at most")
+            print(*(f"  {part.seconds:3} s  {part.name}" for part in each.parts), sep="\n")
+        return 0
     state = resume(given.resume, out, work, fingerprint(ROOT))
     of_parts = environment(given.wheels, work)
 
@@ -295,25 +293,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpu_carry.pack(work, out)
 
     return queue(chosen, state, lambda part: process(part, of_parts, out / "log.txt"), after)
-
-
-def dry_run(chosen: Sequence[Command]) -> int:
-    """All commands with stand-in timings: their order, their budgets, and the report they would write."""
-    from tempfile import TemporaryDirectory
-
-    clock, lines = 0.0, list[dict[str, Any]]()
-
-    def run(part: Part) -> Result:
-        nonlocal clock
-        clock += part.stand_in
-        lines.extend(gpu_report.stand_ins(part.name))
-        return Result("passed", part.stand_in, "")
-
-    with TemporaryDirectory() as folder:
-        state = State(Path(folder) / "state.json", "stand-in")
-        status = queue(chosen, state, run, lambda: None, lambda: clock)
-    sys.stdout.write(gpu_report.page(lines) if lines else "no results\n")
-    return status
 
 
 if __name__ == "__main__":

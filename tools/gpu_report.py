@@ -3,13 +3,13 @@
     python tools/gpu_report.py --results build/gpu/out/results.jsonl
 
 A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "switch", "tool". Of several
-latencies of the same case the last one counts. Stand-in timings of a dry run are marked, and never written to the docs.
+latencies of the same case the last one counts.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,6 @@ HEAD = (
     "case", "contender", "median us", "p25", "p75", "GB/s", "TFLOP/s", "of floor", "SM MHz", "error", "time / ours",
 )  # fmt: skip
 Line = dict[str, Any]
-STAND_IN_PARTS: Mapping[str, tuple[tuple[str, float], ...]] = {
-    "latency: {e} experts, built-in tiles": (("moe_mk, Triton", 1.30), ("moe_mk, Gluon", 1.15)),
-    "latency: {e} experts, tuned tiles": (("moe_mk, tuned", 1.10),),
-    "peers: {e} experts": (
-        ("moe_mk, Triton", 1.25), ("DeepGEMM, contiguous", 1.9), ("DeepGEMM, masked", 1.8), ("vLLM, Triton", 1.6),
-    ),
-}  # fmt: skip
-"""Latencies that a part writes in a dry run, as multiples of the floor."""
 
 
 def read(file: Path) -> list[Line]:
@@ -75,7 +67,7 @@ def page(lines: Sequence[Line]) -> str:
     """Everything that was measured. Raises ValueError without results."""
     if not lines:
         raise ValueError("no results; nothing to report")
-    parts = ["Stand-in timings, not measured.\n"] if any(line.get("stand_in") for line in lines) else []
+    parts: list[str] = []
     ceilings = [line for line in lines if line["kind"] == "ceilings"]
     if ceilings:
         last = ceilings[-1]
@@ -100,26 +92,6 @@ def page(lines: Sequence[Line]) -> str:
     return "\n".join(parts)
 
 
-def stand_ins(part: str) -> list[Line]:
-    """What a part writes in a dry run."""
-    if part == "ceilings":
-        versions = {"torch": "0", "triton": "0"}
-        rates = {"read_gbs": 4400.0, "copy_gbs": 4300.0, "fp8_tflops": 1500.0}
-        return [{"kind": "ceilings", "device": "no device", "versions": versions, "stand_in": True, **rates}]
-    made: list[Line] = []
-    for pattern, contenders in STAND_IN_PARTS.items():
-        for experts in (32, 256):
-            if part != pattern.format(e=experts):
-                continue
-            for tokens, floor in ((1, 80.0), (16, 320.0), (128, 340.0), (1024, 530.0), (8192, 4300.0)):
-                for name, times in contenders:
-                    median = floor * times
-                    line: Line = {"kind": "latency", "case": f"{experts} experts, {tokens} tokens", "contender": name}
-                    line |= {"order": [experts, tokens], "median_us": median, "p25_us": median, "p75_us": median}
-                    made.append(line | {"of_floor": 1 / times, "stand_in": True})
-    return made
-
-
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -134,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(arguments)
     lines = read(given.results)
-    if not latest(lines) or any(line.get("stand_in") for line in lines):
+    if not latest(lines):
         sys.stdout.write(f"no measured results in {given.results}; {given.page} stays as it is\n")
         return 1
     old = given.page.read_text(encoding="utf-8")

@@ -29,22 +29,19 @@ def test_four_commands_end_within_nine_minutes_and_name_files_that_are_there() -
     for command in queue:
         assert command.seconds <= NINE_MINUTES, command.title
     for part in parts:
-        assert part.stand_in < part.seconds - 5, "ended five seconds before its limit"
         files = [word for word in part.arguments if word.endswith(".py")]
         assert files and all((gpu.ROOT / file).is_file() for file in files)
         asked = [float(part.arguments[at + 1]) for at, word in enumerate(part.arguments) if word == "--seconds"]
         assert all(seconds < part.seconds - 5 for seconds in asked), "a part ends by itself before it is ended"
 
 
-def test_a_dry_run_shows_the_order_the_budgets_and_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_order_and_the_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run"]) == 0
     shown = capsys.readouterr().out
     order = ["command 1", "ceilings", "tests: ops", "latency: 256 experts, built-in", "command 2", "peers: 32"]
     order += ["command 3", "tune: 256", "switch: pdl", "command 4", "tests: stress", "latency: 256 experts, tuned"]
     assert sorted(order, key=shown.index) == order
-    assert shown.count(f"of {NINE_MINUTES} s at most") == 4 and "later" not in shown
-    assert "Stand-in timings, not measured." in shown
-    assert "| 32 experts, 128 tokens | vLLM, Triton | 544.0 |" in shown and shown.count("| 256 experts, ") == 30
+    assert shown.count(f"of {NINE_MINUTES} s at most") == 4 and "160 s  tune: 32 experts" in shown
 
 
 def part(name: str, seconds: int = 100, *arguments: str) -> Part:
@@ -150,8 +147,7 @@ def test_without_measured_results_there_is_no_report(tmp_path: Path) -> None:
     file, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     page.write_text("page")
     assert gpu_report.main(["--results", str(file), "--page", str(page)]) == 1
-    file.write_text(json.dumps(latency("moe_mk, Triton", 1.0, stand_in=True)) + "\n")
-    assert gpu_report.main(["--results", str(file), "--page", str(page)]) == 1 and page.read_text() == "page"
+    assert page.read_text() == "page"
     gpu.write_report(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
     with pytest.raises(ValueError, match="no results"):
