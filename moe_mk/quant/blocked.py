@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.reference.scaled_blocks import blocks_of, spread
+from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, spread
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 WHOLE = 2**31 - 1
@@ -122,6 +123,17 @@ class BlockedScheme(QuantScheme):
             return scales
         parts = q.global_scale.shape[-2]
         return scales * spread(q.global_scale, n, k, (-(-n // max(parts, 1)), WHOLE))
+
+    def by_amax(self, x: Tensor, scales_of: Callable[[Tensor], Tensor]) -> QuantTensor:
+        """Quantise (rows, columns), with any leading dimensions, each block by its own amax.
+
+        scales_of: scales of the largest magnitudes of the blocks, in f32. Raises ShapeError, see `expect_even`.
+        """
+        n, k = x.shape[-2:]
+        self.expect_even(k)
+        scales = scales_of(block_amax(x, self.block))
+        values = self.element.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
+        return QuantTensor(values.contiguous(), scales.to(self.scale_dtype), self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
         """Values times scale in f32, rounded once."""

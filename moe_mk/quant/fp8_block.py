@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.kernels.reference.quantize import dequantize_blocks, quantize_blocks, quantize_rows
-from moe_mk.kernels.reference.scaled_blocks import fitted
+from moe_mk.kernels.reference.quantize import scales_of
 from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 
@@ -51,22 +50,8 @@ class Fp8Block(Fp8):
         return torch.float8_e8m0fnu if self.ue8m0 else torch.float32
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""
-        leading, (n, k) = x.shape[:-2], x.shape[-2:]
-        block = fitted(n, k, self.block)
-        if self.rows == 1:
-            values, scales = quantize_rows(x.reshape(-1, k), block[1], power_of_two=self.ue8m0)
-        elif x.dim() == 2:
-            values, scales = quantize_blocks(x, block, power_of_two=self.ue8m0)
-        else:
-            parts = [quantize_blocks(piece, block, power_of_two=self.ue8m0) for piece in x.reshape(-1, n, k)]
-            values, scales = (torch.stack(part) for part in zip(*parts, strict=True))
-        scales = scales.reshape(*leading, *self.scale_shape(n, k)).to(self.scale_dtype)
-        return QuantTensor(values.reshape(x.shape), scales, self)
-
-    def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        assert q.scales is not None
-        return dequantize_blocks(q.values, q.scales, fitted(q.shape[-2], q.shape[-1], self.sides_of(q)), dtype)
+        """Each block by its own amax."""
+        return self.by_amax(x, lambda amax: scales_of(amax, power_of_two=self.ue8m0))
 
 
 FP8_128x128 = Fp8Block("fp8_128x128", 128, 128)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference.quantize import linear_scales
-from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
 from moe_mk.quant.blocked import INT8, WHOLE, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 
@@ -57,10 +56,7 @@ class Int8Block(BlockedScheme):
         return crest / INT8.largest / math.sqrt(12.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        n, k = x.shape[-2:]
-        scales = linear_scales(block_amax(x, self.block), INT8.largest)
-        values = INT8.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
-        return QuantTensor(values, scales, self)
+        return self.by_amax(x, lambda amax: linear_scales(amax, INT8.largest))
 
 
 INT8_CHANNEL = Int8Block("int8_channel", 1, WHOLE)

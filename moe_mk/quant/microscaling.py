@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference.quantize import power_of_two_scales
-from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
 from moe_mk.quant.blocked import E2M1, E4M3, BlockedScheme, Element, expected_error
 from moe_mk.quant.tensor import QuantTensor
 
@@ -48,15 +47,8 @@ class Microscaled(BlockedScheme):
         return expected_error(self.element, octave / self.element.largest, self.columns)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Quantise (rows, columns), with any leading dimensions, each group by its own amax.
-
-        Raises ShapeError for an odd number of columns where two values share a byte.
-        """
-        n, k = x.shape[-2:]
-        self.expect_even(k)
-        scales = power_of_two_scales(block_amax(x, self.block), self.element.largest)
-        values = self.element.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
-        return QuantTensor(values, scales.to(self.scale_dtype), self)
+        """Each group by its own amax. Raises ShapeError for an odd number of columns where two values share a byte."""
+        return self.by_amax(x, lambda amax: power_of_two_scales(amax, self.element.largest))
 
 
 MXFP8 = Microscaled("mxfp8", E4M3)

@@ -1,8 +1,6 @@
-"""Quantise activations and weights, and compute scales from the largest magnitudes.
+"""Quantise activations, and compute scales from the largest magnitudes.
 
 rows      x (m, k) -> values (m, k) fp8 e4m3, scales (m, ceil(k / group)) f32; the last group may be shorter
-blocks    w (n, k) -> values (n, k) fp8 e4m3, scales (ceil(n / rows), ceil(k / columns)) f32; blocks at the edges
-          may be smaller
 scales    amax f32 -> scale f32 that the scale's own format holds exactly: f32, a power of two (E8M0), or FP8 under
           a global scale. A block of zeros gets 1 or the smallest scale, never 0; NaN or infinity in a block makes
           its scale NaN, so that the block dequantises to NaN.
@@ -12,6 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
 
 FP8_MAX = 448.0
 
@@ -25,15 +25,9 @@ def quantize_rows(x: Tensor, group: int, *, power_of_two: bool = False) -> tuple
     even. An amax never clips: the rounded scale is at least the exact one.
     Source: DeepSeek-V3 technical report, section 3.3.2 (fine-grained quantisation, 1x128 tiles).
     """
-    m, k = x.shape
-    groups = -(-k // group)
-    padded = x.to(torch.float32)
-    if groups * group != k:
-        padded = torch.nn.functional.pad(padded, (0, groups * group - k))
-    pieces = padded.reshape(m, groups, group)
-    scales = scales_of(pieces.abs().amax(dim=2), power_of_two=power_of_two)
-    values = (pieces / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return values.reshape(m, groups * group)[:, :k].contiguous(), scales
+    scales = scales_of(block_amax(x, (1, group)), power_of_two=power_of_two)
+    values = (x.to(torch.float32) / spread(scales, *x.shape, (1, group))).clamp(-FP8_MAX, FP8_MAX)
+    return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def scales_of(amax: Tensor, *, power_of_two: bool) -> Tensor:
@@ -50,27 +44,6 @@ def round_up_to_power_of_two(scales: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(scales)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
-
-
-def quantize_blocks(w: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise each block of a weight by its own largest magnitude; the scale multiplies in dequantisation."""
-    (n, k), (rows, columns) = w.shape, block
-    tall, wide = -(-n // rows), -(-k // columns)
-    padded = w.to(torch.float32)
-    if (tall * rows, wide * columns) != (n, k):
-        padded = torch.nn.functional.pad(padded, (0, wide * columns - k, 0, tall * rows - n))
-    blocks = padded.reshape(tall, rows, wide, columns)
-    scales = scales_of(blocks.abs().amax(dim=(1, 3)), power_of_two=power_of_two)
-    values = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return values.reshape(tall * rows, wide * columns)[:n, :k].contiguous(), scales
-
-
-def dequantize_blocks(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiply each block by its scale in f32 and round once to `dtype`. Leading dimensions are preserved."""
-    (n, k), (rows, columns) = values.shape[-2:], block
-    spread = scales.to(torch.float32).repeat_interleave(rows, dim=-2)[..., :n, :]
-    spread = spread.repeat_interleave(columns, dim=-1)[..., :k]
-    return (values.to(torch.float32) * spread).to(dtype)
 
 
 SMALLEST_POWER = 2.0**-126

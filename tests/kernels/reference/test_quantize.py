@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from moe_mk.kernels.reference.quantize import (
     AMAX_FLOOR,
     FP8_MAX,
-    dequantize_blocks,
     fp8_scales,
     global_scales,
     linear_scales,
     power_of_two_scales,
-    quantize_blocks,
     quantize_rows,
     round_up_to_power_of_two,
     scales_of,
 )
+from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
+from moe_mk.quant.tensor import QuantTensor
 from tests.support.draws import normal
 
 F32_MAX = torch.finfo(torch.float32).max
@@ -42,11 +42,11 @@ def test_a_row_by_hand() -> None:
 def test_blocks_by_hand() -> None:
     # 2 x 2 blocks of a 3 x 3 weight: the lower and right ones are what is left of it.
     w = torch.tensor([[1.0, 2.0, 8.0], [3.0, 4.0, 0.0], [0.0, 16.0, -32.0]])
-    values, scales = quantize_blocks(w, (2, 2), power_of_two=True)
+    q = weight_scheme((2, 2), ue8m0=True).quantize(w)
     # amax 4 8 / 16 32, divided by 448 and rounded up: 1/64 1/32 / 1/16 1/8
-    assert scales.tolist() == [[1 / 64, 1 / 32], [1 / 16, 1 / 8]]
-    assert values.float().tolist() == [[64.0, 128.0, 256.0], [192.0, 256.0, 0.0], [0.0, 256.0, -256.0]]
-    assert torch.equal(dequantize_blocks(values, scales, (2, 2), torch.float32), w)
+    assert q.scales is not None and q.scales.float().tolist() == [[1 / 64, 1 / 32], [1 / 16, 1 / 8]]
+    assert q.values.float().tolist() == [[64.0, 128.0, 256.0], [192.0, 256.0, 0.0], [0.0, 256.0, -256.0]]
+    assert torch.equal(q.dequantize(torch.float32), w)
 
 
 @pytest.mark.row(98)
@@ -74,8 +74,9 @@ def test_each_token_has_a_scale_for_every_started_group_of_128(columns: int, pow
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (1, 129), (127, 1)])
 def test_each_block_is_within_half_a_spacing_of_e4m3(shape: tuple[int, int], power_of_two: bool) -> None:
     w = normal(*shape) * torch.linspace(-9, 3, shape[1]).exp2()
-    values, scales = quantize_blocks(w, (128, 128), power_of_two=power_of_two)
-    back = dequantize_blocks(values, scales, (128, 128), torch.float32)
+    q = weight_scheme((128, 128), ue8m0=power_of_two).quantize(w)
+    assert q.scales is not None
+    back, scales = q.dequantize(torch.float32), q.scales.float()
     assert scales.shape == (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -90,17 +91,17 @@ def test_each_block_is_within_half_a_spacing_of_e4m3(shape: tuple[int, int], pow
 
 @pytest.mark.row(96)
 def test_deepseek_v3_weights_have_56_by_16_scales() -> None:
-    values, scales = quantize_blocks(torch.ones(2048, 7168), (128, 128))
-    assert values.shape == (2048, 7168) and scales.shape == (16, 56)
+    q = weight_scheme((128, 128)).quantize(torch.ones(2048, 7168))
+    assert q.values.shape == (2048, 7168) and q.scales is not None and q.scales.shape == (16, 56)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_zeros_are_zeros_and_not_nan(power_of_two: bool) -> None:
     w = torch.zeros(256, 128)
     w[200, 3] = -1.0
-    values, scales = quantize_blocks(w, (128, 128), power_of_two=power_of_two)
-    assert torch.equal(dequantize_blocks(values, scales, (128, 128), torch.float32), w)
-    assert 0 < float(scales[0, 0]) < 1e-12
+    q = weight_scheme((128, 128), ue8m0=power_of_two).quantize(w)
+    assert torch.equal(q.dequantize(torch.float32), w)
+    assert q.scales is not None and 0 < float(q.scales[0, 0]) < 1e-12
     values, scales = quantize_rows(torch.zeros(2, 256), 128, power_of_two=power_of_two)
     assert not values.float().any() and torch.isfinite(scales).all() and (scales > 0).all()
 
@@ -123,12 +124,13 @@ def test_scales_of_extreme_amax_by_hand() -> None:
         assert scales[5:].isnan().all() and scales[:5].isfinite().all() and (scales[:5] > 0).all()
 
 
-@pytest.mark.parametrize("quantize", [lambda x: quantize_rows(x, 128), lambda x: quantize_blocks(x, (128, 128))])
-def test_fp8_bytes_and_scales_are_those_of_ml_dtypes(quantize: object) -> None:
-    assert callable(quantize)
+@pytest.mark.parametrize("rows", [1, 128])
+def test_fp8_bytes_and_scales_are_those_of_ml_dtypes(rows: int) -> None:
     x = normal(130, 300, seed=1)
     x[:, 150:] *= 2.0**-9  # into the subnormals of e4m3, in the same groups as large numbers
-    values, scales = quantize(x)
+    q = weight_scheme((rows, 128)).quantize(x)
+    values, scales = q.values, q.scales
+    assert scales is not None
     wide = scales.repeat_interleave(x.shape[0] // scales.shape[0] if len(scales) == len(x) else 128, 0)[: x.shape[0]]
     divided = x.numpy() / wide.repeat_interleave(128, 1)[:, : x.shape[1]].numpy()
     expected = divided.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -196,12 +198,11 @@ def test_the_default_dtype_of_the_host_changes_nothing(default: torch.dtype) -> 
 def test_other_dtypes_are_read_in_f32_and_left_alone(dtype: torch.dtype) -> None:
     x = normal(4, 130).to(dtype)
     before = x.clone()
-    for narrow, wide in (
-        (quantize_rows(x, 128), quantize_rows(x.float(), 128)),
-        (quantize_blocks(x, (2, 128)), quantize_blocks(x.float(), (2, 128))),
-    ):
-        assert torch.equal(narrow[0].view(torch.uint8), wide[0].view(torch.uint8))
-        assert narrow[1].dtype == torch.float32 and torch.equal(narrow[1], wide[1])
+    for scheme in (weight_scheme((1, 128)), weight_scheme((2, 128))):
+        narrow, wide = scheme.quantize(x), scheme.quantize(x.float())
+        assert narrow.scales is not None and wide.scales is not None
+        assert torch.equal(narrow.values.view(torch.uint8), wide.values.view(torch.uint8))
+        assert narrow.scales.dtype == torch.float32 and torch.equal(narrow.scales, wide.scales)
     assert torch.equal(x, before)
 
 
@@ -209,11 +210,11 @@ def test_dequantising_rounds_once_and_carries_leading_dimensions() -> None:
     # 1.75 * (1 + 2^-8) = 1.7568...: one rounding to bf16 from f32, not from a rounded scale.
     values = torch.tensor([[1.75, 1.0]]).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1 + 2.0**-8]])
-    back = dequantize_blocks(values, scales, (1, 2), torch.bfloat16)
+    back = QuantTensor(values, scales, weight_scheme((1, 2))).dequantize(torch.bfloat16)
     assert torch.equal(back, torch.tensor([[1.75 * (1 + 2.0**-8), 1 + 2.0**-8]]).bfloat16())
-    stack = [quantize_blocks(normal(5, 7, seed=seed), (2, 3)) for seed in range(3)]
-    together = dequantize_blocks(
-        torch.stack([v for v, _ in stack]), torch.stack([s for _, s in stack]), (2, 3), torch.float32
-    )
-    for index, (v, s) in enumerate(stack):
-        assert torch.equal(together[index], dequantize_blocks(v, s, (2, 3), torch.float32))
+    scheme, parts = Fp8Block("odd", 2, 3), [normal(5, 7, seed=seed) for seed in range(3)]
+    together = scheme.quantize(torch.stack(parts))
+    for index, part in enumerate(parts):
+        alone = scheme.quantize(part)
+        assert torch.equal(together[index].values.view(torch.uint8), alone.values.view(torch.uint8))
+        assert torch.equal(together.dequantize(torch.float32)[index], alone.dequantize(torch.float32))
