@@ -105,7 +105,7 @@ def deep_gemm_contiguous(weights: ExpertWeights, tokens: RowTokens) -> Call:
     def call() -> Tensor:
         first, second = (weights.w13.values, weights.w13.scales), (weights.w2.values, weights.w2.scales)
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, scales), first, wide, experts)
-        values, made = activation_quantize(wide, "silu", 128, column_major=True)
+        values, made = activation_quantize(wide, "silu", 128)
         made = deep_gemm.get_mn_major_tma_aligned_tensor(made)
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((values, made), second, y, experts)
         return y

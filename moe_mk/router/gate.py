@@ -116,28 +116,27 @@ def gate_logits(x_TH: Tensor, weight_EH: Tensor, router_dtype: str = "float32", 
     expect("gate weight", weight_EH, "E H", weight_dtypes, x_TH.device, H=x_TH.shape[1])
     if tier == "plain":
         return linear(x_TH, weight_EH) if router_dtype == "model" else linear(x_TH.float(), weight_EH.float())
-    if tier == "bf16_to_fp32":
-        if problems := mixed_gemm_problems(x_TH, weight_EH, router_dtype):
-            raise UnsupportedError("gate tier 'bf16_to_fp32' cannot run", problems)
-        return mixed_gemm(x_TH, weight_EH)
+    if tier in ("bf16_to_fp32", "small_m"):
+        if problems := tier_problems(tier, x_TH, weight_EH, router_dtype):
+            raise UnsupportedError(f"gate tier {tier!r} cannot run", problems)
+        return mixed_gemm(x_TH, weight_EH) if tier == "bf16_to_fp32" else small_m_gemm(x_TH, weight_EH)
     if tier == "native":
         raise UnsupportedError(
             "gate tier 'native' gives no logits alone",
             ["it chooses in the same call; use router.native.route_natively"],
         )
-    if tier == "small_m":
-        if problems := small_m_problems(x_TH, weight_EH, router_dtype):
-            raise UnsupportedError("gate tier 'small_m' cannot run", problems)
-        return small_m_gemm(x_TH, weight_EH)
     raise ConfigError(f"gate tier {tier!r} is unknown{did_you_mean(tier, get_args(GateTier))}")
 
 
-def mixed_gemm_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> list[str]:
-    """List why these tensors cannot take the tier that reads bf16 and writes f32."""
+def tier_problems(tier: str, x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> list[str]:
+    """List why these tensors cannot take a tier that reads bf16 and writes f32."""
     reasons: list[str] = []
     if x_TH.device.type != "cuda":
-        reasons.append(f"torch.mm(out_dtype=) needs a CUDA device, x is on {x_TH.device}; use tier='plain'")
-    for name, tensor in (("x", x_TH), ("gate weight", weight_EH)):
+        kernel = "its kernel" if tier == "small_m" else "torch.mm(out_dtype=)"
+        reasons.append(f"{kernel} needs a CUDA device, x is on {x_TH.device}; use tier='plain'")
+    if tier == "small_m" and x_TH.shape[0] > SMALL_M_MAX_TOKENS:
+        reasons.append(f"serves at most {SMALL_M_MAX_TOKENS} tokens, got {x_TH.shape[0]}; use tier='bf16_to_fp32'")
+    for name, tensor in () if tier == "small_m" else (("x", x_TH), ("gate weight", weight_EH)):
         if tensor.dtype is not torch.bfloat16:
             reasons.append(f"reads torch.bfloat16, {name} is {tensor.dtype}; use tier='plain'")
     if router_dtype != "float32":
@@ -148,18 +147,6 @@ def mixed_gemm_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> l
 def mixed_gemm(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """Multiply bf16 by bf16 and keep the f32 accumulator: one GEMM, no f32 copy of either operand."""
     return torch.mm(x_TH, weight_EH.T, out_dtype=torch.float32)
-
-
-def small_m_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> list[str]:
-    """List why these tensors cannot take the kernel for few tokens."""
-    reasons: list[str] = []
-    if x_TH.device.type != "cuda":
-        reasons.append(f"its kernel needs a CUDA device, x is on {x_TH.device}; use tier='plain'")
-    if x_TH.shape[0] > SMALL_M_MAX_TOKENS:
-        reasons.append(f"serves at most {SMALL_M_MAX_TOKENS} tokens, got {x_TH.shape[0]}; use tier='bf16_to_fp32'")
-    if router_dtype != "float32":
-        reasons.append(f"writes float32 logits, router_dtype is {router_dtype!r}; use tier='plain'")
-    return reasons
 
 
 def small_m_gemm(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

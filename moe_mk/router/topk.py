@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import profile_here
-from moe_mk.kernels.reference import grouped_topk as grouped_reference
-from moe_mk.kernels.reference import topk as reference
+from moe_mk.kernels.reference import grouped_topk as reference
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
@@ -49,9 +48,19 @@ def topk(
             f"top_k={top_k} experts cannot be chosen among E={num_experts}; use top_k in [1, {num_experts}]"
         )
     raise_all("topk", problems + ids_problems(ids_dtype))
-    given = (scoring_func, renormalize, routed_scaling_factor, e_score_correction_bias, score_dtype)
-    fused = fused_kernels(router_logits, top_k, 1, scoring_func, e_score_correction_bias, score_dtype)
-    weights_TK, ids_TK = (reference if fused is None else fused).topk(router_logits, top_k, *given)
+    given = (scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor, score_dtype)
+    return _chosen(router_logits, top_k, 1, 1, *given, ids_dtype)
+
+
+def _chosen(
+    router_logits: Tensor, top_k: int, num_expert_group: int, topk_group: int, scoring_func: str, bias: Tensor | None,
+    renormalize: bool, factor: float, score_dtype: torch.dtype, ids_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weights and ids by the kernels that compute this case, of checked arguments."""
+    fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, bias, score_dtype)
+    weights_TK, ids_TK = (fused or reference).grouped_topk(
+        router_logits, top_k, num_expert_group, topk_group, scoring_func, bias, renormalize, factor, score_dtype
+    )
     return weights_TK, ids_TK.to(ids_dtype)
 
 
@@ -147,13 +156,8 @@ def grouped_topk(
     problems = scoring_problems(scoring_func, routed_scaling_factor, score_dtype)
     problems += group_problems(router_logits.shape[1], top_k, num_expert_group, topk_group)
     raise_all("grouped_topk", problems + ids_problems(ids_dtype))
-    given = (
-        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
-        routed_scaling_factor, score_dtype,
-    )  # fmt: skip
-    fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, e_score_correction_bias, score_dtype)
-    weights_TK, ids_TK = grouped_reference.grouped_topk(*given) if fused is None else fused.grouped_topk(*given)
-    return weights_TK, ids_TK.to(ids_dtype)
+    given = (scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor, score_dtype)
+    return _chosen(router_logits, top_k, num_expert_group, topk_group, *given, ids_dtype)
 
 
 def group_problems(num_experts: int, top_k: int, num_expert_group: int, topk_group: int) -> list[str]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.grouped_topk import grouped_topk
-from moe_mk.kernels.reference.topk import topk
 from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant import SCHEMES, BlockedScheme
 from moe_mk.quant.gguf import GGUF, mxfp4_of_gguf
@@ -37,7 +36,6 @@ def test_a_format_is_made_and_read_on_its_device(scheme: QuantScheme) -> None:
 
 
 FUNCTIONS: dict[str, Callable[[], object]] = {
-    "topk": lambda: topk(empty(8, 16), 2, "sigmoid", True, 1.0, empty(16), torch.float32),
     "grouped_topk": lambda: grouped_topk(empty(8, 16), 2, 4, 2, "sigmoid", empty(16), True, 1.0, torch.float32),
     "activation": lambda: activation("swiglu_oai", empty(8, 16), empty(8, 16), alpha=1.7, limit=7.0),
     "mxfp4 of gguf": lambda: mxfp4_to_gguf(mxfp4_of_gguf(empty(8, 34, dtype=torch.uint8))),

@@ -12,7 +12,7 @@ from moe_mk.layer.gate import Gate
 from moe_mk.quant import BF16 as PLAIN_BF16
 from moe_mk.router import GateChoice, choose_gate_tier, gate_logits
 from moe_mk.router import gate as gate_module
-from moe_mk.router.gate import mixed_gemm_problems, small_m_gemm
+from moe_mk.router.gate import small_m_gemm, tier_problems
 from tests.support.draws import normal
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -169,14 +169,14 @@ def test_no_tokens_and_strided_input() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a CUDA device")
 def test_every_tensor_and_the_logits_may_stand_in_the_way_of_the_mixed_gemm() -> None:
     low, high = torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4)
-    alone = mixed_gemm_problems(low, low, "float32")
+    alone = tier_problems("bf16_to_fp32", low, low, "float32")
     assert [text.partition(",")[0] for text in alone] == ["torch.mm(out_dtype=) needs a CUDA device"]
     for given, problem in (
         ((high, low, "float32"), "reads torch.bfloat16, x is torch.float32; use tier='plain'"),
         ((low, high, "float32"), "reads torch.bfloat16, gate weight is torch.float32; use tier='plain'"),
         ((low, low, "bfloat16"), "writes float32 logits, router_dtype is 'bfloat16'; use tier='plain'"),
     ):
-        assert mixed_gemm_problems(*given) == [*alone, problem]
+        assert tier_problems("bf16_to_fp32", *given) == [*alone, problem]
 
 
 def test_tiers_that_cannot_run_here_say_why() -> None:

@@ -1,4 +1,4 @@
-"""Group-limited top-k routing: keep the best groups of experts, then choose k experts inside them.
+"""Top-k routing, plain and group-limited: keep the best groups of experts, then choose k experts inside them.
 
 Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). No synchronisation, no
 value-dependent shapes. Experts of one group are contiguous: group g holds ids [g * E/G, (g + 1) * E/G).
@@ -30,7 +30,9 @@ def grouped_topk(
     scores_TE = expert_scores(router_logits, scoring_func, score_dtype)
     biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
     num_counted = 1 if e_score_correction_bias is None else 2
-    kept_TE = mask_other_groups(biased_TE, num_expert_group, topk_group, num_counted)
+    kept_TE = biased_TE
+    if topk_group < num_expert_group:
+        kept_TE = mask_other_groups(biased_TE, num_expert_group, topk_group, num_counted)
     exact_TE = exact_scores(router_logits, scores_TE, scoring_func, score_dtype)
     weights_TK, ids_TK = weigh_best(exact_TE, kept_TE, top_k, renormalize, routed_scaling_factor)
     return drop_undecidable(weights_TK, ids_TK, biased_TE)

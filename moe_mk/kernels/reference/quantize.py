@@ -26,7 +26,7 @@ def quantize_rows(x: Tensor, group: int, *, power_of_two: bool = False) -> tuple
     Source: DeepSeek-V3 technical report, section 3.3.2 (fine-grained quantisation, 1x128 tiles).
     """
     scales = scales_of(block_amax(x, (1, group)), power_of_two=power_of_two)
-    values = (x.to(torch.float32) / spread(scales, *x.shape, (1, group))).clamp(-FP8_MAX, FP8_MAX)
+    values = (x.to(torch.float32) / spread(scales, x.shape[0], x.shape[1], (1, group))).clamp(-FP8_MAX, FP8_MAX)
     return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 

@@ -1,7 +1,6 @@
-"""Top-k routing: score every expert, choose k of them, and compute their weights.
+"""Parts of top-k routing: score every expert, choose k of them, and compute their weights.
 
-Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). No synchronisation, no
-value-dependent shapes. The functions are shared with grouped_topk.py.
+No synchronisation, no value-dependent shapes.
 """
 
 from __future__ import annotations
@@ -11,23 +10,6 @@ from torch import Tensor
 
 # Keeps 0/0 away when every chosen score has underflowed; too small to change any f32 sum above 1e-13.
 RENORMALIZE_EPSILON = 1e-20
-
-
-def topk(
-    router_logits: Tensor,
-    top_k: int,
-    scoring_func: str,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    e_score_correction_bias: Tensor | None,
-    score_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts, weighted by their unbiased scores."""
-    scores_TE = expert_scores(router_logits, scoring_func, score_dtype)
-    biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
-    exact_TE = exact_scores(router_logits, scores_TE, scoring_func, score_dtype)
-    weights_TK, ids_TK = weigh_best(exact_TE, biased_TE, top_k, renormalize, routed_scaling_factor)
-    return drop_undecidable(weights_TK, ids_TK, biased_TE)
 
 
 def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Quantise activations: to FP8 e4m3, one scale for every group of columns of a row; to FP8 or INT8, one scale a row.
 
-Reads x (m, k) once, writes values (m, k) fp8 and one scale a group: f32, row-major or column-major. Moves
+Reads x (m, k) once, writes values (m, k) fp8 and one f32 scale a group. Moves
 3 m k + 4 m k / group bytes of bf16 input; with an activation before it, whose input is (m, 2 k), 5 m k + 4 m k / group.
 Equal to the reference bit for bit: the divisions are IEEE divisions.
 """
@@ -19,26 +19,8 @@ from moe_mk.kernels.triton.numerics import hidden_of, scale_of, to_e4m3
 GROUPS_A_PROGRAM = 8
 
 
-def quantize_rows(
-    x: Tensor, group: int, *, power_of_two: bool = False, column_major: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Quantise each 1 x group piece of a row by its own largest magnitude.
-
-    group: a power of two. column_major: scales of adjacent rows are contiguous, (m, groups) with strides (1, m).
-    """
-    m, k = x.shape
-    groups = triton.cdiv(k, group)
-    values = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
-    if column_major:
-        scales = torch.empty((groups, m), dtype=torch.float32, device=x.device).T
-    else:
-        scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
-    quantize_rows_into(x, values, scales, group, power_of_two=power_of_two)
-    return values, scales
-
-
 def quantize_rows_into(x: Tensor, values: Tensor, scales: Tensor, group: int, *, power_of_two: bool = False) -> None:
-    """Quantise into existing tensors; the strides of `scales` define its layout."""
+    """Quantise each 1 x group piece of a row by its own largest magnitude. group: a power of two."""
     m, k = x.shape
     if m == 0:
         return
@@ -135,7 +117,6 @@ def activation_quantize(
     group: int,
     *,
     power_of_two: bool = False,
-    column_major: bool = False,
     alpha: float = 1.0,
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -146,8 +127,7 @@ def activation_quantize(
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     groups = triton.cdiv(width, group)
     values = torch.empty((m, width), dtype=torch.float8_e4m3fn, device=gate_up.device)
-    scales = torch.empty((groups, m) if column_major else (m, groups), dtype=torch.float32, device=gate_up.device)
-    scales = scales.T if column_major else scales
+    scales = torch.empty((m, groups), dtype=torch.float32, device=gate_up.device)
     if values.numel():
         _activation_quantize[(m, triton.cdiv(groups, GROUPS_A_PROGRAM))](
             gate_up, values, scales, width, gate_up.stride(0), scales.stride(0), scales.stride(1),

@@ -2,8 +2,8 @@
 
 Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program per
 token; experts are held as groups x experts of a group in registers, both padded to a power of two. Of equal scores the
-lower id is chosen, as in the reference. `topk` is the grouped kernel with a single group. Scores are f32; the weights
-of the K choices are computed in f64 and rounded once.
+lower id is chosen, as in the reference. Scores are f32; the weights of the K choices are computed in f64 and rounded
+once.
 
 `placed_topk` also counts the choices, by one atomic addition each, and writes the physical expert of each choice from a
 table (E): a layer with one copy of every expert needs no further launch between its gate and its experts.
@@ -227,19 +227,3 @@ def _place(load_ptr, physical_of_ptr, physical_ptr, ids, choice, inside, KS: tl.
     chosen = inside & (ids >= 0)
     tl.atomic_add(load_ptr + ids, tl.full([KS], 1, tl.int64), mask=chosen, sem="relaxed")
     tl.store(physical_ptr + choice, tl.load(physical_of_ptr + ids, mask=chosen, other=-1), mask=inside)
-
-
-def topk(
-    router_logits: Tensor,
-    top_k: int,
-    scoring_func: str,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    e_score_correction_bias: Tensor | None,
-    score_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts, weighted by their unbiased scores."""
-    return grouped_topk(
-        router_logits, top_k, 1, 1, scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor,
-        score_dtype,
-    )  # fmt: skip

@@ -7,7 +7,6 @@ from torch import Tensor
 from moe_mk import permute
 from moe_mk.kernels.reference import grouped_topk as reference_grouped_topk
 from moe_mk.kernels.reference import quantize as reference
-from moe_mk.kernels.reference import topk as reference_topk
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton import align as align_module
 from moe_mk.kernels.triton.align import SMALL, STEP, align
@@ -18,12 +17,12 @@ from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.permute import first_kept
 from moe_mk.kernels.triton.quantize_rows import (
     activation_quantize,
-    quantize_rows,
     quantize_rows_fp8,
     quantize_rows_int8,
+    quantize_rows_into,
 )
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
-from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves, topk
+from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -87,7 +86,8 @@ def test_rows_are_quantised_bit_for_bit(size: float, power_of_two: bool) -> None
     x[1, 5] = 448.0 * size
     x[2, :4] = torch.tensor([-0.0, -1e-5, 1e-5, 0.0]) * size  # zeros keep their sign
     for given in (x, x.bfloat16()):
-        values, scales = quantize_rows(given, 128, power_of_two=power_of_two)
+        values, scales = torch.empty((3, 200), dtype=torch.float8_e4m3fn), torch.empty((3, 2))
+        quantize_rows_into(given, values, scales, 128, power_of_two=power_of_two)
         expected, expected_scales = reference.quantize_rows(given, 128, power_of_two=power_of_two)
         assert torch.equal(scales, expected_scales)
         assert torch.equal(bits(values), bits(expected))
@@ -116,14 +116,6 @@ def test_rows_are_quantised_to_fp8_under_one_scale_bit_for_bit(size: float, fixe
         quantize_rows_fp8(given, values, scales, fixed=fixed)
         reported = expected.scales if expected.scales is not None else torch.full((3, 1), 0.02)
         assert torch.equal(bits(values), bits(expected.values)) and torch.equal(scales, reported)
-
-
-def test_scales_may_lie_column_by_column() -> None:
-    x = torch.randn(5, 256)
-    (values, rows), (same, columns) = quantize_rows(x, 128), quantize_rows(x, 128, column_major=True)
-    assert rows.stride() == (2, 1) and columns.stride() == (1, 5)
-    assert torch.equal(rows, columns) and torch.equal(bits(values), bits(same))
-    assert quantize_rows(x[:0], 128)[1].shape == (0, 2)
 
 
 ACTIVATIONS: list[tuple[str, float, float | None]] = [
@@ -179,7 +171,7 @@ def test_routing_equals_the_reference(
 def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bool) -> None:
     for scale in (1.0, 4.0, 30.0):
         logits = torch.randn(12, 64) * scale
-        weights, ids = topk(logits, 8, scoring, renormalize, 1.0, None, torch.float32)
+        weights, ids = grouped_topk(logits, 8, 1, 1, scoring, None, renormalize, 1.0, torch.float32)
         exact = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
         expected = exact.gather(1, ids.long())
         expected = expected / expected.sum(1, keepdim=True) if renormalize else expected
@@ -189,11 +181,12 @@ def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bo
 
 def test_routing_without_groups() -> None:
     logits, bias = torch.randn(3, 6), torch.randn(6)
-    weights, ids = topk(logits, 2, "softmax", True, 1.0, bias, torch.float32)
-    expected_weights, expected_ids = reference_topk.topk(logits, 2, "softmax", True, 1.0, bias, torch.float32)
+    given = (2, 1, 1, "softmax", bias, True, 1.0, torch.float32)
+    weights, ids = grouped_topk(logits, *given)
+    expected_weights, expected_ids = reference_grouped_topk.grouped_topk(logits, *given)
     assert ids.tolist() == expected_ids.tolist()
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
-    assert topk(logits[:0], 2, "softmax", True, 1.0, bias, torch.float32)[1].shape == (0, 2)
+    assert grouped_topk(logits[:0], *given)[1].shape == (0, 2)
 
 
 @pytest.mark.parametrize("groups,kept,scoring,biased,renormalize,dtype", ROUTERS)

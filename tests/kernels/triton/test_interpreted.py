@@ -35,7 +35,7 @@ def passed_ops() -> list[str]:
 
 @pytest.mark.row(98)
 def test_ops_equal_the_reference() -> None:
-    assert len(passed_ops()) == 73
+    assert len(passed_ops()) == 72
 
 
 @pytest.mark.row(7)
