@@ -5,11 +5,11 @@
     python benchmarks/engines.py qwen3-30b-a3b --layers 4 --llama PYTHON --only llama.cpp:q4_k transformers+moe_mk:q4_k
 
 A contestant is an engine (vllm, transformers, llama.cpp), what it runs with (zentorch, moe_mk; blocks: whole blocks by
-moe_mk; linears: linear layers too), and the format of the weights if that is not bf16. Each has a process, which loads
-its model and runs every case once. Then they take turns, A B C A B C for each case, --rounds times, one at work and the
-others idle, so that load from other programs affects all of them alike. All must fit in memory; --only selects fewer.
-Figures are medians over all runs of a case. A contestant is skipped if its interpreter (--vllm, --zentorch, --llama)
-is not given; one that fails is recorded as failed, and the others continue.
+moe_mk; linears: linear layers too; int8: tokens are rounded to INT8), and the format of the weights if that is not
+bf16. Each has a process, which loads its model and runs every case once. Then they take turns, A B C A B C for each
+case, --rounds times, one at work and the others idle, so that load from other programs affects all of them alike. All
+must fit in memory; --only selects fewer. Figures are medians over all runs of a case. A contestant is skipped if its
+interpreter (--vllm, --zentorch, --llama) is not given; one that fails is recorded as failed, and the others continue.
 
 engines_models.py writes the model once under --models, in the official layout: the first --layers layers, with a
 vocabulary shortened in the same proportion, so that lm_head keeps its share of a token.
@@ -54,7 +54,7 @@ def vllm_engine(name: str, folder: Path) -> tuple[Generate, str]:
     }
     import vllm
 
-    settings = {"moe_mk": {"experts": "cpu_native", "release_weights": True}} if ours else {}
+    settings = {"moe_mk": {"experts": "cpu_native", "release_weights": True} | tokens(name)} if ours else {}
     llm = vllm.LLM(
         str(folder), max_model_len=LONGEST, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, additional_config=settings,
@@ -82,7 +82,7 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
         ours.register(experts="cpu_native")
         if name.endswith((":q4_k", ":int4")):
             model = ours.model_without_experts(folder)
-            ours.replace_experts(model, folder, experts="cpu_native")
+            ours.replace_experts(model, folder, experts="cpu_native", **tokens(name))
             if "blocks" in name:
                 ours.patch_blocks(model)
         else:
@@ -90,7 +90,7 @@ def transformers_engine(name: str, folder: Path) -> tuple[Generate, str]:
                 model = load(folder, dtype="auto", experts_implementation="moe_mk")
             ours.patch_blocks(model, experts="cpu_native") if "blocks" in name else ours.prepare(model, in_place=True)
         if "linears" in name:
-            ours.pack_linears(model, folder)
+            ours.pack_linears(model, folder, **tokens(name))
     model.train(False)
 
     def generate(prompts: Sequence[Sequence[int]], new: int) -> object:
@@ -185,6 +185,11 @@ def run_one(name: str, folder: Path) -> None:
     for case in sys.stdin:
         replies.write(json.dumps(seconds(*CASES[case.strip()])) + "\n")
     os._exit(0)  # vLLM takes many seconds to end
+
+
+def tokens(name: str) -> dict[str, Any]:
+    """The setting of contestants that round tokens to INT8."""
+    return {"activations": "int8"} if "int8" in name.partition(":")[0].split("+") else {}
 
 
 def engine_of(name: str) -> str:

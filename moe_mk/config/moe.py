@@ -267,8 +267,9 @@ class KernelConfig(Settings):
     wire: Literal["auto", "plain", "fp8", "checkpoint"] = "auto"
     """Format of dispatched tokens. auto: quantised activations if the experts consume them, else the layer's dtype.
     checkpoint requires the activation scheme of the checkpoint; fp8 requires in addition that it is FP8."""
-    activations: Literal["auto", "checkpoint", "plain"] = "auto"
-    """Activations of the experts' GEMMs: quantised as in the checkpoint, or in the layer's dtype (more accurate)."""
+    activations: Literal["auto", "checkpoint", "plain", "int8"] = "auto"
+    """Activations of the experts' GEMMs: quantised as in the checkpoint, in the layer's dtype (more accurate), or in
+    INT8 for INT4, INT8 and GGUF weights, whatever the checkpoint defines (faster)."""
     fallback: bool = True
     """Whether weights that only the reference backend reads may be requantised at load; recorded in the Decision."""
     fused_router: bool = True
@@ -310,6 +311,11 @@ class KernelConfig(Settings):
     """What carries rows between proxies. tcp: their connections. nixl: writes of the NIXL library. auto: nixl where it
     is installed and the host has an RDMA device, else tcp."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether quantised activations are required."""
+        return self.activations in ("checkpoint", "int8")
+
     @field_validator("cache_dir")
     @classmethod
     def _is_absolute(cls, folder: Path | None) -> Path | None:
@@ -328,7 +334,7 @@ class MoEConfig(Settings):
 
     @model_validator(mode="after")
     def _groups_agree(self) -> Self:
-        problems = [*self._router_problems(), *self._parallel_problems(), *self._invariant_problems()]
+        problems = [*self._router_problems(), *self._parallel_problems(), *self._kernel_problems()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -426,7 +432,7 @@ class MoEConfig(Settings):
             problems.append(f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {possible}")
         return problems
 
-    def _invariant_problems(self) -> list[str]:
+    def _kernel_problems(self) -> list[str]:
         kernel = self.kernel
         problems = []
         if (kernel.invariant or kernel.batch_invariant) and self.model.latent_size:
@@ -440,6 +446,9 @@ class MoEConfig(Settings):
         if kernel.invariant and kernel.wire not in ("auto", "plain"):
             what = f"kernel.wire={kernel.wire!r} rounds rows that are sent and no others; use wire='auto'"
             problems.append(f"kernel.invariant=True but {what}")
+        if kernel.activations == "int8" and not self.model.quant.may_be_int8:
+            what = f"are for INT4, INT8 and GGUF weights, not {self.model.quant.weights}; use auto, checkpoint or plain"
+            problems.append(f"kernel.activations='int8' {what}")
         return problems
 
     def _legal_tp_sizes(self) -> list[int]:

@@ -108,8 +108,9 @@ class Problem:
 
     @property
     def activations(self) -> QuantScheme | None:
-        """The activation scheme that the checkpoint defines, or None."""
-        return self.config.model.quant.activation_scheme
+        """The activation scheme that the checkpoint defines, or the settings instead of it; or None."""
+        quant, wish = self.config.model.quant, self.config.kernel.activations
+        return quant.rounded_to("int8") if wish == "int8" else quant.activation_scheme
 
     @property
     def slots(self) -> int:

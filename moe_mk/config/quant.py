@@ -96,6 +96,11 @@ class QuantConfig(Settings):
         return self
 
     @property
+    def may_be_int8(self) -> bool:
+        """Whether the weights go with INT8 activations."""
+        return "int8" in _ROUNDED.get(self.weights, ())
+
+    @property
     def is_fp8(self) -> bool:
         return self.weights == "fp8_block"
 
@@ -129,8 +134,12 @@ class QuantConfig(Settings):
     @property
     def activation_scheme(self) -> QuantScheme | None:
         """What the checkpoint was trained or calibrated to see, or None for the layer's own dtype."""
+        return self.rounded_to(self.activations)
+
+    def rounded_to(self, activations: str) -> QuantScheme | None:
+        """The scheme of a type of activations; None for the layer's own dtype."""
         habit = _ROUNDED.get(self.weights, ("none",))[0]
-        rounded = habit if self.activations == "auto" else self.activations
+        rounded = habit if activations == "auto" else activations
         if rounded == "none":
             return None
         if self.is_fp8:

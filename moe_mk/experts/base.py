@@ -237,7 +237,7 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("residency", text, "kernel.experts = cpu_native, or kernel.residency = null"))
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
-    needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]
+    needed = {"plain": {"plain"}, "auto": {rounded, "plain"}}.get(wish, {rounded})
     computes = traits.computes_with(model.quant.weights)
     if not needed & set(computes):
         only = ", ".join(name if name == "plain" else name.upper() for name in computes)

@@ -1,4 +1,4 @@
-"""A linear layer with packed weights, for engines: one matrix in its format, rows in bf16. Inference only."""
+"""A linear layer with packed weights, for engines: one matrix in its format, rows in bf16 or INT8. Inference only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import native_kernels, pack_matrix, storage_of
+from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS
+from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.packed import allocate
 from moe_mk.kernels.native.prepared import ProductCall
 from moe_mk.layer.custom_op import Operator
@@ -15,15 +17,19 @@ from moe_mk.quant import QuantTensor
 class PackedLinear:
     """One weight matrix (N, K) in the layout of the native kernels."""
 
-    def __init__(self, q: QuantTensor, name: str) -> None:
-        """q: of a scheme that the kernels store, with K a multiple of `STEP`; it is copied. name: for messages."""
+    def __init__(self, q: QuantTensor, name: str, *, int8: bool = False) -> None:
+        """q: of a scheme that the kernels store, with K a multiple of `STEP`; it is copied. name: for messages.
+
+        int8: rows are rounded to INT8 where the kernels multiply the format so: INT4, INT8, Q4_0, Q4_1, Q8_0 and Q4_K.
+        """
         storage, native = storage_of(q.scheme), native_kernels()
         assert storage is not None, "callers refuse other schemes"
         scale_dtype = torch.bfloat16 if q.scales is None else q.scales.dtype
         layout = storage.layout(q.shape[0], q.shape[1], gated=False, scale_dtype=scale_dtype)
         packed = allocate(native, layout, 1)
         pack_matrix(packed, 0, [q], name, native)
-        self.call, self.num_outputs, self.num_bytes = ProductCall(native, packed), q.shape[0], packed.num_bytes
+        self.call = ProductCall(native, packed, int8=int8 and layout.format in {Format.INT8, *INT8_PART_FORMATS})
+        self.num_outputs, self.num_bytes = q.shape[0], packed.num_bytes
         self.entry = LINEARS.enter(self)
 
     def run(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def enable() -> bool:
     for module, name in PLUGGABLE:
         base = getattr(import_module(module), name)
         base.register_oot(layer_over(base), name=name)
-    register_kernels(_say, release=lambda: _settings()[1])
+    register_kernels(_say, settings=_settings)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of vLLM on a CPU: weights packed in their format, tokens in bf16.
+"""Linear layers of vLLM on a CPU: weights packed in their format, tokens in bf16 or rounded to INT8.
 
 `register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels. vLLM's kernels for AMX
 remain first where the processor has it, and those over torch's scaled products last. Layers in bf16 are computed here
@@ -26,6 +26,8 @@ from moe_mk.quant.int8 import INT8_CHANNEL
 from moe_mk.quant.plain import BF16
 from moe_mk.weights.packed_layouts import unpack
 
+Stated = Callable[[], tuple[Mapping[str, Any], bool]]
+"""Settings of `MoEConfig.kernel` by key, and whether vLLM's weights are freed once they are packed."""
 LINEAR = "vllm.model_executor.kernels.linear"
 ENTRY = "moe_mk_entry"
 """The buffer of a layer by which its graph finds the packed weights."""
@@ -99,13 +101,13 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], QuantScheme | str], Callable[[Any
 matrix of a loaded layer."""
 
 
-def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -> None:
-    """Add our kernels to those of vLLM for CPUs. release: whether vLLM's weights are freed once they are packed."""
+def register_kernels(say: Callable[..., None], *, settings: Stated) -> None:
+    """Add our kernels to those of vLLM for CPUs."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
 
     for kind, (base, scheme_of, matrix_of) in KINDS.items():
-        made = kernel_over(getattr(linear, base), scheme_of, matrix_of, say, release)
+        made = kernel_over(getattr(linear, base), scheme_of, matrix_of, say, settings)
         linear.register_linear_kernel(made, PlatformEnum.CPU, kind)
     if not torch.cpu._is_amx_tile_supported():  # vLLM asks the same: its kernels for integers are fast with AMX only
         for kernels in (linear._POSSIBLE_KERNELS, linear._POSSIBLE_INT8_KERNELS):
@@ -116,7 +118,7 @@ def register_kernels(say: Callable[..., None], *, release: Callable[[], bool]) -
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(made)  # a registry without a function
     if packs_bf16():
         module = import_module(UTILS)
-        setattr(module, DISPATCH, partial(_unquantised, getattr(module, DISPATCH), say, release))
+        setattr(module, DISPATCH, partial(_unquantised, getattr(module, DISPATCH), say, settings))
     for name in REQUANTISING:
         module = import_module(f"{QUANTIZATION}.{name}")
         setattr(module, REQUANTISE, partial(_one_scale, getattr(module, REQUANTISE)))
@@ -138,14 +140,14 @@ def _missing() -> str | None:
 
 
 def _unquantised(
-    theirs: Callable[..., None], say: Callable[..., None], release: Callable[[], bool], layer: Any, remove_weight: bool
+    theirs: Callable[..., None], say: Callable[..., None], settings: Stated, layer: Any, remove_weight: bool
 ) -> None:
     """Prepare a layer for products in bf16; left to vLLM is what is no such matrix, must be kept, or is disabled."""
     from vllm import envs
 
     w, name = layer.weight, getattr(layer, "prefix", type(layer).__name__)
     is_matrix = not w.is_meta and w.ndim == 2 and w.dtype is torch.bfloat16 and w.shape[1] % STEP == 0
-    if not is_matrix or not release() or "MoeMkLinearKernel" in envs.VLLM_DISABLED_KERNELS or _missing():
+    if not is_matrix or not settings()[1] or "MoeMkLinearKernel" in envs.VLLM_DISABLED_KERNELS or _missing():
         theirs(layer, remove_weight=remove_weight)
         return
     outputs, matrix = len(w), QuantTensor(w.detach().contiguous(), None, BF16)
@@ -176,12 +178,12 @@ def kernel_over(
     scheme_of: Callable[[Any], QuantScheme | str],
     matrix_of: Callable[[Any, Any], QuantTensor],
     say: Callable[..., None],
-    release: Callable[[], bool],
+    settings: Stated,
 ) -> type:
     """A kernel class of one kind."""
 
     class MoeMkLinearKernel(base):  # type: ignore[misc]
-        """A linear layer by the native kernels of moe_mk, weights in their format and tokens in bf16."""
+        """A linear layer by the native kernels of moe_mk, weights in their format."""
 
         of_moe_mk = True
 
@@ -189,7 +191,9 @@ def kernel_over(
             super().__init__(config, *args, **kwargs)
             found = scheme_of(config)
             assert not isinstance(found, str), "can_implement refuses it"
-            self.scheme, self.releases = found, release()
+            stated, self.releases = settings()
+            wishes = ("int8", "checkpoint") if found is INT8_CHANNEL else ("int8",)
+            self.scheme, self.rounds = found, stated.get("activations") in wishes
 
         @classmethod
         def get_min_capability(cls) -> int:
@@ -213,7 +217,7 @@ def kernel_over(
                     f"{layer.prefix} in moe_mk",
                     [_inputs(q.shape[1]), f"start with VLLM_DISABLED_KERNELS={type(self).__name__}"],
                 )
-            self.linear = PackedLinear(q, layer.prefix)
+            self.linear = PackedLinear(q, layer.prefix, int8=self.rounds)
             layer.register_buffer(ENTRY, self.linear.entry, persistent=False)
             say("moe_mk: linear layers (%s) by cpu_native", self.scheme.name)
             if self.releases and not layer.prefix.endswith(KEPT):

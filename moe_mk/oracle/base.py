@@ -43,7 +43,7 @@ class Oracle:
             return problem.dtype
         computes = experts.computes_with(problem.config.model.quant.weights)
         possible = [name for name in computes if name in ("plain", activations.family)]
-        rounds = wish == "checkpoint" or (bool(possible) and possible[0] != "plain")
+        rounds = problem.config.kernel.rounds or (bool(possible) and possible[0] != "plain")
         return activations if rounds else problem.dtype
 
     @classmethod

@@ -156,7 +156,7 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
 def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightFormat, ...]:
     """Formats to try. Requantised weights have no activation scheme, so activations = checkpoint allows no fallback."""
     formats, kernel = oracle.formats(problem), problem.config.kernel
-    insists = kernel.activations == "checkpoint" and problem.activations is not None
+    insists = kernel.rounds and problem.activations is not None
     return (*in_native_form(problem), *formats) if kernel.fallback and not insists else formats[:1]
 
 

@@ -25,7 +25,7 @@ _STORED: Mapping[str, Iterable[str]] = {
     # Symmetric with a scale a channel or a block: W8A8 with a scale a token, or weight-only W8A16.
     "int8": ("int8", "int8_block"),
     # Of 4 or 8 bits with a scale, and optionally a zero point, for a group of columns (GPTQ, AWQ). Checkpoints define
-    # no activations; `model.quant.activations = int8` asks for integer products (W4A8, W8A8).
+    # no activations; `kernel.activations = int8` asks for integer products (W4A8, W8A8).
     "int_wna16": GROUPED,
     # Four bits with an E8M0 scale for 32 (gpt-oss, DeepSeek-V4); activations in MXFP8 or the layer's dtype.
     "mxfp4": ("mxfp4",),

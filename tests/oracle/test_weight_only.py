@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_mk import Problem, UnsupportedError, oracle
+from moe_mk import ConfigError, Problem, UnsupportedError, oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.held import held_as
@@ -155,12 +155,31 @@ def test_tokens_are_rounded_in_the_groups_of_their_weights(
 
 
 def test_native_experts_refuse_integer_products_of_formats_they_do_not_have() -> None:
-    asked = problem("q4_k", down="q6_k", activations="int8")
+    asked = problem("q6_k", activations="int8")
     insisted = replace(asked, config=asked.config.with_(activations="checkpoint", experts="cpu_native"))
     with pytest.raises(UnsupportedError, match="multiplies no q6_k weights with tokens rounded to INT8"):
         oracle.select(insisted)
     plain = replace(asked, config=asked.config.with_(experts="cpu_native"), installed=frozenset({"c++"}))
     assert oracle.select(plain).compute == BF16
+    mixed = problem("q4_k", down="q6_k")
+    mixed = replace(
+        mixed, config=mixed.config.with_(activations="int8", experts="cpu_native"), installed=plain.installed
+    )
+    assert oracle.select(mixed).compute.name == "int8_1x32", "hidden rows stay in bf16"
+
+
+@pytest.mark.parametrize("quant", ["int4_g32", "q4_k", "int8", "int8_g128_zp", "fp8_block", "mxfp4", "bf16"])
+def test_settings_ask_for_int8_where_the_checkpoint_states_nothing(quant: str) -> None:
+    config = problem(quant).config
+    if quant in ("fp8_block", "mxfp4", "bf16"):
+        with pytest.raises(ConfigError, match=f"for INT4, INT8 and GGUF weights, not {quant}; use auto"):
+            config.with_(activations="int8")
+        return
+    asked = replace(
+        problem(quant), config=config.with_(activations="int8", experts="cpu_native"), installed=frozenset({"c++"})
+    )
+    stated = problem(quant, activations="int8").activations
+    assert asked.activations == stated == oracle.select(asked).compute
 
 
 @pytest.mark.parametrize("quant", ["int4_g64_zp", "q5_k"])

@@ -42,7 +42,6 @@ from moe_mk.kernels.native.threads import described, engine_runtime
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
-from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
@@ -121,16 +120,13 @@ class CpuNativeExperts(FusedExperts):
             sides = "x".join(map(str, quant.block))
             reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
         rounded = problem.activations
-        asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
+        asked = problem.config.kernel.rounds and rounded is not None
         if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
             text = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
             reasons.append(Reason("activations", text, "kernel.activations = auto"))
-        if asked and quant.weights in WEIGHT_ONLY:
-            kinds = {quant.weights, quant.down or quant.weights}
-            others = sorted(kind for kind in kinds if not multiplies_int8(scheme_of_kind(kind, quant.block)))
-            if others:
-                text = f"multiplies no {', '.join(others)} weights with tokens rounded to INT8"
-                reasons.append(Reason("activations", text, "kernel.activations = auto"))
+        if asked and quant.weights in WEIGHT_ONLY and not multiplies_int8(stored):
+            text = f"multiplies no {quant.weights} weights with tokens rounded to INT8"
+            reasons.append(Reason("activations", text, "kernel.activations = auto"))
         return reasons
 
     @classmethod

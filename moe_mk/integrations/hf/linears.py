@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.cpu_native.weights import BLOCK, storage_of
 from moe_mk.integrations.hf.blocks import LAYER
 from moe_mk.integrations.hf.packed import cannot_be_saved
@@ -28,11 +29,11 @@ from moe_mk.quant.plain import BF16
 class PackedLinearModule(nn.Module):
     """Called like the `nn.Linear` that it replaces. Its only parameter is the bias, so the model cannot be saved."""
 
-    def __init__(self, linear: nn.Linear, q: QuantTensor, name: str) -> None:
-        """q: the weight in a format of the kernels."""
+    def __init__(self, linear: nn.Linear, q: QuantTensor, name: str, *, int8: bool) -> None:
+        """q: the weight in a format of the kernels. int8: as of `PackedLinear`."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.packed, self.format = PackedLinear(q, name), q.scheme.name
+        self.packed, self.format = PackedLinear(q, name, int8=int8), q.scheme.name
         self.entry = nn.Buffer(self.packed.entry, persistent=False)
         self.register_state_dict_pre_hook(cannot_be_saved)  # type: ignore[no-untyped-call]
 
@@ -48,7 +49,11 @@ class PackedLinearModule(nn.Module):
 
 
 def pack_linears(
-    model: nn.Module, path: str | PathLike[str] | None = None, *, skip: Sequence[str] = ()
+    model: nn.Module,
+    path: str | PathLike[str] | None = None,
+    *,
+    skip: Sequence[str] = (),
+    activations: Literal["plain", "int8"] = "plain",
 ) -> dict[str, int]:
     """Replace the `nn.Linear` modules of a model on the CPU by packed ones; returns their paths with packed bytes.
 
@@ -58,8 +63,13 @@ def pack_linears(
     path: the checkpoint that the model was loaded from, a folder or a GGUF file. A weight that it stores as INT4, INT8
     or blocks of GGUF is packed in that format if the model's weight equals the stored one; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
-    The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer.
+    activations: int8 rounds tokens of layers in INT4, INT8, Q4_0, Q4_1, Q8_0 and Q4_K to INT8 in groups, which is faster
+    and less accurate; those of other formats stay in bf16.
+    The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer, ConfigError for
+    other activations.
     """
+    if activations not in ("plain", "int8"):
+        raise ConfigError(f"activations={activations!r} of linear layers; use 'plain' or 'int8'")
     inner = tuple(f"{path}." for path, block in model.named_modules() if LAYER in vars(block))
     chosen = {
         name: module
@@ -81,7 +91,7 @@ def pack_linears(
         assert q is not None, "it was chosen"
         if stored is not None and q.scheme == BF16:
             q = _same(q.values, stored.matrix(f"{name}.weight")) or q
-        packed = PackedLinearModule(linear, q, name)
+        packed = PackedLinearModule(linear, q, name, int8=activations == "int8")
         del linear, q
         model.set_submodule(name, packed)
         sizes[name] = packed.packed.num_bytes

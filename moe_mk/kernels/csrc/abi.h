@@ -61,7 +61,8 @@ struct MoeMkExperts {
   int32_t gated, activation;
   float alpha, limit;     // limit <= 0: no clamp
   int32_t quantize;       // Rounding of x and h: 1x128 e4m3 (kUe8m0Rows: scales are powers of two), or s8 with one scale a
-                          // row (kInt8 weights only), or a part of k (kInt8PartRows: kInt4, kInt8Groups, kQ4K)
+                          // row (kInt8 weights only), or a part of k (kInt8PartRows: kInt4, kInt8Groups, kQ4K; of w2 any,
+                          // h is rounded for these only)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
   // Tuning parameters; 0: built-in value. None of them changes a bit of the result (layer.h checks the limits).
@@ -100,8 +101,9 @@ int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_st
 int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first, void* second, int64_t row_stride,
                              int64_t num_outputs, int64_t num_inputs, int32_t block_type, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
-// w2 of slot 0 alone: out [R][out_stride] = w2(x [R][x_stride]), with its bias. x is bf16, its columns a multiple of 32. Of
-// call: w2, x_stride, out_stride, top_k (1), num_slots, out_f32, batch_invariant, isa and the tuning parameters.
+// w2 of slot 0 alone: out [R][out_stride] = w2(x [R][x_stride]), with its bias. x is bf16, its columns a multiple of 32, not
+// rounded or to INT8. Of call: w2, x_stride, out_stride, top_k (1), num_slots, quantize, out_f32, batch_invariant, isa and the
+// tuning parameters.
 int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows, void* out, int32_t threads);
 // The sums of moe_mk_experts over terms that calls with top_k 1, without weights, wrote in f32: the same bits. out
 // [R][num_columns], dense. terms [R][K][stride], readable up to a multiple of 32 columns; ids [R][K], -1: no term. The terms of

@@ -162,10 +162,33 @@ bool tile_inputs(Layer& layer) {
   });
 }
 
+// The rows of a single product as its h: in place, or rounded to INT8 into scratch memory.
+bool prepare_rows(Layer& layer, const uint16_t* x) {
+  Set& set = layer.sets.front();
+  const MoeMkExperts& c = layer.call;
+  set.h_of = {const_cast<uint16_t*>(x)};  // read only
+  set.inter_padded = c.x_stride;
+  if (c.quantize == kAsIs) return true;
+  const int64_t inputs = c.w2.num_inputs, each = layer.row_scales(set.w2), apart = (inputs + 64) / 2;  // a cache line more, as for x
+  auto* rows = reinterpret_cast<uint8_t*>(layer.pool->arena(0, kInputs, size_t(c.num_rows) * apart * 2));
+  auto* scales = reinterpret_cast<float*>(layer.pool->arena(0, kScales, size_t(c.num_rows * each) * 4));
+  if (rows == nullptr || scales == nullptr) return false;
+  set.h_of = {reinterpret_cast<uint16_t*>(rows)};
+  set.inter_padded = apart;
+  set.h_scales = scales;
+  return each_task(layer, c.num_rows, [&](int64_t row, int, ThreadScratch&) {
+    uint8_t* codes = rows + row * apart * 2;
+    const uint16_t* from = x + row * c.x_stride;
+    if (layer.int8_parts()) layer.kernels.round_row(from, nullptr, inputs, set.w2.row_layout(), codes, scales + row * each);
+    else scales[row] = layer.kernels.quantize_int8(from, inputs, codes);
+    return true;
+  });
+}
+
 bool quantize_all_hidden(Layer& layer) {
   float* scales = layer.x_scales + layer.call.num_rows * layer.row_scales(layer.sets.front().w13);
   for (Set& set : layer.sets) {
-    if (!quantize_hidden(layer, set, scales)) return false;
+    if (layer.rounds(set) && !quantize_hidden(layer, set, scales)) return false;
     scales += set.assignments() * layer.row_scales(set.w2);
   }
   return true;

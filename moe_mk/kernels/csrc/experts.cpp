@@ -103,12 +103,11 @@ bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
-// The same for codes in parts of k. Routed and shared experts read the same rows.
+// The same for codes in parts of k; h stays in bf16 for other formats of w2. Routed and shared experts read the same rows.
 bool may_be_int8_parts(const MoeMkExperts& c) {
-  const auto serves = [](const MoeMkMatrix& m) { return multiplies_int8_parts(m.format); };
-  if (!serves(c.w13) || !serves(c.w2)) return false;
+  if (!multiplies_int8_parts(c.w13.format)) return false;
   if (c.shared_w13.data == nullptr) return true;
-  if (!serves(c.shared_w13) || !serves(c.shared_w2)) return false;
+  if (!multiplies_int8_parts(c.shared_w13.format)) return false;
   const RowLayout rows = Matrix(c.w13, false).row_layout(), shared = Matrix(c.shared_w13, false).row_layout();
   return rows.part == shared.part && rows.four_bits == shared.four_bits;
 }
@@ -162,18 +161,17 @@ int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows
   c.out = out;
   c.threads = std::abs(threads);
   const bool whole = c.w2.num_inputs % kStep == 0 && c.x_stride >= c.w2.num_inputs;
-  if (!fits(c.w2) || !whole || c.top_k != 1 || c.quantize != kAsIs || !may_be_tuned(c) || num_rows < 0 || threads == 0) return kBadShape;
+  const bool rounding = c.quantize == kAsIs || (c.quantize == kInt8Rows && may_be_int8(c.w2, c.w2)) ||
+                        (c.quantize == kInt8PartRows && multiplies_int8_parts(c.w2.format));
+  if (!fits(c.w2) || !whole || c.top_k != 1 || !rounding || !may_be_tuned(c) || num_rows < 0 || threads == 0) return kBadShape;
   const Kernels* kernels = kernels_of(c.isa);
   if (kernels == nullptr) return kNoIsa;
   std::vector<Set> sets;
   sets.emplace_back(c.w2, c.w2, false);
-  Set& set = sets.front();
-  set.plan.fill_with_all(num_rows);
-  set.inter_padded = c.x_stride;
-  set.h_of = {static_cast<uint16_t*>(const_cast<void*>(x))};  // read only
+  sets.front().plan.fill_with_all(num_rows);
   ThreadPoolLease pool(threads);
   Layer layer = {c, *kernels, pool, sets, c.x_stride};
-  return run_down(layer) ? kOk : kNoMemory;
+  return prepare_rows(layer, static_cast<const uint16_t*>(x)) && run_down(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 }

@@ -221,9 +221,14 @@ struct Layer {
   bool one_term() const { return sets.size() == 1 && call.top_k == 1; }
   bool int8() const { return call.quantize == kInt8Rows || int8_parts(); }
   bool int8_parts() const { return call.quantize == kInt8PartRows; }
+  // Whether h is rounded: in parts only where w2 has products with such rows.
+  bool rounds(const Set& set) const {
+    return call.quantize != kAsIs && (!int8_parts() || multiplies_int8_parts(set.w2.packed->format));
+  }
   // Number of scales of a row that is quantised for a matrix, as the caller has them, and with what else its products need.
   int64_t given_scales(const Matrix& m) const {
     const int64_t columns = m.packed->num_inputs;
+    if (int8_parts() && !multiplies_int8_parts(m.packed->format)) return 0;
     if (int8_parts()) return up(columns, m.row_layout().part) / m.row_layout().part;
     return int8() ? 1 : activation_blocks(columns);
   }

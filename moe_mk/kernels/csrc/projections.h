@@ -6,8 +6,8 @@ namespace moe_mk {
 namespace {
 
 void multiply(const Layer& layer, const Columns& w, const Rows& rows, const ThreadScratch& buffers) {
-  if (layer.int8_parts()) layer.kernels.multiply_int8_parts(w, rows, buffers.scratch, buffers.totals);
-  else if (layer.int8()) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
+  if (layer.int8_parts() && rows.scales != nullptr) layer.kernels.multiply_int8_parts(w, rows, buffers.scratch, buffers.totals);
+  else if (layer.call.quantize == kInt8Rows) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
   else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, buffers.scratch, buffers.totals);
   else layer.kernels.multiply_many(w, rows, buffers.scratch, buffers.totals);
 }

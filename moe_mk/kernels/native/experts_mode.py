@@ -40,7 +40,7 @@ class Rounding(IntEnum):
     """FP8 with scales rounded up to powers of two."""
     INT8_PARTS = 4
     """INT8 with one scale per group of the weights, of at most 128 values, multiplied with INT4, INT8 groups, Q4_0,
-    Q4_1, Q8_0 and Q4_K as integers."""
+    Q4_1, Q8_0 and Q4_K as integers. h is not rounded for a w2 of another format."""
 
 
 INT8_PART_FORMATS = frozenset({Format.INT4, Format.INT8_GROUPS, Format.Q4_K})
@@ -158,7 +158,8 @@ def wrong_formats(mode: ExpertsMode, matrices: tuple[PackedMatrix, ...]) -> list
     if mode.quantize == Rounding.INT8 and formats != {Format.INT8}:
         wrong.append("rows are rounded to INT8, which only INT8 weights multiply")
     if mode.quantize == Rounding.INT8_PARTS:
-        names = ", ".join(sorted(found.name for found in formats - INT8_PART_FORMATS))
+        read_x = {matrix.layout.format for matrix in (matrices[0], *matrices[2:3])}
+        names = ", ".join(sorted(found.name for found in read_x - INT8_PART_FORMATS))
         if names:
             wrong.append(f"rows are rounded to INT8 in groups, which {names} weights do not multiply")
         elif len({matrix.layout.row_order for matrix in (matrices[0], *matrices[2:3])}) > 1:

@@ -17,8 +17,8 @@ import ctypes
 import torch
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
-from moe_mk.kernels.native.layout import SCALE_BLOCK, STEP
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, check_call, check_shared, wrong_formats
+from moe_mk.kernels.native.layout import SCALE_BLOCK, STEP, Format
 from moe_mk.kernels.native.library import CExperts, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
@@ -154,14 +154,21 @@ class ExpertsCall:
 class ProductCall:
     """Rows times one packed matrix, plus its bias: bf16 [R, K] to bf16 [R, N]. Concurrent calls are allowed."""
 
-    def __init__(self, native: Native, matrix: PackedMatrix) -> None:
-        """Raises ShapeError for a matrix that is not one slot of whole steps of inputs."""
+    def __init__(self, native: Native, matrix: PackedMatrix, *, int8: bool = False) -> None:
+        """int8: rows are rounded to INT8, one scale each for weights of INT8 rows, else one for each of their groups.
+
+        Raises ShapeError for a matrix that is not one slot of whole steps of inputs, or has no products with INT8 rows.
+        """
         layout = matrix.layout
         if layout.gated or matrix.num_slots != 1 or layout.num_inputs % STEP:
             slots = f"{matrix.num_slots} slots of {layout.num_inputs} inputs, gated={layout.gated}"
             raise ShapeError(f"a product takes one plain matrix with a multiple of {STEP} inputs, not {slots}")
         self._native, self._matrix = native, matrix
-        self._block = experts_block(native, matrix, matrix, None, ExpertsMode())
+        by_row = Rounding.INT8 if layout.format is Format.INT8 else Rounding.INT8_PARTS
+        mode = ExpertsMode(quantize=by_row if int8 else Rounding.NONE)
+        if wrong := wrong_formats(mode, (matrix,)):
+            raise ShapeError("; ".join(wrong))
+        self._block = experts_block(native, matrix, matrix, None, mode)
         self._block.top_k, self._block.x_stride, self._block.out_stride = 1, layout.num_inputs, layout.num_outputs
         self._at, self._function = ctypes.byref(self._block), native.functions["product"]
 

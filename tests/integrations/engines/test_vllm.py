@@ -20,6 +20,8 @@ from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.integrations import vllm as door
 from moe_mk.integrations import vllm_linear
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
+from moe_mk.quant import QuantScheme
+from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines import vllm_models
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
@@ -186,6 +188,61 @@ def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> No
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     given = (wide, linear.entry, w.shape[0])
     torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
+
+
+@NEEDS_COMPILER
+@pytest.mark.timeout(300)  # the first one compiles the kernels
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("int8", INT8_TOKEN), ("int4_g32_zp", int8_groups(32)), ("int4_g128", int8_groups(128)),
+        ("int4_row", int8_groups(128)), ("int8_g64", int8_groups(64)), ("q4_k", int8_groups(32)),
+        ("q8_0", int8_groups(32)), ("q6_k", None), ("fp8_channel", None), ("bf16", None),
+    ],
+)  # fmt: skip
+def test_a_linear_layer_rounds_tokens_to_int8_where_it_multiplies_integers(
+    kind: str, tokens: QuantScheme | None
+) -> None:
+    scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
+    w = torch.randn((200, 512), generator=draw) * 0.1
+    q = scheme.quantize(w.bfloat16() if kind == "bf16" else w)
+    linear, plain, decoded = PackedLinear(q, "w", int8=True), PackedLinear(q, "w"), q.dequantize(torch.float32).double()
+    for rows in (0, 1, 3, 5, 40):
+        wide = torch.randn((rows, 600), generator=draw).bfloat16()
+        x = wide[:, 44:556]
+        y, before = linear.run(x), wide.clone()
+        rounded = x if tokens is None else tokens.quantize(x.float()).dequantize(torch.float32)
+        assert rows == 0 or error(y, rounded.double() @ decoded.T) < 2**-8, "one rounding to bf16"
+        assert torch.equal(wide, before) and torch.equal(y, plain.run(x)) == (tokens is None or rows == 0)
+
+
+@NEEDS_COMPILER
+@pytest.mark.timeout(300)  # the first one compiles the kernels
+@pytest.mark.parametrize(
+    ("kind", "activations", "rounds"),
+    [
+        ("int4_g128", "int8", True), ("int4_g128", "checkpoint", False), ("int4_g128", None, False),
+        ("int8", "int8", True), ("int8", "checkpoint", True), ("int8", "plain", False), ("mxfp4", "int8", False),
+    ],
+)  # fmt: skip
+def test_linear_layers_of_vllm_round_tokens_as_the_settings_state(
+    monkeypatch: pytest.MonkeyPatch, kind: str, activations: str | None, rounds: bool
+) -> None:
+    stated = {} if activations is None else {"activations": activations}
+    host = Vllm(["moe_mk"], {"moe_mk": stated})
+    put_in(monkeypatch, host.modules)
+    assert door.register()
+    q = scheme_of_kind(kind).quantize(torch.randn((64, 256), generator=torch.Generator().manual_seed(0)))
+    (base,) = next(each for each in host.kernels["mp"] if hasattr(each, "of_moe_mk")).__bases__
+    made: Any = vllm_linear.kernel_over(base, lambda _: q.scheme, lambda *_: q, lambda *_: None, door._settings)(
+        SimpleNamespace()
+    )
+    layer = nn.Module()
+    layer.prefix = "qkv_proj"  # type: ignore[assignment]
+    made.process_weights_after_loading(layer)
+    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(made.apply_weights(layer, x), PackedLinear(q, "w", int8=rounds).run(x))
+    assert torch.equal(PackedLinear(q, "w").run(x), PackedLinear(q, "w", int8=True).run(x)) == (kind == "mxfp4")
 
 
 @NEEDS_COMPILER

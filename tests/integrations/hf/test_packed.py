@@ -240,6 +240,24 @@ def test_linear_layers_keep_the_type_that_a_file_has(rest: str, stored: str, tmp
 
 
 @NEEDS_COMPILER
+@torch.no_grad()
+def test_tokens_are_rounded_to_int8_where_that_is_asked_for(tmp_path: Path) -> None:
+    file, found = write_gguf_model(tmp_path, "q4_k", "Q4_K"), {}
+    for kind in ("plain", "int8"):
+        model = model_without_experts(file)
+        replace_experts(model, file, experts="cpu_native", activations=kind)
+        assert patch_blocks(model) and pack_linears(model, file, activations=kind)
+        block, projection = model.model.layers[1].mlp, model.model.layers[1].self_attn.q_proj
+        x = torch.randn((1, 5, SIZE), generator=torch.Generator().manual_seed(0)).bfloat16()
+        found[kind] = block(x), projection(x), logits(model, prompt())
+        assert block.experts.layer.decision.compute.name == {"plain": "bf16", "int8": "int8_1x32"}[kind]
+    for plain, rounded in zip(*found.values(), strict=True):
+        assert 2e-3 < relative(rounded, plain) < 0.05
+    with pytest.raises(ConfigError, match="activations='fp8' of linear layers; use 'plain' or 'int8'"):
+        pack_linears(model, file, activations="fp8")  # type: ignore[arg-type]
+
+
+@NEEDS_COMPILER
 def test_rows_that_llama_cpp_stores_in_another_order_are_put_back(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=1, tie_word_embeddings=True, **sizes)

@@ -67,15 +67,18 @@ def product(x: QuantTensor, scheme: QuantScheme, q: QuantTensor, part: int) -> T
 
 
 def ungated(
-    native: Native, scheme: QuantScheme, hidden: int, inter: int
+    native: Native, up: QuantScheme, hidden: int, inter: int, down: QuantScheme | None = None
 ) -> tuple[list[QuantTensor], list[PackedMatrix]]:
-    g, storage, dtype = torch.Generator("cpu").manual_seed(1), storage_of(scheme), DTYPES[len(scheme.name) % 3]
-    assert storage is not None
+    g, dtype = torch.Generator("cpu").manual_seed(1), DTYPES[len(up.name) % 3]
     tensors, packed = [], []
-    for name, rows, columns in (("w13", inter, hidden), ("w2", hidden, inter)):
+    for name, scheme, rows, columns in (("w13", up, inter, hidden), ("w2", down or up, hidden, inter)):
+        storage = storage_of(scheme)
+        assert storage is not None
         # A mean other than 0 makes zero points and minima matter.
         q = scheme.quantize((torch.randn(rows, columns, generator=g) + 0.5) * columns**-0.5)
-        tensors.append(q if q.scales is None else replace(q, scales=q.scales.to(dtype)))
+        tensors.append(
+            replace(q, scales=q.scales.to(dtype)) if isinstance(scheme, Grouped) and q.scales is not None else q
+        )
         packed.append(allocate(native, storage.layout(rows, columns, gated=False, scale_dtype=dtype), 1))
         pack_matrix(packed[-1], 0, tensors[-1:], name)
     return tensors, packed
@@ -100,6 +103,20 @@ def test_products_of_groups_are_exact_bit_for_bit(native: Native, isas: list[Isa
             assert torch.equal(sent, wanted), (isa, rows)  # rows that come rounded
             least = replace(MODE, tuning=Tuning(gather_kib=128, tile_rows=1 + rows % 2 * 255))
             assert torch.equal(experts_rows(library, x, ids, None, w13, w2, mode=least, isa=isa), wanted), (isa, rows)
+
+
+@pytest.mark.parametrize("down", ["q6_k", "q5_k", "mxfp4"])
+def test_hidden_rows_stay_in_bf16_for_down_projections_of_other_formats(isa_here: IsaHere, down: str) -> None:
+    (native, isa), scheme, other = isa_here, GGUF["q4_k"], scheme_of_kind(down)
+    (up, second), (w13, w2) = ungated(native, scheme, 512, 256, other)
+    for rows in (1, 3, 6, 40):
+        x = torch.randn(rows, 512, generator=torch.Generator("cpu").manual_seed(rows)).bfloat16()
+        h = torch.relu(product(int8_groups(32).quantize(x), scheme, up, 32)).square().bfloat16()
+        wanted = h.double() @ second.dequantize(torch.float32).double().T
+        got = experts_rows(
+            native, x, torch.zeros(rows, 1, dtype=torch.int32), None, w13, w2, mode=MODE, isa=isa, threads=2
+        )
+        assert error(got, wanted) < 2**-8, rows
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int4_g128_zp", "q4_k", "q8_0"])
