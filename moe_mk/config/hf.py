@@ -38,7 +38,8 @@ _TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
 families; the "scoring" of the gate, else softmax; whether selection is "biased", where no key use_routing_bias states
 it; "topk_methods" that may be stated; "optional" where published models lack scale and groups; "shared_width", the key
 of the width of the shared experts where there is one; keys of "other_parts" of the model among those whose names
-suggest an effect; "width", the key of that of an expert; whether weights are "renormalised" in any case."""
+suggest an effect; "width", the key of that of an expert; whether weights are "renormalised" in any case; "numbered"
+where experts have w1, w2 and w3 instead of gate_proj, down_proj and up_proj."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
 FAMILIES = tuple(_TABLE)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
@@ -312,7 +313,9 @@ def _quant(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, An
         return {"weights": plain_kind(hf, where)}
     # DeepSeek-V4 checkpoints give the dtype of experts next to the quantisation config, later ones inside it.
     expert_dtype = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") is not None else {}
-    return quant_from_hf({**expert_dtype, **quant} if isinstance(quant, Mapping) else quant, where, hf, layer)
+    numbered = _TABLE.get(family_of(hf), {}).get("numbered", False)
+    quant = {**expert_dtype, **quant} if isinstance(quant, Mapping) else quant
+    return quant_from_hf(quant, where, hf, layer, numbered=numbered)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

@@ -23,10 +23,13 @@ from moe_mk.quant.blocked import WHOLE
 _ENDS = ("", *(f".{word}" for words in PROJECTIONS for word in words))
 
 
-def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int | None = None) -> dict[str, Any]:
+def quant_from_hf(
+    quant: object, where: str, hf: Said | None = None, layer: int | None = None, *, numbered: bool = False
+) -> dict[str, Any]:
     """Settings of `model.quant`; raises ConfigError listing everything that is not supported.
 
     hf: the config.json, for its dtype and number of layers. layer: the layer to describe; None: the layers together.
+    numbered: whether the model has w1, w2 and w3, and not gate_proj, down_proj and up_proj.
     """
     if not isinstance(quant, Mapping):
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
@@ -41,7 +44,8 @@ def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int 
         try:
             settings, problems = reader(quant, layers)
             # What a mixed section ignores is left in FP8, not in the dtype of the model.
-            ignored = _ignored({} if reader is _mixed else quant, method, layers)
+            ignored, others = _ignored({} if reader is _mixed else quant, method, layers, numbered=numbered)
+            problems += others
         except re.error as problem:
             settings, problems, ignored = {}, [f"a list of modules has an invalid expression: {problem}"], {}
         if not problems and (ignored["experts"] or settings.get("weights") is None):
@@ -82,8 +86,8 @@ def layers_with_experts(hf: Said, layer: int | None = None) -> list[int]:
     return sorted({first, (first + count) // 2, count - 1})
 
 
-def _ignored(quant: Said, method: str, layers: list[int]) -> dict[str, bool]:
-    """Whether the lists of a section leave routed and shared experts as they are."""
+def _ignored(quant: Said, method: str, layers: list[int], *, numbered: bool) -> tuple[dict[str, bool], list[str]]:
+    """Whether the lists of a section leave routed and shared experts as they are, and those that leave some of both."""
     styles = {"compressed-tensors": "name", "modelopt": "glob", "quark": "quark"}
     style = {**styles, "awq": "part", "auto-round": "part"}.get(method, "start")
     inner = quant.get("quantization")
@@ -91,7 +95,11 @@ def _ignored(quant: Said, method: str, layers: list[int]) -> dict[str, bool]:
     for section in (quant, inner if isinstance(inner, Mapping) else {}):
         for key in ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
             found += section.get(key) or ()
-    return {role: hf_rules.covered(style, found, layers, role) for role in ("experts", "shared_experts")}
+    ignored = {role: hf_rules.covered(style, found, layers, role) for role in ("experts", "shared_experts")}
+    # AWQ of models with gate_proj lists "gate" for the router too: what the tensors are decides.
+    found = [each for each in found if (style, each) != ("part", "gate")]
+    partly = {role: hf_rules.some_named(style, found, layers, role, numbered=numbered) for role in ignored}
+    return ignored, [f"{role}: {text}" for role, text in partly.items() if text and method != "compressed-tensors"]
 
 
 def _fp8(quant: Said, layers: list[int]) -> Found:

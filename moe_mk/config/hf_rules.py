@@ -7,7 +7,7 @@ shared experts may have another.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -51,12 +51,26 @@ def modules(layers: list[int], role: str) -> list[list[str]]:
 
 
 def covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -> bool:
-    """Whether the patterns name every projection of the experts of the layers.
-
-    Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
-    """
+    """Whether the patterns name every projection of the experts of the layers."""
     patterns = tuple(patterns)
     return bool(patterns) and all(named(style, patterns, names) for names in modules(layers, role))
+
+
+def some_named(style: str, patterns: Collection[str], layers: list[int], role: str, *, numbered: bool) -> str:
+    """What the patterns name if it is some projections of the experts, or those of some layers; else ""."""
+    words = [each[numbered] for each in PROJECTIONS]
+    left = [
+        named(style, patterns, [name for name in names if name.endswith(words[at % 3])])
+        for at, names in enumerate(modules(layers, role))
+    ]
+    for n, of_layer in zip(layers, zip(*[iter(left)] * 3, strict=True), strict=True):
+        if len(set(of_layer)) > 1:
+            which = [word for word, is_left in zip(words, of_layer, strict=True) if is_left]
+            are = "is left as it is" if len(which) == 1 else "are left as they are"
+            return f"{' and '.join(which)} of layer {n} {are}, the others are quantised; give all one format"
+    if len(set(left)) < 2:
+        return ""
+    return f"some of layers {', '.join(map(str, layers))} are left as they are (name one: layer=N)"
 
 
 def named(style: str, patterns: Iterable[str], names: list[str]) -> bool:
@@ -241,6 +255,9 @@ def _of_quark(stated: Any) -> Found:
     if is_empty(stated) or is_empty(stated.get("weight")):
         return {}, []
     weight, tokens = stated["weight"], stated.get("input_tensors") or {}
+    if isinstance(weight, list) and any(isinstance(each, Mapping) and each.get("dtype") == "int4" for each in weight):
+        return {}, ["weight is int4 under a scale of FP8 (W4A8), whose FP8 tokens no experts multiply with integers; "
+                    "export fp8_e4m3 per_channel"]  # fmt: skip
     if isinstance(weight, list) and isinstance(tokens or [], list):
         return _of_levels(stated, {"weight": weight, "input_tensors": list(tokens)})
     if not (isinstance(weight, Mapping) and isinstance(tokens, Mapping)):

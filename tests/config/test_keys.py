@@ -209,6 +209,17 @@ def test_a_list_of_modules_is_read_under_every_name_and_in_both_sections(key: st
     for section in ({**MODELOPT, **listed}, {**MODELOPT, "quantization": {"quant_algo": "NVFP4", **listed}}):
         quant = settings_from_hf({**TEXT, "quantization_config": section}, "here", layer=3)["model"]["quant"]
         assert quant["weights"] == "bf16"
+        with pytest.raises(ConfigError, match=r"experts: some of layers 1, 3, 4 are left .*name one: layer=N"):
+            settings_from_hf({**TEXT, "quantization_config": section}, "here")
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [(["gate_proj"], ""), (["w2"], "w2 of layer 0 is left"), (["w1", "w3"], "w1 and w3 of layer 0")],
+)
+def test_projections_have_the_names_of_the_family_in_a_list_of_modules(listed: list[str], problem: str) -> None:
+    found = outcome(full("mixtral", quantization_config={**QUANTS["awq"], "modules_to_not_convert": listed}))
+    assert problem in str(found) if problem else isinstance(found, MoEConfig)
 
 
 PROBES: tuple[Any, ...] = (
