@@ -63,8 +63,8 @@ def pack_linears(
     path: the checkpoint that the model was loaded from, a folder or a GGUF file. A weight that it stores as INT4, INT8
     or blocks of GGUF is packed in that format if the model's weight equals the stored one; all others in bf16.
     skip: last parts of paths of layers to keep, for models that read `weight` of a layer directly.
-    activations: int8 rounds tokens of layers in INT4, INT8, Q4_0, Q4_1, Q8_0 and Q4_K to INT8 in groups, which is faster
-    and less accurate; those of other formats stay in bf16.
+    activations: int8 rounds tokens of layers in INT4, INT8, Q4_0, Q4_1, Q8_0 and Q4_K to INT8 in groups, which is
+    faster and less accurate; those of other formats stay in bf16.
     The model can then neither be saved nor trained. Raises UnsupportedError if there is no such layer, ConfigError for
     other activations.
     """
