@@ -122,7 +122,8 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
     top_k = next((hf[key] for key in _TOP_K if hf.get(key)), 1)
     top_k = max(top_k) if isinstance(top_k, list) else top_k  # one a layer
     groups = hf.get("n_group") or hf.get("num_expert_group") or 1
-    experts = groups * max(2, -(-2 * top_k // groups))
+    held = [hf[key] for key in _EXPERTS if type(hf.get(key)) is int and hf[key]][:1]
+    experts = min([groups * max(2, -(-2 * top_k // groups)), *held])  # with all chosen, renormalising has no effect
     sizes = {
         "hidden_size": SMALL,
         **dict.fromkeys(("moe_latent_size", "routed_expert_hidden_size"), SMALL // 2),
