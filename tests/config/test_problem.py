@@ -1,19 +1,17 @@
 """A question to the oracle: derived sizes by hand, expected ranks a token against counting, and JSON."""
 
 import json
+from functools import partial
 from itertools import combinations
-from typing import Any
 
 import pytest
 
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.problem import Reason
 from moe_mk.errors import ConfigError
-from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
+from moe_mk.quant import FP8_1x128, FP8_128x128
+from tests.support import problems
 
-
-def problem(name: str = "deepseek_v3", device: str = "h200", num_tokens: int = 128, **overrides: Any) -> Problem:
-    return Problem(load_config(name).with_(**overrides), device_profile(device), BF16, num_tokens)
+problem = partial(problems.problem, device="h200", num_tokens=128)
 
 
 def test_sizes_by_hand() -> None:

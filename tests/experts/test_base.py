@@ -1,17 +1,18 @@
 """What an experts backend states against a problem, from its traits alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from moe_mk import ConfigError, Problem
-from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS, ExpertsTraits
 from moe_mk.experts.reference import ReferenceExperts, ReferenceMonolithic
 from moe_mk.quant.plain import FP16
 from moe_mk.tokens import GroupedTokens, OutputStage
 from moe_mk.weights.expert_weights import Weights
+from tests.support import problems
 
 CPU = torch.device("cpu")
 
@@ -24,8 +25,7 @@ def reported(traits: ExpertsTraits, asked: Problem) -> dict[str, str]:
     return {reason.code: str(reason) for reason in Imagined.reasons_against(asked)}
 
 
-def problem(**settings: object) -> Problem:
-    return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), FP16, 64)
+problem = partial(problems.problem, device="h100", dtype=FP16)
 
 
 def test_every_reason_is_reported_at_once() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from moe_mk import Problem, oracle
-from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.lab.cli.explain import Question, decide_on
 from moe_mk.oracle.base import ORACLES
@@ -17,13 +16,14 @@ from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import BF16
+from tests.support import problems
 
 LIBRARIES = frozenset({"triton", "deep_ep", "deep_gemm", "flashinfer", "nixl_ep", "uccl", "mori"})
 
 
 def asked(device: str, ranks: int, num_tokens: int = 128, **settings: Any) -> Problem:
-    config = load_config("deepseek_v3").with_(ep=ranks, max_num_tokens=num_tokens, **settings)
-    return Problem(config, device_profile(device), BF16, num_tokens, LIBRARIES)
+    settings = {"installed": LIBRARIES, "ep": ranks, "max_num_tokens": num_tokens, **settings}
+    return problems.problem("deepseek_v3", device, num_tokens, **settings)
 
 
 ONE_NODE = {"hierarchical": {"fabric"}, "no_ep": {"ranks"}, "replicated": {"tokens"}, "one_sided": {"device"}}
@@ -122,8 +122,7 @@ def test_explain_ranks_all_registered_transports_with_reasons(device: str, ranks
 def test_a_cluster_of_mi300x_chooses_mori_where_it_is_installed(ranks: int) -> None:
     with_it = oracle.select(asked("mi300x", ranks))
     assert with_it.chosen.prepare_finalize == "mori" and with_it.wire in (BF16, FP8_1x128)
-    problem = asked("mi300x", ranks)
-    without = Problem(problem.config, problem.device, BF16, 128, frozenset({"triton"}))
+    without = asked("mi300x", ranks, installed=["triton"])
     assert oracle.select(without).chosen.prepare_finalize != "mori"
     reported = [v for v in judge(without, ORACLES["fp8"]) if v.prepare_finalize == "mori"]
     assert all("mori is not installed" in v.line() for v in reported)

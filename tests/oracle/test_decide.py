@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_mk import ConfigError, Problem, UnsupportedError, oracle
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.config import device_profile, load_config
+from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
@@ -19,12 +19,9 @@ from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128
-from moe_mk.quant.plain import BF16, FP16, FP32
+from moe_mk.quant.plain import FP16, FP32
 from moe_mk.runner import MonolithicKernel
-
-
-def problem(model: str = "deepseek_v3", device: str = "cpu", num_tokens: int = 64, **settings: Any) -> Problem:
-    return Problem(load_config(model).with_(**settings), device_profile(device), BF16, num_tokens)
+from tests.support.problems import problem
 
 
 def test_one_pair_can_have_three_reasons_and_all_are_reported() -> None:
@@ -134,7 +131,7 @@ def test_ranks_compare_whatever_changes_their_numbers_or_their_messages() -> Non
     ):  # fmt: skip
         second = notes(problem(**(pins | changed)))
         assert {name for name in first if first[name] != second[name]} == names, changed
-    half = Problem(load_config("deepseek_v3").with_(**pins), device_profile("cpu"), FP16, 64)
+    half = problem(dtype=FP16, **pins)
     assert {name for name in first if first[name] != notes(half)[name]} >= {"dtype"}
 
 
@@ -232,9 +229,7 @@ def test_memory_is_one_reason_among_others() -> None:
 @pytest.mark.row(89)
 @pytest.mark.parametrize("pins", [("all_to_all", "reference"), ("all_gather", "torch_cpu"), ("inside", "auto")])
 def test_what_is_built_is_what_was_decided(pins: tuple[str, str]) -> None:
-    asked = Problem(
-        load_config("tiny").with_(ep=4, prepare_finalize=pins[0], experts=pins[1]), device_profile("cpu"), FP32, 16
-    )
+    asked = problem("tiny", "cpu", 16, dtype=FP32, ep=4, prepare_finalize=pins[0], experts=pins[1])
     decision = oracle.select(asked)
     comm = LockstepWorld(4).communicators()[1]
     kernel = oracle.assemble(decision, Parts(ExpertMap.linear(16, 4), torch.device("cpu"), comm))
@@ -261,8 +256,7 @@ def test_every_pair_has_a_verdict_and_every_refusal_a_reason() -> None:
 def test_native_experts_round_tokens_to_fp8_with_the_scales_of_the_checkpoint() -> None:
     for scale, compute in (("float32", "fp8_1x128"), ("ue8m0", "fp8_1x128_ue8m0")):
         quant = {"weights": "fp8_block", "scale": scale}
-        config = load_config("deepseek_v3").with_(quant=quant, activations="checkpoint", experts="cpu_native")
-        asked = Problem(config, device_profile("cpu"), BF16, 64, frozenset({"c++"}))
+        asked = problem(installed=["c++"], quant=quant, activations="checkpoint", experts="cpu_native")
         assert oracle.select(asked).compute.name == compute
     asked = problem(quant={"weights": "fp8_channel"}, activations="checkpoint")
     reported = [reason.text for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]

@@ -1,11 +1,10 @@
 """What a pair holds in addition to the weights, part by part, and the most tokens that a device has room for."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 
-from moe_mk import Problem, oracle
-from moe_mk.config import device_profile, load_config
+from moe_mk import oracle
 from moe_mk.errors import ConfigError
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
@@ -13,21 +12,16 @@ from moe_mk.lab.cli.explain import memory_lines
 from moe_mk.oracle.memory import Buffers, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
-from moe_mk.quant.plain import BF16
+from tests.support import problems
 
 TRITON = frozenset({"triton"})
-
-
-def problem(ep: int, num_tokens: int = 128, **settings: Any) -> Problem:
-    return Problem(
-        load_config("deepseek_v3").with_(ep=ep, **settings), device_profile("h200"), BF16, num_tokens, TRITON
-    )
+problem = partial(problems.problem, device="h200", num_tokens=128, installed=TRITON)
 
 
 def test_buffers_are_counted_by_hand() -> None:
     # 4 ranks of 8 tokens: 32 rows. A row on the wire has 7168 codes and 56 scales of 4 bytes, 7392 bytes, and is there
     # as bytes and as tensors; its output is 7168 values in f32 and in bf16.
-    asked = problem(4, num_tokens=8, experts="triton", prepare_finalize="all_to_all")
+    asked = problem(ep=4, num_tokens=8, experts="triton", prepare_finalize="all_to_all")
     transport, workspace = PREPARE_FINALIZE["all_to_all"], EXPERTS["triton"].workspace_bytes
     held = buffers_of(transport, FP8_1x128, workspace, asked)
     assert held.rows == 32 * (2 * 7392 + 7168 * (4 + 2))
@@ -38,7 +32,7 @@ def test_buffers_are_counted_by_hand() -> None:
 def test_a_workspace_has_room_for_the_assignments_that_a_rank_can_get() -> None:
     """128 tokens of each of 256 ranks are 32,768 rows; with one expert on a rank, a row has one assignment of its 8."""
     workspace = EXPERTS["triton"].workspace_bytes
-    one, four, wide = (workspace(problem(ep), 32_768) for ep in (256, 64, 8))
+    one, four, wide = (workspace(problem(ep=ep), 32_768) for ep in (256, 64, 8))
     per_assignment = 3 * 2048 + 2 * 7168 + 20
     assert one == 32_768 * (7168 + 4 * 56 + per_assignment) and one < 1e9
     assert (four - one, wide - one) == (3 * 32_768 * per_assignment, 7 * 32_768 * per_assignment)
@@ -46,7 +40,7 @@ def test_a_workspace_has_room_for_the_assignments_that_a_rank_can_get() -> None:
 
 def test_every_workspace_is_counted_by_hand() -> None:
     # 10 rows of DeepSeek-V3 (H 7168, I 2048, top 8) on one of 64 ranks, which holds 4 experts: 80 assignments.
-    asked, rows = problem(64), 10
+    asked, rows = problem(ep=64), 10
     found = {name: experts.workspace_bytes(asked, rows) for name, experts in [*EXPERTS.items(), *MONOLITHIC.items()]}
     row, inner = 10 * 7168, 2048
     by_hand = {
@@ -62,13 +56,13 @@ def test_every_workspace_is_counted_by_hand() -> None:
 
 
 def test_a_call_may_have_as_many_tokens_as_the_limit() -> None:
-    assert problem(32, num_tokens=100, max_num_tokens=100).num_tokens == 100
+    assert problem(ep=32, num_tokens=100, max_num_tokens=100).num_tokens == 100
     with pytest.raises(ConfigError, match="num_tokens=101 exceeds kernel.max_num_tokens=100"):
-        problem(32, num_tokens=101, max_num_tokens=100)
+        problem(ep=32, num_tokens=101, max_num_tokens=100)
 
 
 def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for() -> None:
-    decision = oracle.select(problem(32, experts="triton", prepare_finalize="hierarchical"))
+    decision = oracle.select(problem(ep=32, experts="triton", prepare_finalize="hierarchical"))
     assert decision.problem.config.kernel.max_num_tokens == 8192 == 64 * 128
     # Rows, workspace, and what the transport relays all grow with the limit, and so does their sum.
     assert decision.buffers.total == 64 * decision.least_buffers.total == decision.buffer_bytes
@@ -85,13 +79,13 @@ def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for(
 
 def test_the_most_tokens_just_fit() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
-    asked = problem(256, **pins)
+    asked = problem(ep=256, **pins)
     decision = oracle.select(asked)
     most = decision.tokens_that_fit
     assert asked.num_tokens < most < asked.config.kernel.max_num_tokens
 
     def need(limit: int) -> int:
-        limited = oracle.select(problem(256, num_tokens=1, max_num_tokens=limit, **pins))
+        limited = oracle.select(problem(ep=256, num_tokens=1, max_num_tokens=limit, **pins))
         return weights_bytes(asked) + limited.buffers.total
 
     assert need(most) <= room_of(asked) < need(most + 1)
@@ -100,7 +94,7 @@ def test_the_most_tokens_just_fit() -> None:
 
 @pytest.mark.parametrize("room,expected", [(0, 1), (10, 1), (999, 99), (1000, 100), (5000, 100)])
 def test_the_search_keeps_to_its_ends(room: int, expected: int) -> None:
-    asked = problem(32, num_tokens=1, max_num_tokens=100)
+    asked = problem(ep=32, num_tokens=1, max_num_tokens=100)
     free = room_of(asked) - weights_bytes(asked)
     # Each token takes ten bytes; the rest is as large as leaves `room`.
     held = most_tokens(asked, lambda given: Buffers(free - room, 10 * given.num_tokens, 0))
@@ -108,7 +102,7 @@ def test_the_search_keeps_to_its_ends(room: int, expected: int) -> None:
 
 
 def test_a_lower_limit_changes_nothing_else() -> None:
-    asked = problem(32, relay_tokens=64, timeout_s=7.0)
+    asked = problem(ep=32, relay_tokens=64, timeout_s=7.0)
     limited = limited_to(asked, 16)
     assert (limited.num_tokens, limited.config.kernel.max_num_tokens) == (16, 16)
     assert limited.config.kernel.timeout_s == 7.0 and limited.device is asked.device
@@ -117,9 +111,9 @@ def test_a_lower_limit_changes_nothing_else() -> None:
 
 def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
-    total, parts, room = memory_lines(oracle.select(problem(256, **pins)))
+    total, parts, room = memory_lines(oracle.select(problem(ep=256, **pins)))
     assert "for 8192 tokens per rank [kernel.max_num_tokens]" in total
     assert "worst routing" in parts and "triton 58.5 GB" in parts and parts.endswith("GB with a limit of 128")
     assert room.startswith("more than the 149 GB of h200, which hold a limit of ")
-    enough = memory_lines(oracle.select(problem(32, max_num_tokens=128, **pins)))
+    enough = memory_lines(oracle.select(problem(ep=32, max_num_tokens=128, **pins)))
     assert len(enough) == 2 and "with a limit" not in enough[1]

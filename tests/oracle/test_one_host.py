@@ -2,15 +2,12 @@
 
 import pytest
 
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem
 from moe_mk.oracle import Decision, select
-from moe_mk.quant.plain import BF16
+from tests.support.problems import problem
 
 
 def decided(device: str = "cpu", **settings: object) -> Decision:
-    config = load_config("deepseek_v3").with_(**settings)
-    return select(Problem(config, device_profile(device), BF16, 64, frozenset({"c++"})))
+    return select(problem("deepseek_v3", device, installed=["c++"], **settings))
 
 
 def codes_against_one_sided(decision: Decision) -> set[str]:

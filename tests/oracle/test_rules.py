@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from moe_mk import Problem
-from moe_mk.config import device_profile, load_config
 from moe_mk.experts import ExpertsTraits
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.oracle.decide import layout_read, pair_reasons
 from moe_mk.prepare_finalize import TransportTraits
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.quant.plain import BF16
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
+from tests.support.problems import problem
 
 RAW, WEIGHTED, REDUCED = OutputStage.RAW, OutputStage.WEIGHTED, OutputStage.REDUCED
 
@@ -29,8 +27,7 @@ def experts(**emits: OutputStage) -> ExpertsTraits:
 def reported(
     t: TransportTraits, e: ExpertsTraits, installed: frozenset[str] = frozenset(), **settings: object
 ) -> dict[str, str]:
-    config = load_config("deepseek_v3").with_(ep=4, **settings)
-    asked = Problem(config, device_profile("h100"), BF16, 64, installed)
+    asked = problem("deepseek_v3", "h100", installed=installed, ep=4, **settings)
     return {reason.code: str(reason) for reason in pair_reasons(t, e, asked)}
 
 

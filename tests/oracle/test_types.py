@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_mk import MoELayer, Problem, oracle
-from moe_mk.config import MoEConfig, device_profile, load_config
+from moe_mk.config import MoEConfig
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.held import HeldExperts
@@ -31,9 +31,9 @@ from moe_mk.oracle.formats import (
 )
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.quant import BF16
 from moe_mk.weights import SafetensorsSource, Weights, load_layer
 from moe_mk.weights.scan import Progress
+from tests.support import problems
 
 BOTH = {
     "fp8_channel": (select_fp8_moe_backend, make_fp8_moe_kernel),
@@ -61,8 +61,7 @@ class PlainOnly(TorchCpuExperts):
 
 
 def problem(quant: str, **settings: object) -> Problem:
-    config = load_config("deepseek_v3").with_(quant={"weights": quant}, **{"ep": 4, **settings})
-    return Problem(config, device_profile("cpu"), BF16, 64)
+    return problems.problem(quant={"weights": quant}, **{"ep": 4, **settings})
 
 
 @pytest.fixture
@@ -79,10 +78,9 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FusedExperts]], None
 @pytest.mark.parametrize("quant", BOTH)
 def test_both_phases_by_their_known_names(quant: str) -> None:
     select, make = BOTH[quant]
-    config = load_config("tiny").with_(quant={"weights": quant})
-    decision = select(Problem(config, device_profile("cpu"), BF16, 8))
+    decision = select(problems.problem("tiny", "cpu", 8, quant={"weights": quant}))
     assert decision == oracle.select(decision.problem) and decision.effect is None
-    kernel = make(decision, Parts(ExpertMap.linear(config.model.num_experts, 1), torch.device("cpu")))
+    kernel = make(decision, Parts(ExpertMap.linear(decision.problem.config.model.num_experts, 1), torch.device("cpu")))
     assert isinstance(kernel, FusedMoEKernel)
     assert type(kernel.experts) is EXPERTS[decision.chosen.experts]
     assert type(kernel.prepare_finalize) is PREPARE_FINALIZE[decision.chosen.prepare_finalize]

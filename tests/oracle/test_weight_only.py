@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_mk import ConfigError, Problem, UnsupportedError, oracle
-from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.held import held_as
 from moe_mk.experts.torch_cpu import TorchCpuExperts
@@ -20,6 +19,7 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, scheme_of_kind
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from tests.support import problems
 
 
 class BlocksOnly(TorchCpuExperts):
@@ -27,8 +27,7 @@ class BlocksOnly(TorchCpuExperts):
 
 
 def problem(quant: str, **settings: object) -> Problem:
-    config = load_config("deepseek_v3").with_(quant={"weights": quant, **settings}, ep=4)
-    return Problem(config, device_profile("cpu"), BF16, 64)
+    return problems.problem(quant={"weights": quant, **settings}, ep=4)
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_no_rounding_is_added_exactly_where_every_stored_value_is_one_of_the_new
 
 def test_blocks_of_a_fallback_fit_the_slices_of_tensor_parallel_ranks() -> None:
     for inner, tp, side in ((768, 1, 128), (192, 1, 128), (384, 2, 64), (768, 4, 64), (768, 2, 128), (160, 2, 16)):
-        asked = Problem(load_config("tiny").with_(moe_intermediate_size=inner, tp=tp), device_profile("cpu"), BF16, 64)
+        asked = problems.problem("tiny", moe_intermediate_size=inner, tp=tp)
         assert in_fp8(asked).quant.block == (side, side), (inner, tp)
 
 

@@ -1,23 +1,20 @@
 """The smallest changes that make a backend eligible, against an exhaustive search through the same oracle."""
 
 import json
+from functools import partial
 from itertools import combinations
 
 import pytest
 
 from moe_mk import ConfigError, Problem
-from moe_mk.config import device_profile, load_config
 from moe_mk.lab.plan import wanted
 from moe_mk.lab.plan.wanted import Change, ways_to
 from moe_mk.oracle import select
 from moe_mk.quant.plain import BF16
 from tests.cli.conftest import moe_mk, printed
+from tests.support import problems
 
-
-def problem(device: str = "h200", tokens: int = 128, installed: tuple[str, ...] = (), **settings: object) -> Problem:
-    return Problem(
-        load_config("deepseek_v3").with_(**settings), device_profile(device), BF16, tokens, frozenset(installed)
-    )
+problem = partial(problems.problem, device="h200", num_tokens=128)
 
 
 def stated(given: Problem, want: str, **limits: object) -> list[list[str]]:
@@ -32,7 +29,7 @@ def test_changes_by_hand() -> None:
     # DeepEP's low-latency kernels need their library, and windows for kernel.max_num_tokens that fit their queues.
     ways = stated(problem(ep=8, installed=("triton",)), "deepep_ll + triton", other_devices=False)
     assert ["kernel.max_num_tokens = 256", "install deep_ep"] in ways and all("install deep_ep" in way for way in ways)
-    assert stated(problem("cpu", ep=16), "one_sided + torch_cpu", other_devices=False)[0] == [
+    assert stated(problem(device="cpu", ep=16), "one_sided + torch_cpu", other_devices=False)[0] == [
         "parallel.ranks_per_node = 16"
     ]
     (found,) = stated(problem(ep=8), "all_to_all + cpu_native")
@@ -54,7 +51,7 @@ def test_another_device_is_no_change_where_it_is_excluded() -> None:
         ({"ep": 1, "graphs": True}, "deepep_ht + triton"),
         ({"ep": 8, "deterministic": True, "tiles": 2}, "deepep_ll + triton"),
         ({"ep": 4, "graphs": True, "invariant": True}, "replicated + triton"),
-        ({"device": "h100", "ep": 8, "tokens": 2048, "graphs": True}, "mori + triton"),
+        ({"device": "h100", "ep": 8, "num_tokens": 2048, "graphs": True}, "mori + triton"),
         ({"device": "cpu", "ep": 1}, "hierarchical + torch_cpu"),
     ],
 )

@@ -5,15 +5,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.config.problem import Problem
-from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.flight import Flight, interleave
 from moe_mk.oracle import select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.prepare_finalize.all_to_all import PointToPoint
-from moe_mk.quant.plain import BF16, FP32
+from moe_mk.quant.plain import FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from tests.support.problems import problem
 
 CPU = torch.device("cpu")
 TOKENS = (3, 0, 5)  # rank 1 brings none
@@ -67,8 +66,7 @@ def test_each_hop_is_one_message_to_and_from_each_peer() -> None:
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_baseline_serves_and_is_not_preferred(device: str, ranks: int) -> None:
-    config = load_config("tiny").with_(ep=ranks)
-    decision = select(Problem(config, device_profile(device), BF16, 8))
+    decision = select(problem("tiny", device, 8, ep=ranks))
     assert decision.chosen.prepare_finalize not in ("all_to_all_p2p", "all_to_all_v")
-    pinned = config.with_(prepare_finalize="all_to_all_v")
-    assert select(Problem(pinned, device_profile(device), BF16, 8)).chosen.prepare_finalize == "all_to_all_v"
+    pinned = problem("tiny", device, 8, ep=ranks, prepare_finalize="all_to_all_v")
+    assert select(pinned).chosen.prepare_finalize == "all_to_all_v"

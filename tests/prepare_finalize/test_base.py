@@ -1,21 +1,20 @@
 """What a transport states against a problem, from its traits alone, and what it expects to move."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from moe_mk import ConfigError, Problem
-from moe_mk.config import device_profile, load_config
+from moe_mk.config import device_profile
 from moe_mk.flight import Flight
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.quant.plain import BF16
 from moe_mk.tokens import LAYOUT_NAMES, Routing, Tokens
+from tests.support import problems
 
-
-def problem(num_tokens: int = 64, **settings: object) -> Problem:
-    return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), BF16, num_tokens)
+problem = partial(problems.problem, device="h100")
 
 
 def reported(traits: TransportTraits, asked: Problem) -> dict[str, str]:
@@ -50,7 +49,7 @@ def test_an_emulated_library_is_used_only_where_it_is_allowed() -> None:
 
 @pytest.mark.parametrize("ep,visited", [(8, 3.98), (32, 6.82)])
 def test_the_expected_rows_are_those_of_the_ranks_that_a_token_visits(ep: int, visited: float) -> None:
-    asked = problem(100, ep=ep)
+    asked = problem(num_tokens=100, ep=ep)
     assert asked.ranks_per_token == pytest.approx(visited, abs=0.05)
     assert PREPARE_FINALIZE["all_to_all"].volume(asked).dispatch_rows == pytest.approx(
         100 * asked.ranks_per_token * (ep - 1) / ep

@@ -11,7 +11,6 @@ import torch
 
 from moe_mk import MoELayer, ParallelGroups, Problem, oracle
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
-from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.emulated import deep_ep, uccl
@@ -26,7 +25,7 @@ from moe_mk.prepare_finalize.mori import Mori
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSidedNetwork
 from moe_mk.quant.plain import BF16
 from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
-from tests.support import library_ranks
+from tests.support import library_ranks, problems
 from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of
 from tests.support.layers import HIDDEN, layer
 from tests.support.library_ranks import reported
@@ -232,8 +231,7 @@ def test_layers_with_another_budget_have_proxies_of_their_own() -> None:
 
 def test_more_threads_than_peers_are_refused() -> None:
     def problem(units: int) -> Problem:
-        config = load_config("tiny").with_(max_num_tokens=64, ep=4, comm_units=units)
-        return Problem(config, device_profile("cpu"), BF16, 64)
+        return problems.problem("tiny", max_num_tokens=64, ep=4, comm_units=units)
 
     assert OneSidedNetwork.reasons_against(problem(3)) == []
     assert [str(reason) for reason in OneSidedNetwork.reasons_against(problem(4))] == [

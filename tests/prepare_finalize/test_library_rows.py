@@ -1,5 +1,7 @@
 """One dispatch by hand through the transport of every library, over its emulation: rows, sums, padding, failures."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,23 @@ def test_nothing_is_sent_for_tokens_that_go_nowhere(name: str) -> None:
     assert live_rows(first) == [((5.0, 6.0), (0, 1), (0.75, 0.125))] and live_rows(second) == []
     assert first.x_RH.values[:, 0].nan_to_num(nan=0.0).tolist() == [5.0] + [0.0] * 7
     assert bool(second.x_RH.values.isnan().all())
+
+
+@pytest.mark.parametrize("name", ["mori", "deepep_ll"])
+def test_combine_is_given_the_ids_that_this_rank_dispatched(name: str) -> None:
+    (ranks, x), seen = ranks_of(name), []
+    for transport in ranks.transports:
+        library = transport._session.pool.slots[0].buffer if name == "mori" else transport._session.buffer
+        call = library.combine
+
+        def logged(needed: Any, *more: Any, call: Any = call) -> Any:
+            seen.append((more[-1] if more else needed["topk_idx"]).tolist())
+            return call(needed, *more)
+
+        library.combine = logged
+    tokens = ranks.dispatched(x)
+    combine_all(ranks, tokens) if name in OF_EXPERTS else ranks.expect_sums(tokens)
+    assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
 
 
 @pytest.mark.row(77)

@@ -2,7 +2,6 @@
 
 import torch
 
-from moe_mk import Problem
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.mori import Mori, operator_bytes
 from moe_mk.quant import FP16
@@ -19,18 +18,6 @@ def test_a_result_outlives_the_next_call_of_the_operator() -> None:
     ranks.dispatched()  # poisons all that the operator has returned
     assert all(torch.equal(y_TH, kept) for y_TH, kept in zip(results, before, strict=True))
     assert not results[0].isnan().any()
-
-
-def test_combine_is_given_the_ids_that_this_rank_dispatched() -> None:
-    seen = []
-    ranks = Ranks(NAME)
-    for transport in ranks.transports:
-        operator = transport._session.pool.slots[0].buffer
-        combine = operator.combine
-        operator.combine = lambda y, w, ids, combine=combine: (seen.append(ids.tolist()), combine(y, w, ids))[1]
-    tokens = ranks.dispatched()
-    ranks.combined([t.x_RH.values for t in tokens], tokens)
-    assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
 
 
 def test_several_nodes_are_served_by_the_kernels_for_them() -> None:
@@ -57,13 +44,10 @@ def test_every_limit_is_reported() -> None:
     assert reported(NAME, problem("mi300x")) == {} and reported(NAME, problem("mi300x", ep=32)) == {}
     assert reported(NAME, with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
     assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in reported(NAME, with_top_k(2, "mi300x", ep=6))["ranks"]
-    asked = problem("mi300x")
-    half = Problem(asked.config, asked.device, FP16, 128, asked.installed)
-    assert reported(NAME, half) == {"dtype": "carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]"}
-    assert (
-        set(reported(NAME, problem("h200"))) == {"device"}
-        and reported(NAME, problem("mi300x", deterministic=True))["deterministic"]
-    )
+    assert reported(NAME, problem("mi300x", dtype=FP16)) == {
+        "dtype": "carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]"
+    }
+    assert reported(NAME, problem("mi300x", deterministic=True))["deterministic"]
 
 
 def test_a_cluster_of_mi300x_may_run_it_and_no_nvidia_device() -> None:

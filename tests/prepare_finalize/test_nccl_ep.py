@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_mk import MoEConfig, Problem
-from moe_mk.config import device_profile, load_config
 from moe_mk.external import library
 from moe_mk.external.nccl_ep_limits import high_throughput_bytes, low_latency_bytes
 from moe_mk.flight import wait
@@ -18,23 +16,10 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.nccl_ep import NcclHighThroughput, NcclLowLatency
 from moe_mk.quant import BF16, FP16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing
-from tests.support.library_ranks import ROUTINGS, Ranks, X, reported
+from tests.support.library_ranks import ROUTINGS, Ranks, X, problem, reported, small
 from tests.support.tiers import thorough
 
 LL, HT = "nccl_ep", "nccl_ep_ht"
-
-
-def problem(*, num_tokens: int = 128, device: str = "h200", **settings: Any) -> Problem:
-    """DeepSeek-V3 on 8 ranks with the library."""
-    config = load_config("deepseek_v3").with_(**{"max_num_tokens": num_tokens, "ep": 8, **settings})
-    return Problem(config, device_profile(device), BF16, num_tokens, frozenset({"nccl"}))
-
-
-def small(*, experts: int = 64, top_k: int = 4, **settings: Any) -> Problem:
-    model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": experts}
-    config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
-    config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})
-    return Problem(config, device_profile("h200"), BF16, 16, frozenset({"nccl"}))
 
 
 @pytest.mark.row(75)
@@ -117,13 +102,11 @@ def test_every_limit_is_reported() -> None:
     for name in (LL, HT):
         assert reported(name, problem()) == {} and reported(name, problem(ep=32)) == {}
         assert reported(name, problem(graphs=True)) == {}
-        half = problem()
-        assert set(reported(name, Problem(half.config, half.device, FP16, 128, half.installed))) == {"dtype"}
+        assert set(reported(name, problem(dtype=FP16))) == {"dtype"}
         assert set(reported(name, problem(device="mi300x"))) == {"device"}
         assert reported(name, problem(deterministic=True))["deterministic"]
         assert reported(name, problem(comm_units=133))["comm_units"].startswith("asks for 133 SMs, the device has 132")
-        bare = Problem(half.config, half.device, BF16, 128)
-        assert "pip install 'nccl-extensions[cu13]'" in reported(name, bare)["library"]
+        assert "pip install 'nccl-extensions[cu13]'" in reported(name, problem(installed=()))["library"]
     assert reported(LL, small(top_k=31)) == {}
     assert reported(LL, small(top_k=32))["top_k"] == "forwards to 31 experts a token on 132 SMs, the router has 32"
     text = "needs 19 SMs for 256 physical experts, 18 may be used [kernel.comm_units = 19]"

@@ -5,14 +5,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from moe_mk import Problem, oracle
-from moe_mk.config import device_profile, load_config
+from moe_mk import oracle
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.layer.gate import Gate
-from moe_mk.quant import BF16 as PLAIN_BF16
 from moe_mk.router import GateChoice, choose_gate_tier, gate_logits
 from moe_mk.router import gate as gate_module
 from moe_mk.router.gate import small_m_gemm, tier_problems
+from tests.support import problems
 from tests.support.draws import normal
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -82,14 +81,14 @@ def test_newer_devices_take_the_small_m_tier() -> None:
 
 @pytest.mark.row(69)
 def test_a_decision_and_the_gate_of_its_layer_choose_the_small_m_tier_where_triton_is() -> None:
-    config = load_config("deepseek_v3").with_(ep=8, max_num_tokens=64)
     for libraries, tokens, tier in (
         ({"triton"}, 16, "small_m"),
         ({"triton"}, 17, "bf16_to_fp32"),
         (set(), 16, "bf16_to_fp32"),
     ):
-        problem = Problem(config, device_profile("h200"), PLAIN_BF16, tokens, frozenset(libraries))
-        decision = oracle.select(problem)
+        decision = oracle.select(
+            problems.problem("deepseek_v3", "h200", tokens, installed=libraries, ep=8, max_num_tokens=64)
+        )
         gate = Gate(decision, BF16, torch.device("cpu"))
         assert decision.gate.tier == gate._tier(tokens) == tier
 
@@ -171,12 +170,12 @@ def test_every_tensor_and_the_logits_may_stand_in_the_way_of_the_mixed_gemm() ->
     low, high = torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4)
     alone = tier_problems("bf16_to_fp32", low, low, "float32")
     assert [text.partition(",")[0] for text in alone] == ["torch.mm(out_dtype=) needs a CUDA device"]
-    for given, problem in (
+    for given, text in (
         ((high, low, "float32"), "reads torch.bfloat16, x is torch.float32; use tier='plain'"),
         ((low, high, "float32"), "reads torch.bfloat16, gate weight is torch.float32; use tier='plain'"),
         ((low, low, "bfloat16"), "writes float32 logits, router_dtype is 'bfloat16'; use tier='plain'"),
     ):
-        assert tier_problems("bf16_to_fp32", *given) == [*alone, problem]
+        assert tier_problems("bf16_to_fp32", *given) == [*alone, text]
 
 
 def test_tiers_that_cannot_run_here_say_why() -> None:

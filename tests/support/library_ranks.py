@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk import MoEConfig, Problem
+from moe_mk import Problem
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.config import device_profile, load_config
 from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
-from moe_mk.quant.plain import BF16, FP32, Plain
+from moe_mk.quant.plain import FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens
+from tests.support import problems
 
 CPU = torch.device("cpu")
 PLACE = ExpertMap.linear(4, 2)  # rank 0 holds experts 0 and 1, rank 1 experts 2 and 3
@@ -107,14 +107,18 @@ def combine_all(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[flo
     return [y_TH.tolist() for y_TH in combined]
 
 
-def problem(device: str, *, num_tokens: int = 128, model: str = "deepseek_v3", **settings: Any) -> Problem:
-    config = load_config(model).with_(**{"max_num_tokens": num_tokens, "ep": 8, **settings})
-    libraries = frozenset({"flashinfer", "mori"})
-    return Problem(config, device_profile(device), BF16, num_tokens, libraries)
+LIBRARIES = frozenset({"flashinfer", "mori", "nccl", "deep_ep", "nixl_ep", "uccl"})
+
+
+def problem(device: str = "h200", *, num_tokens: int = 128, **settings: Any) -> Problem:
+    """DeepSeek-V3 on 8 ranks with every library there."""
+    settings = {"installed": LIBRARIES, "max_num_tokens": num_tokens, "ep": 8, **settings}
+    return problems.problem("deepseek_v3", device, num_tokens, **settings)
+
+
+small = partial(problems.small, installed=LIBRARIES)
 
 
 def with_top_k(top_k: int, device: str, **settings: Any) -> Problem:
     """The same for a small model with any number of experts a token."""
-    model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 64}
-    config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test").with_(**{"ep": 8, **settings})
-    return Problem(config, device_profile(device), BF16, 16, frozenset({"flashinfer", "mori"}))
+    return small(device, top_k=top_k, **settings)

@@ -8,33 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
+from tests.kernels.triton.no_driver import (
+    FP8,
+    HIDDEN,
+    INNER,
+    ROWS,
+    SLOTS,
+    NoDriver,
+    count_multiprocessors,
+    empty_experts,
+    rows_through,
+)
 from tests.support.tiers import quick_where
 
 pytestmark = pytest.mark.sm90
-
-SLOTS, HIDDEN, INNER, ROWS, TOP_K = 4, 7168, 2048, 7, 2
-FP8 = torch.float8_e4m3fn
-
-
-class NoDriver:
-    """What Triton asks its driver before it compiles. device: its number; kernels are cached by it."""
-
-    def __init__(self, device: int = 0) -> None:
-        self.device = device
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -42,8 +31,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
     """Names, shared memory and clamps of the kernels that were launched."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
 
     seen: list[tuple[str, int, Any]] = []
 
@@ -55,21 +42,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
 
         return launch
 
-    for module in (grouped_w13, grouped_w2, gluon_gemms):
-        monkeypatch.setattr(module, "resident_programs", lambda device: 132)
+    count_multiprocessors(monkeypatch)
     monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
     monkeypatch.setattr(driver, "_active", NoDriver())
     return seen
-
-
-def experts(*, fp8: bool = True, **more: Any) -> Any:
-    from moe_mk.kernels.triton.experts import Experts
-
-    def scaled(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-        values = torch.empty((SLOTS, rows, columns), dtype=FP8 if fp8 else torch.bfloat16)
-        return values, torch.empty((SLOTS, rows // 128, columns // 128)) if fp8 else None
-
-    return Experts(scaled(2 * INNER, HIDDEN), scaled(HIDDEN, INNER), **more)
 
 
 def names(launches: list[tuple[str, int, Any]]) -> list[str]:
@@ -88,38 +64,23 @@ GEMMS = {
 @pytest.mark.parametrize(
     "tile", quick_where(lambda tile: tile.rows == 16, GEMMS), ids=lambda tile: f"{tile.engine}-{tile.rows}"
 )
-def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
-    from moe_mk.kernels.triton.experts import experts_rows
-
-    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), experts(), tile, torch.empty)
+def test_rows_in_bf16_take_four_launches_and_one_expert_a_row_needs_no_sum(
+    tile: Tile, launches: list[tuple[str, int, Any]]
+) -> None:
+    y = rows_through(empty_experts(), tile)
     assert y.shape == (ROWS, HIDDEN) and y.dtype == torch.bfloat16
-    assert names(launches) == ["_prologue", *GEMMS[tile], "_combine"], "four launches in decode"
-
-
-@pytest.mark.parametrize(
-    "tile", quick_where(lambda tile: tile.rows == 16, GEMMS), ids=lambda tile: f"{tile.engine}-{tile.rows}"
-)
-def test_one_expert_a_row_needs_no_sum(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
-    from moe_mk.kernels.triton.experts import experts_rows
-
-    ids, x = torch.zeros((ROWS, 1), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    weights, out = torch.zeros((ROWS, 1)), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    assert experts_rows((x, None), ids, weights, experts(), tile, torch.empty, out=out) is out
-    assert names(launches) == ["_prologue", *GEMMS[tile]], "three launches in decode"
+    assert names(launches) == (seen := ["_prologue", *GEMMS[tile], "_combine"])
+    out = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    assert rows_through(empty_experts(), tile, top_k=1, out=out) is out
+    assert names(launches) == [*seen, "_prologue", *GEMMS[tile]]
 
 
 @pytest.mark.thorough
 def test_outputs_that_the_second_product_does_not_write_are_summed(launches: list[tuple[str, int, Any]]) -> None:
     """Of another dtype, with a pitch, or of the routed and the shared expert of a row."""
-    from moe_mk.kernels.triton.experts import experts_rows
-
-    ids, x = torch.zeros((ROWS, 1), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    given, tile = ((x, None), ids, torch.zeros((ROWS, 1)), experts()), Tile(16, True, 4, 5)
-    pitched = torch.empty((ROWS, HIDDEN + 16), dtype=torch.bfloat16)[:, :HIDDEN]
-    experts_rows(*given, tile, torch.empty, out=torch.empty((ROWS, HIDDEN)))
-    experts_rows(*given, tile, torch.empty, out=pitched)
-    experts_rows(*given, tile, torch.empty, fuse_shared=True)
+    tile, pitched = Tile(16, True, 4, 5), torch.empty((ROWS, HIDDEN + 16), dtype=torch.bfloat16)[:, :HIDDEN]
+    for more in ({"out": torch.empty((ROWS, HIDDEN))}, {"out": pitched}, {"fuse_shared": True}):
+        rows_through(empty_experts(), tile, top_k=1, **more)
     assert names(launches) == 3 * ["_prologue", *GEMMS[tile], "_combine"]
 
 
@@ -131,7 +92,7 @@ def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: l
     x = torch.empty((SLOTS, 9, HIDDEN), dtype=FP8)
     scales = torch.empty((SLOTS, 9, HIDDEN // 128), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     counts = torch.zeros(SLOTS, dtype=torch.int64)
-    assert experts_batched((x, scales), counts, experts(), tile, torch.empty).shape == x.shape
+    assert experts_batched((x, scales), counts, empty_experts(), tile, torch.empty).shape == x.shape
     assert names(launches) == ["_tile_map", *GEMMS[tile]]
 
 
@@ -140,7 +101,7 @@ def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: l
     from moe_mk.kernels.triton.experts import experts_grouped
 
     x, counts = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16), torch.zeros(SLOTS, dtype=torch.int64)
-    experts_grouped((x, None), counts, experts(fp8=False), Tile(16, True, 4, 3, "gluon"), torch.empty)
+    experts_grouped((x, None), counts, empty_experts("plain"), Tile(16, True, 4, 3, "gluon"), torch.empty)
     assert names(launches) == ["_tile_map", "_w13", "_w2"]
 
 
@@ -152,10 +113,10 @@ def test_clamps_are_passed_to_the_kernels_by_hand_and_biases_go_to_their_twins(
 
     x, counts = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16), torch.zeros(SLOTS, dtype=torch.int64)
     clamped, tile = {"activation": "swiglu_limit", "limit": 7.0}, Tile(8, True, 4, 6, "gluon")
-    experts_grouped((x, None), counts, experts(**clamped), tile, torch.empty)
+    experts_grouped((x, None), counts, empty_experts(**clamped), tile, torch.empty)
     assert [(name, limit) for name, _, limit in launches[-2:]] == [("_by_hand", 7.0), ("_by_hand", 0.0)]
     biases = {"b13": torch.empty((SLOTS, 2 * INNER)), "b2": torch.empty((SLOTS, HIDDEN))}
-    experts_grouped((x, None), counts, experts(**clamped, **biases), Tile(32, True, 4, 4, "gluon"), torch.empty)
+    experts_grouped((x, None), counts, empty_experts(**clamped, **biases), Tile(32, True, 4, 4, "gluon"), torch.empty)
     assert [(name, limit) for name, _, limit in launches[-2:]] == [("_w13", 7.0), ("_w2", None)]
 
 
@@ -169,49 +130,22 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
 @pytest.mark.thorough
 @pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8", "mxfp4"])
 def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
-    from moe_mk.kernels.triton.experts import Experts, experts_rows
-    from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
-
-    lies = KERNEL_FORMATS[format]
-    dtype = {"w_fp8": FP8, "w_nvfp4": torch.uint8, "mxfp4": torch.uint8}.get(format, torch.int8)
-
-    def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-        values = torch.empty((SLOTS, rows, columns // lies.per_byte), dtype=dtype)
-        if format == "w_fp8":
-            return values, torch.empty((SLOTS, rows // 128, columns // 128))
-        shape = (SLOTS, columns // lies.step, rows, lies.groups)
-        return values, torch.empty(shape, dtype=torch.uint8) if lies.group else None
-
-    scales = [torch.empty((SLOTS, rows)) if lies.row_scales else None for rows in (2 * INNER, HIDDEN)]
-    if format == "mxfp4":
-        scales = [torch.empty((SLOTS, n // 128, k // 128)) for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
-    given = Experts(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), "silu", True, False, lies, *scales)
-    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), given, Tile(16, True, 4, 5), torch.empty)
-    assert y.shape == (ROWS, HIDDEN)
+    assert rows_through(empty_experts(format), Tile(16, True, 4, 5)).shape == (ROWS, HIDDEN)
     rounded = ["_quantize_int8"] if format == "int8" else []
     first = "_prologue" if format == "mxfp4" else "_align_small"  # one launch aligns and quantises
     assert names(launches) == [first, *rounded, "_w13", *rounded, "_w2", "_combine"]
 
 
 def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> None:
-    from moe_mk.kernels.triton.experts import experts_rows
-
-    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
-    weights, tile = torch.zeros((ROWS, TOP_K)), Tile(8, True, 4, 6, "gluon")
-    experts_rows((x, None), ids, weights, experts(), tile, torch.empty, fuse_shared=True)
+    rows_through(empty_experts(), Tile(8, True, 4, 6, "gluon"), fuse_shared=True)
     assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]
 
 
 @pytest.mark.thorough
 def test_fp8_rows_at_an_odd_pitch_are_copied_for_the_asynchronous_loads(launches: list[tuple[str, int, Any]]) -> None:
     """Rows that start at no multiple of 16 bytes cannot be gathered by cp.async, nor read as boxes."""
-    from moe_mk.kernels.triton.experts import experts_rows
-
-    x, tile = torch.empty((ROWS, HIDDEN + 8), dtype=FP8)[:, :HIDDEN], Tile(8, True, 4, 6, "gluon")
-    ids, weights = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.zeros((ROWS, TOP_K))
-    scales = torch.empty((ROWS, HIDDEN // 128))
-    assert experts_rows((x, scales), ids, weights, experts(), tile, torch.empty).shape == (ROWS, HIDDEN)
+    x, scales = torch.empty((ROWS, HIDDEN + 8), dtype=FP8)[:, :HIDDEN], torch.empty((ROWS, HIDDEN // 128))
+    assert rows_through(empty_experts(), Tile(8, True, 4, 6, "gluon"), x, scales).shape == (ROWS, HIDDEN)
     assert names(launches) == ["_align_small", "_by_hand", "_by_hand", "_combine"]
 
 

@@ -19,10 +19,11 @@ from moe_mk.config import device_profile
 from moe_mk.quant import FP8_128x128, QuantTensor
 from moe_mk.router import Router
 from moe_mk.router.topk import is_plain
+from tests.kernels.triton.no_driver import FP8, HIDDEN, INNER, count_multiprocessors
 
 pytestmark = pytest.mark.sm90
 
-HIDDEN, INNER, EXPERTS = 7168, 2048, 32
+EXPERTS = 32
 LAUNCH_NOTHING = ("aten.empty", "aten.detach", "aten.lift_fresh", "prim.device")
 DECODE = ["_prologue", "_w13", "_w2", "_combine"]
 
@@ -46,13 +47,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from triton.runtime.jit import JITFunction
 
     from moe_mk.experts.triton import experts as backend
-    from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
     from moe_mk.layer import gate, module_habits, settings
     from moe_mk.weights import layer_reader
 
     seen, topk = Launches(), import_module("moe_mk.router.topk")
-    for module in (grouped_w13, grouped_w2, gluon_gemms):
-        monkeypatch.setattr(module, "resident_programs", lambda device: 132)
+    count_multiprocessors(monkeypatch)
     for module in (backend, settings, topk):
         monkeypatch.setattr(module, "profile_here", lambda device: device_profile("h200"))
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: launched(seen, kernel))
@@ -76,7 +75,7 @@ def stacked(weights: Any, device: torch.device, *, spare: int = 0, more: int = 0
 
     def empty(rows: int, columns: int) -> QuantTensor:
         slots = weights.num_slots + more
-        values = torch.empty((slots, rows, columns), dtype=torch.float8_e4m3fn, device=device)
+        values = torch.empty((slots, rows, columns), dtype=FP8, device=device)
         scales = torch.empty((slots, rows // 128, columns // 128), dtype=torch.float32, device=device)
         return QuantTensor(values, scales, FP8_128x128)
 
@@ -109,7 +108,7 @@ def tensors(config: MoEConfig) -> dict[str, Tensor]:
     blocks = [f"experts.{expert}" for expert in range(EXPERTS)]
     for name in [*blocks, *(["shared_experts"] if config.model.shared_size else [])]:
         for part, rows, columns in (("gate", INNER, HIDDEN), ("up", INNER, HIDDEN), ("down", HIDDEN, INNER)):
-            made[f"{name}.{part}_proj.weight"] = matrix(rows, columns, torch.float8_e4m3fn)
+            made[f"{name}.{part}_proj.weight"] = matrix(rows, columns, FP8)
             made[f"{name}.{part}_proj.weight_scale_inv"] = matrix(rows // 128, columns // 128, torch.float32)
     return made
 

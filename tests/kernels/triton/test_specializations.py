@@ -1,7 +1,6 @@
 """How many kernels a serving engine compiles: each distinct key of Triton's cache delays a request by seconds."""
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from moe_mk.experts import ExpertsContext
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantTensor
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tests.kernels.triton.test_launches import FP8, NoDriver
+from tests.kernels.triton.no_driver import FP8, watch_compiler
 
 pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 
@@ -19,27 +18,15 @@ HIDDEN, INNER, SLOTS, TOP_K = 512, 256, 256, 8
 EMPTY = torch.empty
 
 
-UNSEEN_DEVICES = count(1000)
-"""Devices for which no test of this process has compiled a kernel."""
-
-
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     """Kernels with the keys under which Triton would compile them."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
-
     seen: set[tuple[str, str]] = set()
 
     def compiled(kernel: Any, key: str, *_: Any) -> None:
         seen.add((kernel.fn.__name__, key))
 
-    for module in (grouped_w13, grouped_w2, gluon_gemms):
-        monkeypatch.setattr(module, "resident_programs", lambda device: 132)
-    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
-    monkeypatch.setattr(driver, "_active", NoDriver(next(UNSEEN_DEVICES)))
+    watch_compiler(monkeypatch, compiled)
     return seen
 
 

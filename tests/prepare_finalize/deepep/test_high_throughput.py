@@ -112,10 +112,3 @@ def test_every_limit_is_reported() -> None:
     assert "takes nodes of 8 ranks, these have 4" in reported(NAME, asked(ep=32, ranks_per_node=4))["fabric"]
     assert "no CUDA graph can capture" in reported(NAME, asked(ep=32, graphs=True))["graphs"]
     assert "carries bf16 rows" in reported(NAME, asked(dtype=FP32))["dtype"]
-
-
-def test_between_nodes_a_token_crosses_once_a_node() -> None:
-    # 4 nodes of two of the 8 groups, 4 kept: a token visits 3.133 nodes, 3/4 of them cross: 2.35 a token.
-    volume = DeepEPHighThroughput.volume(asked(ep=32))
-    assert volume.far_rows is not None and round(volume.far_rows / 128, 2) == 2.35
-    assert DeepEPHighThroughput.volume(asked()).far_rows is None

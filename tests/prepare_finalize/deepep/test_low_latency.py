@@ -66,17 +66,6 @@ def test_a_hook_that_was_called_may_be_called_again() -> None:
     assert [t.counts_L.tolist() for t in tokens] == before == [[2, 1], [1, 1]]
 
 
-def test_combine_is_given_the_ids_and_weights_of_home() -> None:
-    ranks, seen = ranks_of(NAME), []
-    for transport in ranks.transports:
-        surface = transport._session.buffer
-        call = surface.combine
-        surface.combine = lambda needed, call=call: (seen.append(needed["topk_idx"].tolist()), call(needed))[1]
-    tokens = ranks.dispatched(XB)
-    combine_all(ranks, tokens)
-    assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
-
-
 def test_planned_bytes_follow_experts_and_tokens_and_not_ranks() -> None:
     # H=7168, E=256. A message: 16 + 14336 out; 4 x 56 + 14336 = 14560 back.
     # M=128: twice 128 x 256 rows to send and as many to receive, each of 14560; and 2 x 1024 of counts.

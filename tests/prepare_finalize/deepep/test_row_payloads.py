@@ -3,24 +3,12 @@
 import pytest
 import torch
 
-from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.deepep.common import payloads_of, rows_of
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
-
-CPU = torch.device("cpu")
-
-
-def context(max_num_tokens: int = 4) -> TransportContext:
-    place = ExpertMap.linear(4, 2)
-    comm = LockstepWorld(2).communicators()[1]
-    return TransportContext(comm, place, place.tables(CPU), BF16, BF16, 2, 2, CPU, max_num_tokens=max_num_tokens)
-
 
 # Bytes of a DeepSeek-V3 row of 7168 values.
 SCHEMES: list[tuple[QuantScheme, int]] = [

@@ -1,22 +1,13 @@
 """FlashInfer's two-sided transport over its emulation: shared workspaces, limits, bytes."""
 
 import pytest
-import torch
 
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.flashinfer.nvlink import NvlinkTwoSided, fifo_bytes
-from moe_mk.tokens import Routing
-from tests.support.library_ranks import ROUTINGS, Ranks, problem, reported, with_top_k
+from tests.support.library_ranks import Ranks, problem, reported, with_top_k
 
 NAME = "nvlink_two_sided"
-
-
-def test_an_id_of_minus_one_sends_nothing_anywhere() -> None:
-    nowhere = Routing(torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(3, 2))
-    first, second = Ranks(NAME).dispatched(routings=[nowhere, ROUTINGS[1]])
-    assert first.x_RH.values[:, 0].nan_to_num(nan=0.0).tolist() == [5.0] + [0.0] * 7
-    assert bool(second.x_RH.values.isnan().all())
 
 
 def test_slots_come_in_fours_whatever_the_experts() -> None:

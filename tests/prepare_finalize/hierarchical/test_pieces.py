@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.communicator import Communicator
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem
+from moe_mk.config import load_config
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.cases import hostile_routings
@@ -23,6 +22,7 @@ from moe_mk.tokens import Routing
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
 from tests.support.one_sided_ranks import there_and_back
+from tests.support.problems import problem
 from tests.support.tiers import thorough
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 256, 16, 3, 8
@@ -167,11 +167,10 @@ def test_a_layer_takes_the_size_of_a_piece_from_its_settings() -> None:
 
 
 def test_the_plan_knows_a_pipeline() -> None:
-    config = load_config("deepseek_v3").with_(ep=32, max_num_tokens=128)
-    asked = Problem(config, device_profile("h200"), BF16, 128)
+    asked = problem("deepseek_v3", "h200", 128, ep=32, max_num_tokens=128)
     whole = Hierarchical.volume(asked)
-    pieces = Hierarchical.volume(replace(asked, config=config.with_(relay_tokens=32)))
+    pieces = Hierarchical.volume(replace(asked, config=asked.config.with_(relay_tokens=32)))
     assert (whole.collectives, whole.pipelined) == (6, False)
-    alone = Hierarchical.volume(replace(asked, config=config.with_(ranks_per_node=1)))
+    alone = Hierarchical.volume(replace(asked, config=asked.config.with_(ranks_per_node=1)))
     assert alone.collectives == 3, "nodes of one rank relay nothing: counts, rows out, sums back"
     assert (pieces.collectives, pieces.pipelined) == (1 + 4 * 5, True) and pieces.far_rows == whole.far_rows

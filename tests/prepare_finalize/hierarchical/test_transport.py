@@ -1,6 +1,7 @@
 """Two-level dispatch and combine: by hand, on hostile routings, byte for byte against the model, and in processes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, Nodes
-from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import interleave, wait
@@ -28,6 +28,7 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from tests.support import problems
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
 from tests.support.one_sided_ranks import there_and_back
@@ -155,9 +156,7 @@ def test_the_order_of_nodes_is_that_of_their_numbers_on_every_rank() -> None:
     assert all(torch.equal(y_TH, torch.ones(1, HIDDEN)) for y_TH in combined)
 
 
-def problem(**settings: object) -> Problem:
-    config = load_config("deepseek_v3").with_(**settings)
-    return Problem(config, device_profile("h200"), BF16, 128)
+problem = partial(problems.problem, device="h200", num_tokens=128)
 
 
 def reasons(asked: Problem) -> list[str]:

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,6 @@ import torch.distributed as dist
 from moe_mk.comm import Communicator, LockstepWorld, ParallelGroups, SingleRank
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.comm.traffic import Nodes
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankWorld
@@ -26,7 +25,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual
 from moe_mk.tokens import Routing
 from moe_mk.trace.clock import now
-from tests.support import one_sided_ranks
+from tests.support import one_sided_ranks, problems
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
 from tests.support.one_sided_ranks import (
@@ -98,8 +97,7 @@ def test_a_window_has_room_for_the_sums_of_every_peer_behind_all_else() -> None:
     assert all(after - before >= 3 * 2000 for before, after in pairwise(places))
 
 
-def problem(device: str, **settings: object) -> Problem:
-    return Problem(load_config("tiny").with_(max_num_tokens=64, **settings), device_profile(device), BF16, 64)
+problem = partial(problems.problem, "tiny", max_num_tokens=64)
 
 
 def test_the_oracle_takes_it_between_hosts_and_not_before_what_is_cheaper() -> None:

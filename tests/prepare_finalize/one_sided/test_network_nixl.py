@@ -10,7 +10,6 @@ import torch
 from moe_mk.comm.network import LINKS
 from moe_mk.comm.network.nixl import NixlLinks
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.config import device_profile, load_config
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, LibraryMissing, UnsupportedError
@@ -26,6 +25,7 @@ from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSide
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
+from tests.support import problems
 from tests.support.network_ends import NEEDS_NIXL
 from tests.support.one_sided_ranks import context, drawn, there_and_back
 
@@ -99,8 +99,7 @@ def test_auto_needs_the_library_and_an_rdma_device() -> None:
 
 
 def problem(libraries: frozenset[str], ranks: int = 4, **settings: object) -> Problem:
-    config = load_config("tiny").with_(prepare_finalize="one_sided_network", ep=ranks, **settings)
-    return Problem(config, device_profile("cpu"), BF16, 64, libraries)
+    return problems.problem("tiny", installed=libraries, prepare_finalize="one_sided_network", ep=ranks, **settings)
 
 
 def test_the_decision_states_the_link_and_ranks_compare_it() -> None:
@@ -110,9 +109,7 @@ def test_the_decision_states_the_link_and_ranks_compare_it() -> None:
     assert "one_sided_network sends rows over tcp: headers and payload" in decisions[0].text(None)
     assert "one_sided_network sends rows over nixl: headers over TCP" in decisions[1].text(None)
     assert decisions[1].as_dict()["link"]["name"] == "nixl"
-    other = select(
-        Problem(load_config("tiny").with_(prepare_finalize="all_to_all", ep=4), device_profile("cpu"), BF16, 64)
-    )
+    other = select(problems.problem("tiny", prepare_finalize="all_to_all", ep=4))
     assert other.link is None and other.as_dict()["link"] is None and other.notes()["network_link"] == ""
 
 

@@ -1,23 +1,22 @@
 """One-sided dispatch and combine between ranks of one process: by hand, its slots and limits, what the oracle hears."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld, SingleRank
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.native import exchange
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
-from moe_mk.quant import BF16
 from moe_mk.runner import prepare_async
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from tests.support import problems
 from tests.support.one_sided_ranks import HIDDEN, context, drawn, scaled, there_and_back
 
 
@@ -147,9 +146,7 @@ def test_rows_stay_until_their_call_is_finalized_whatever_other_calls_do() -> No
     assert all(torch.equal(one, other) for one, other in zip(combined, again, strict=True))
 
 
-def problem(device: str, **settings: object) -> Problem:
-    config = load_config("tiny").with_(max_num_tokens=64, **settings)
-    return Problem(config, device_profile(device), BF16, 64)
+problem = partial(problems.problem, "tiny", max_num_tokens=64)
 
 
 def test_the_oracle_is_reported_where_it_runs_and_that_it_is_cheaper_there() -> None:

@@ -5,17 +5,15 @@ from dataclasses import replace
 import pytest
 
 from moe_mk.comm import LockstepWorld
-from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
 from moe_mk.prepare_finalize.one_sided_gpu.transport import NAME, OneSidedGpu
-from moe_mk.quant import BF16
+from tests.support import problems
 from tests.support.one_sided_ranks import context
 
 
 def problem(device: str, **settings: object) -> Problem:
-    config = load_config("tiny").with_(**{"max_num_tokens": 64, **settings})
-    return Problem(config, device_profile(device), BF16, 64, frozenset({"triton"}))
+    return problems.problem("tiny", device, installed=["triton"], **{"max_num_tokens": 64, **settings})
 
 
 def test_it_is_taken_by_name_alone_until_it_has_been_measured() -> None:

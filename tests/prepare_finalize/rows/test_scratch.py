@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from moe_mk.comm import LockstepWorld
-from moe_mk.config import device_profile, load_config
-from moe_mk.config.problem import Problem
+from moe_mk.config import device_profile
 from moe_mk.prepare_finalize.packing import SMALL_BYTES
 from moe_mk.prepare_finalize.rows.exchange import KEPT_BYTES, Borrowed, Scratch, kept_bytes
-from moe_mk.quant import BF16
+from tests.support.problems import problem
 
 CPU = torch.device("cpu")
 
@@ -74,9 +73,8 @@ def test_layers_of_a_rank_share_it_and_ranks_do_not() -> None:
 
 
 def test_plans_know_what_is_kept_at_most() -> None:
-    config = load_config("deepseek_v3").with_(ep=4, max_num_tokens=16)
-    asked = Problem(config, device_profile("cpu"), BF16, 16)
+    asked = problem("deepseek_v3", "cpu", 16, ep=4, max_num_tokens=16)
     # 16 tokens to each of 4 ranks, there and as they come: 7,168 bf16 values, 8 ids of 4 B and 8 weights of 4 B.
     assert kept_bytes(asked) == 2 * 16 * 4 * (7168 * 2 + 8 * 4 + 8 * 4)
-    large = replace(asked, config=config.with_(max_num_tokens=8192))
+    large = replace(asked, config=asked.config.with_(max_num_tokens=8192))
     assert kept_bytes(large) == KEPT_BYTES and kept_bytes(replace(large, device=device_profile("h200"))) == 0
