@@ -80,6 +80,8 @@ class ExpertsTraits(Traits):
     launches: int = 4
     """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
+    estimate: str = "model"
+    """The source of its estimated time; other words for what was never measured."""
 
     def computes_with(self, weights: str) -> tuple[str, ...]:
         """Activation formats of the products with a weight format, best first. weights: as of model.quant.weights."""
@@ -182,7 +184,7 @@ class FusedExperts(ABC):
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
         """Measured microseconds of a run or None, and the source of the estimate."""
-        return None, "model"
+        return None, cls.traits.estimate
 
     @classmethod
     def slot_bytes(cls, problem: Problem) -> int:

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.triton.weights import stacked
 from moe_mk.external.library import installed_version, load
 from moe_mk.kernels.reference.activation import CLAMPED, activation
 from moe_mk.kernels.reference.quantize import quantize_rows
@@ -59,25 +60,6 @@ def widened(part: Tensor, rows: int) -> Tensor:
     return made
 
 
-def stacked(weights: Weights) -> ExpertWeights:
-    """Mapped matrices as one stack, with scales in f32."""
-    slots = [weights.slot(index) for index in range(weights.num_slots)]
-    first = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
-
-    def stack(parts: list[list[QuantTensor]]) -> QuantTensor:
-        values = torch.stack([torch.cat([q.values.view(torch.uint8) for q in part]) for part in parts])
-        scales = torch.stack([torch.cat([scales_of(q) for q in part]) for part in parts])
-        return QuantTensor(values.view(parts[0][0].values.dtype), scales, weights.scheme)
-
-    return ExpertWeights(stack(first), stack([[slot.down_HI] for slot in slots]), gated=weights.gated)
-
-
-def scales_of(q: QuantTensor) -> Tensor:
-    """Scales in f32, whatever their dtype."""
-    assert q.scales is not None
-    return q.scales.to(torch.float32)
-
-
 BLOCK = 128
 MASKED_ROWS = 64
 """Blocks of the masked GEMM hold a multiple of this (DeepGEMM issue 268)."""
@@ -113,6 +95,7 @@ class DeepGemmExperts(FusedExperts):
         bandwidth=0.55,
         compute=0.8,
         launches=8,
+        estimate="model; not yet measured",
     )
 
     def __init__(self, context: ExpertsContext) -> None:
@@ -144,11 +127,6 @@ class DeepGemmExperts(FusedExperts):
         return reasons
 
     @classmethod
-    def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
-        """An estimate from the library's published rates; the adapter has been tested only with the emulation."""
-        return None, "model; not yet measured"
-
-    @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Padded rows in FP8, gate and up in bf16, hidden rows in FP8 and outputs, of all assignments."""
         padded = rows * min(problem.config.router.top_k, problem.slots) + problem.slots * BLOCK
@@ -163,7 +141,7 @@ class DeepGemmExperts(FusedExperts):
             return weights
         expect_one_width(weights, "deep_gemm")
         if not isinstance(weights, ExpertWeights):
-            weights = stacked(weights)
+            weights = stacked(weights, self.context.device)
         w13, w2 = self._ready(weights.w13), self._ready(weights.w2)
         packed = w13.scales is not None and w13.scales.dtype is torch.int32
         return ExpertWeights(w13, w2, LAYOUT if packed else weights.layout, weights.gated)
@@ -250,10 +228,11 @@ class DeepGemmExperts(FusedExperts):
     def _ready(self, q: QuantTensor) -> QuantTensor:
         """Values on the device, four-bit ones as int8; scales transformed once."""
         q = q.to(self.context.device)
+        assert q.scales is not None
         slots, n, k = q.shape
         four = q.scheme.per_byte == 2
         scales = self.library.transform_sf_into_required_layout(
-            scales_of(q).contiguous(),
+            q.scales.to(torch.float32).contiguous(),
             n,
             k,
             (1, self.group) if four else (1, BLOCK, BLOCK),

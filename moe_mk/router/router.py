@@ -91,9 +91,9 @@ class Router:
         fused = fused_kernels(router_logits, self.top_k, groups, self.scoring_func, bias, score_dtype)
         if fused is None or self.simulate is not None or not load_E.is_contiguous():
             return None
-        weights_TK, ids_TK, physical_TK = fused.placed_topk(
+        weights_TK, ids_TK, physical_TK = fused.grouped_topk(
             router_logits, self.top_k, groups, kept, self.scoring_func, bias, self.renormalize,
-            self.routed_scaling_factor, score_dtype, load_E=load_E, physical_of_E=physical_of_E,
+            self.routed_scaling_factor, score_dtype, (load_E, physical_of_E),
         )  # fmt: skip
         return Routing(ids_TK, weights_TK), Routing(physical_TK, weights_TK)
 

@@ -60,7 +60,7 @@ def _chosen(
     fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, bias, score_dtype)
     weights_TK, ids_TK = (fused or reference).grouped_topk(
         router_logits, top_k, num_expert_group, topk_group, scoring_func, bias, renormalize, factor, score_dtype
-    )
+    )[:2]
     return weights_TK, ids_TK.to(ids_dtype)
 
 

@@ -35,7 +35,7 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     from moe_mk.experts import ExpertsContext
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.workspace import Workspace
-    from moe_mk.kernels.triton.topk import placed_topk
+    from moe_mk.kernels.triton.topk import grouped_topk
     from moe_mk.lab.tuning.triton_cache import compiling, relocate
 
     made = compile_layer(order(), tmp_path / "here")
@@ -49,9 +49,9 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     weights = random_experts(FP8_128x128, EXPERTS, HIDDEN, INNER, cpu)
     load_E, physical_of_E = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, dtype=torch.int32)
     with compiling(tmp_path / "there", 90, 132) as found:
-        weights_TK, ids_TK, _ = placed_topk(
-            torch.randn(7, EXPERTS), TOP_K, 1, 1, "softmax", None, True, 1.0, torch.float32, load_E=load_E,
-            physical_of_E=physical_of_E,
+        weights_TK, ids_TK, _ = grouped_topk(
+            torch.randn(7, EXPERTS), TOP_K, 1, 1, "softmax", None, True, 1.0, torch.float32,
+            (load_E, physical_of_E),
         )  # fmt: skip
         x_TH = torch.randn(7, HIDDEN).bfloat16()
         experts.run(RowTokens(BF16.quantize(x_TH), ids_TK, weights_TK, EXPERTS), experts.relayout(weights))

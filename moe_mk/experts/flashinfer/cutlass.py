@@ -276,6 +276,7 @@ class FlashInferCutlassExperts(FusedExperts):
         bandwidth=0.6,
         compute=0.6,
         launches=6,
+        estimate="model; never run on a device",
         deterministic=False,  # the fused epilogue adds by atomics
     )
 
@@ -291,11 +292,6 @@ class FlashInferCutlassExperts(FusedExperts):
         if served is not None:
             reasons += reasons_of_served(problem, served)
         return reasons
-
-    @classmethod
-    def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
-        """The cost model; the adapter has been tested only with the emulated library."""
-        return None, "model; never run on a device"
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> CutlassWeights:
         """Up before gate, scales in the layout and order of the library.

@@ -279,6 +279,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         bandwidth=0.8,  # vLLM 0.33 prefers it on Blackwell
         compute=0.7,
         launches=6,
+        estimate="model; never run on a device",
         graph_safe=True,
         deterministic=False,  # not guaranteed by the library, whose tuner may select other kernels
     )
@@ -300,10 +301,6 @@ class FlashInferTrtllmExperts(FusedExperts):
             reasons += [reason for reason in served if not is_old or reason.code != "arch"]
             reasons += _own_reasons(problem, kind)
         return reasons
-
-    @classmethod
-    def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
-        return None, "model; never run on a device"
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> TrtllmWeights:
         """Up before gate, rows shuffled. Raises UnsupportedError for experts without a gate."""

@@ -15,6 +15,7 @@ separately.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ def _padded(stack: Tensor, device: torch.device, spare: int) -> Tensor:
     return room
 
 
+X = TypeVar("X")
 LAYOUT = "triton"
 ZEROS_MASK = ~0xFF
 """Of a word of an f32 scale and a zero point: the bits of the scale."""
@@ -411,56 +413,31 @@ class FusedShared:
 
 def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
-    if isinstance(routed, PaddedStack) and isinstance(shared, ExpertWeights) and routed.spare:
-        own = shared.biases if isinstance(shared, PaddedStack) else None
-        if routed.scheme != shared.scheme or routed.gated != shared.gated or _is_alone(routed.biases, own):
-            return None
-        w13, w2 = (_joined_stack(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
-        if w13 is None or w2 is None:
-            return None
-        return replace(routed, w13=w13, w2=w2, biases=_joined_biases(routed.biases, own))
-    if isinstance(routed, PackedWeights) and isinstance(shared, PackedWeights) and routed.spare:
-        if routed.format != shared.format or routed.gated != shared.gated or _is_alone(routed.biases, shared.biases):
-            return None
-        first, second = (_joined_matrix(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
-        if first is None or second is None:
-            return None
-        return replace(routed, w13=first, w2=second, biases=_joined_biases(routed.biases, shared.biases))
-    return None
-
-
-def _is_alone(routed: Biases | None, shared: Biases | None) -> bool:
-    """Whether shared experts have biases and routed experts have none."""
-    return routed is None and shared is not None
-
-
-def _joined_biases(routed: Biases | None, shared: Biases | None) -> Biases | None:
-    """Biases of routed and shared experts in one stack; zeros for shared experts without biases."""
-    if routed is None:
+    if isinstance(routed, PackedWeights) and isinstance(shared, PackedWeights):
+        own, is_same = shared.biases, routed.format == shared.format
+    elif isinstance(routed, PaddedStack) and isinstance(shared, ExpertWeights):
+        own, is_same = shared.biases if isinstance(shared, PaddedStack) else None, routed.scheme == shared.scheme
+    else:
         return None
-    own = shared or Biases(torch.zeros_like(routed.b13[:1]), torch.zeros_like(routed.b2[:1]))
-    b13, b2 = _behind(routed.b13, own.b13), _behind(routed.b2, own.b2)
-    assert b13 is not None and b2 is not None, "their matrices fit, so do they"
-    return Biases(b13, b2)
+    biases = routed.biases
+    if not (routed.spare and is_same and routed.gated == shared.gated) or (biases is None and own is not None):
+        return None
+    if biases is not None:  # zeros for shared experts without biases
+        own = own or Biases(torch.zeros_like(biases.b13[:1]), torch.zeros_like(biases.b2[:1]))
+        biases = _joined(biases, own)
+        assert biases is not None, "their matrices fit, so do they"
+    w13, w2 = _joined(routed.w13, shared.w13), _joined(routed.w2, shared.w2)
+    return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2, biases=biases)  # type: ignore[arg-type]
 
 
-def _joined_stack(routed: QuantTensor, shared: QuantTensor) -> QuantTensor | None:
-    values = _behind(routed.values, shared.values)
-    if values is None or routed.scales is None or shared.scales is None:
-        return None if values is None else replace(routed, values=values)
-    scales = _behind(routed.scales, shared.scales)
-    return None if scales is None else replace(routed, values=values, scales=scales)
-
-
-def _joined_matrix(routed: PackedProjection, shared: PackedProjection) -> PackedProjection | None:
-    values = _behind(routed.values, shared.values)
-    made: dict[str, Tensor | None] = {"values": values}
-    for name in ("scales", "rows", "blocks"):
-        own, other = getattr(routed, name), getattr(shared, name)
-        made[name] = None if own is None else _behind(own, other)
-        if own is not None and made[name] is None:
-            return None
-    return None if values is None else replace(routed, **made)  # type: ignore[arg-type]
+def _joined(routed: X, shared: object) -> X | None:
+    """Both tensor by tensor; None if shapes or dtypes differ."""
+    made = {}
+    for name in ("values", "scales", "rows", "blocks", "b13", "b2"):
+        own, other = getattr(routed, name, None), getattr(shared, name, None)
+        if own is not None:
+            made[name] = None if other is None else _behind(own, other)
+    return None if any(part is None for part in made.values()) else replace(routed, **made)  # type: ignore[type-var]
 
 
 def _behind(stack: Tensor, one: Tensor) -> Tensor | None:

@@ -5,8 +5,8 @@ token; experts are held as groups x experts of a group in registers, both padded
 lower id is chosen, as in the reference. Scores are f32; the weights of the K choices are computed in f64 and rounded
 once.
 
-`placed_topk` also counts the choices, by one atomic addition each, and writes the physical expert of each choice from a
-table (E): a layer with one copy of every expert needs no further launch between its gate and its experts.
+With `placing` it also counts the choices, by one atomic addition each, and writes the physical expert of each choice
+from a table (E): a layer with one copy of every expert needs no further launch between its gate and its experts.
 """
 
 from __future__ import annotations
@@ -50,55 +50,16 @@ def serves(
 
 
 def grouped_topk(
-    router_logits: Tensor,
-    top_k: int,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str,
-    e_score_correction_bias: Tensor | None,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    score_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    router_logits: Tensor, top_k: int, num_expert_group: int, topk_group: int, scoring_func: str, bias: Tensor | None,
+    renormalize: bool, factor: float, score_dtype: torch.dtype, placing: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Choose each token's top_k experts inside its topk_group best groups, weighted by their unbiased scores.
 
-    score_dtype: float32 or bfloat16. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
+    score_dtype: float32 or bfloat16. placing: load_E (int64, contiguous), to which the choices are added, except ids of
+    -1; and physical_of_E (int32, -1 for an expert without a copy). Returns weights, ids and physical ids, int32 (T, K);
+    without placing, ids twice. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
     Source: DeepSeek-V2 and -V3 model code, as the reference.
     """
-    return _launch(
-        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
-        routed_scaling_factor, score_dtype, None,
-    )[:2]  # fmt: skip
-
-
-def placed_topk(
-    router_logits: Tensor,
-    top_k: int,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str,
-    e_score_correction_bias: Tensor | None,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    score_dtype: torch.dtype,
-    *,
-    load_E: Tensor,
-    physical_of_E: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `grouped_topk`; also adds the choices to `load_E` and returns their physical experts, int32 (T, K).
-
-    load_E: int64, contiguous; ids of -1 are not counted. physical_of_E: int32, -1 for an expert without a copy.
-    """
-    return _launch(
-        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
-        routed_scaling_factor, score_dtype, (load_E, physical_of_E),
-    )  # fmt: skip
-
-
-def _launch(
-    router_logits: Tensor, top_k: int, num_expert_group: int, topk_group: int, scoring_func: str, bias: Tensor | None,
-    renormalize: bool, factor: float, score_dtype: torch.dtype, placing: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if scoring_func not in ("sigmoid", "softmax"):
         reason = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
         raise UnsupportedError("Triton's grouped_topk cannot run", [reason])

@@ -140,7 +140,7 @@ def _tokens(order: AheadOrder, x_RH: QuantTensor, slots: int, count: int) -> Row
 
 def _route(order: AheadOrder, count: int) -> None:
     """The router's launch, where it has a kernel."""
-    from moe_mk.kernels.triton.topk import placed_topk, serves
+    from moe_mk.kernels.triton.topk import grouped_topk, serves
 
     router, experts = order.config.router, order.config.model.num_experts
     dtype = torch.float32 if router.router_dtype == "float32" else torch.bfloat16
@@ -148,8 +148,8 @@ def _route(order: AheadOrder, count: int) -> None:
     bias = torch.empty(experts, dtype=torch.float32, device=META) if router.has_correction_bias else None
     if not serves(logits, router.top_k, router.num_expert_group, router.scoring_func, bias, dtype):
         return
-    placed_topk(
+    grouped_topk(
         logits, router.top_k, router.num_expert_group, router.topk_group, router.scoring_func, bias, router.renormalize,
-        router.routed_scaling_factor, dtype, load_E=torch.empty(experts, dtype=torch.int64, device=META),
-        physical_of_E=torch.empty(experts, dtype=torch.int32, device=META),
+        router.routed_scaling_factor, dtype,
+        (torch.empty(experts, dtype=torch.int64, device=META), torch.empty(experts, dtype=torch.int32, device=META)),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from moe_mk.kernels.triton.quantize_rows import (
     quantize_rows_into,
 )
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
-from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves
+from moe_mk.kernels.triton.topk import grouped_topk, serves
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -159,7 +159,7 @@ def test_routing_equals_the_reference(
     if bias is not None:
         bias[7] = float("-inf")  # an expert that is switched off
     given = (logits, min(3, kept * (12 // groups)), groups, kept, scoring, bias, renormalize, 2.5, dtype)
-    weights, ids = grouped_topk(*given)
+    weights, ids, _ = grouped_topk(*given)
     expected_weights, expected_ids = reference_grouped_topk.grouped_topk(*given)
     assert ids.tolist() == expected_ids.tolist()
     assert ids[2].unique().tolist() == [-1]
@@ -171,7 +171,7 @@ def test_routing_equals_the_reference(
 def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bool) -> None:
     for scale in (1.0, 4.0, 30.0):
         logits = torch.randn(12, 64) * scale
-        weights, ids = grouped_topk(logits, 8, 1, 1, scoring, None, renormalize, 1.0, torch.float32)
+        weights, ids, _ = grouped_topk(logits, 8, 1, 1, scoring, None, renormalize, 1.0, torch.float32)
         exact = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
         expected = exact.gather(1, ids.long())
         expected = expected / expected.sum(1, keepdim=True) if renormalize else expected
@@ -182,7 +182,7 @@ def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bo
 def test_routing_without_groups() -> None:
     logits, bias = torch.randn(3, 6), torch.randn(6)
     given = (2, 1, 1, "softmax", bias, True, 1.0, torch.float32)
-    weights, ids = grouped_topk(logits, *given)
+    weights, ids, _ = grouped_topk(logits, *given)
     expected_weights, expected_ids = reference_grouped_topk.grouped_topk(logits, *given)
     assert ids.tolist() == expected_ids.tolist()
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
@@ -197,8 +197,8 @@ def test_choices_are_counted_and_placed_in_the_same_launch(
     logits[2, 4] = float("nan")
     given = (logits, min(3, kept * (12 // groups)), groups, kept, scoring, bias, renormalize, 2.5, dtype)
     physical_of_E, load_E = torch.randperm(12).int() + 100, torch.arange(12)
-    weights, ids, physical = placed_topk(*given, load_E=load_E, physical_of_E=physical_of_E)
-    expected_weights, expected_ids = grouped_topk(*given)
+    weights, ids, physical = grouped_topk(*given, (load_E, physical_of_E))
+    expected_weights, expected_ids, _ = grouped_topk(*given)
     assert torch.equal(weights, expected_weights) and torch.equal(ids, expected_ids)
     went = ids[ids >= 0].long()
     assert torch.equal(load_E, torch.arange(12) + torch.bincount(went, minlength=12))

@@ -33,7 +33,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 def layer(**tuned: Any) -> Callable[[int], object]:
     from moe_mk.experts.triton.experts import TritonExperts
     from moe_mk.experts.triton.workspace import Workspace
-    from moe_mk.kernels.triton.topk import placed_topk
+    from moe_mk.kernels.triton.topk import grouped_topk
 
     def matrix(rows: int, columns: int) -> QuantTensor:
         scales = EMPTY((SLOTS, rows // 128, columns // 128))
@@ -48,7 +48,7 @@ def layer(**tuned: Any) -> Callable[[int], object]:
 
     def forward(num_tokens: int) -> object:
         given = (EMPTY((num_tokens, SLOTS)), TOP_K, 8, 4, "sigmoid", EMPTY(SLOTS), True, 2.5, torch.float32)
-        weights_TK, ids_TK, _ = placed_topk(*given, load_E=load_E, physical_of_E=physical_of_E)
+        weights_TK, ids_TK, _ = grouped_topk(*given, (load_E, physical_of_E))
         x_TH = EMPTY((num_tokens, HIDDEN), dtype=torch.bfloat16)
         return experts.run(RowTokens(BF16.quantize(x_TH), ids_TK, weights_TK, SLOTS), weights)
 
