@@ -83,15 +83,12 @@ class BlockedScheme(QuantScheme):
 
     has_global_scale: ClassVar[bool] = False
     """Whether the matrix has an additional global f32 scale."""
+    is_static: ClassVar[bool] = False
+    """Whether the scale is part of the scheme, so that none is transported with the values."""
 
     @property
     def block(self) -> tuple[int, int]:
         return self.rows, self.columns
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the scale is part of the scheme, so that none is transported with the values."""
-        return False
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The number of blocks of a (rows, columns) tensor, partial ones included."""

@@ -14,20 +14,14 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.reference.quantize import scales_of
-from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
+from moe_mk.quant.blocked import E4M3, BlockedScheme
 from moe_mk.quant.tensor import QuantTensor
 
 
 class Fp8(BlockedScheme):
     """FP8 e4m3 values, whatever their scales."""
 
-    @property
-    def family(self) -> str:
-        return "fp8"
-
-    @property
-    def element(self) -> Element:
-        return E4M3
+    family, element = "fp8", E4M3
 
     @property
     def relative_rms(self) -> float:

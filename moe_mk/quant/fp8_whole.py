@@ -34,15 +34,8 @@ class Fp8Static(Fp8):
     """Scale of the rows between the two products of an expert; None: the same."""
     rows: int = WHOLE
     columns: int = WHOLE
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def is_static(self) -> bool:
-        """True: the scale is a constant on all ranks."""
-        return True
+    scale_dtype = torch.float32
+    is_static = True  # the scale is a constant on all ranks
 
     @property
     def hidden(self) -> Fp8Static:

@@ -35,15 +35,12 @@ class Gguf(QuantScheme):
     """One block type of ggml."""
 
     name: str
+    family = "gguf"
 
     @property
     def blocks(self) -> BlockType:
         """Sizes and conversions of the block."""
         return BLOCK_TYPES[self.name]
-
-    @property
-    def family(self) -> str:
-        return "gguf"
 
     @property
     def block(self) -> tuple[int, int]:

@@ -41,25 +41,15 @@ class Grouped(BlockedScheme):
     columns: int
     has_zeros: bool = False
     rows: int = 1
-
-    @property
-    def family(self) -> str:
-        return "wna16"
+    family = "wna16"
+    scale_dtype, scale_dtypes = torch.bfloat16, SCALE_DTYPES
+    """Scales that are computed here are bf16; those of checkpoints keep their dtype."""
 
     @property
     def element(self) -> Element:
         """Unsigned codes; `largest` is the distance of the last code from the zero."""
         largest = 2**self.bits - 1 if self.has_zeros else 2 ** (self.bits - 1) - 1
         return Element(f"uint{self.bits}", torch.uint8, float(largest), 0.0, 1.0, per_byte=8 // self.bits)
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """bfloat16, of scales that are computed here; those of checkpoints keep their dtype (`scale_dtypes`)."""
-        return torch.bfloat16
-
-    @property
-    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        return SCALE_DTYPES
 
     @property
     def middle(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference.quantize import linear_scales
-from moe_mk.quant.blocked import INT8, WHOLE, BlockedScheme, Element
+from moe_mk.quant.blocked import INT8, WHOLE, BlockedScheme
 from moe_mk.quant.tensor import QuantTensor
 
 TYPICAL_WIDTH = 8192
@@ -28,23 +28,12 @@ class Int8Block(BlockedScheme):
     columns: int
     hidden_columns: int | None = None
     """Of activations, where the rows between the two products have other groups; None: the same."""
+    family, element, scale_dtype = "int8", INT8, torch.float32
 
     @property
     def hidden(self) -> Int8Block:
         """The same with the groups of the rows between the two products."""
         return self if self.hidden_columns is None else int8_groups(self.hidden_columns)
-
-    @property
-    def family(self) -> str:
-        return "int8"
-
-    @property
-    def element(self) -> Element:
-        return INT8
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float32
 
     @property
     def relative_rms(self) -> float:

@@ -27,6 +27,7 @@ class Microscaled(BlockedScheme):
     format: Element
     rows: int = 1
     columns: int = GROUP
+    scale_dtype = torch.float8_e8m0fnu
 
     @property
     def family(self) -> str:
@@ -35,10 +36,6 @@ class Microscaled(BlockedScheme):
     @property
     def element(self) -> Element:
         return self.format
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float8_e8m0fnu
 
     @property
     def relative_rms(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.reference.quantize import fp8_scales, global_scales
 from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
-from moe_mk.quant.blocked import E2M1, WHOLE, BlockedScheme, Element, expected_error
+from moe_mk.quant.blocked import E2M1, WHOLE, BlockedScheme, expected_error
 from moe_mk.quant.tensor import QuantTensor
 
 GROUP = 16
@@ -31,18 +31,7 @@ class Nvfp4(BlockedScheme):
     fixed_scale: float | None = None
     rows: int = 1
     columns: int = GROUP
-
-    @property
-    def family(self) -> str:
-        return "nvfp4"
-
-    @property
-    def element(self) -> Element:
-        return E2M1
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
+    family, element, scale_dtype = "nvfp4", E2M1, torch.float8_e4m3fn
 
     @property
     def has_global_scale(self) -> bool:  # type: ignore[override]

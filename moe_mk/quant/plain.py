@@ -18,10 +18,7 @@ class Plain(QuantScheme):
 
     name: str
     dtype: torch.dtype
-
-    @property
-    def block(self) -> None:
-        return None
+    block = None
 
     @property
     def relative_rms(self) -> float:

@@ -20,7 +20,7 @@ def small(
     device: str = "h200", *, top_k: int = 4, installed: Iterable[str] = (), quant: Any = None,
     hidden: int = 256, experts: int = 64, **settings: Any,
 ) -> Problem:  # fmt: skip
-    """16 tokens of a small model of any sizes, on 8 ranks where nothing else is said."""
+    """16 tokens of a small model of any sizes, on 8 ranks by default."""
     model = {"hidden_size": hidden, "moe_intermediate_size": 128, "num_experts": experts, "quant": quant or {}}
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
     config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})

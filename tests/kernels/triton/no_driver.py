@@ -56,24 +56,24 @@ def watch_compiler(patch: pytest.MonkeyPatch, compiled: Callable[..., None]) -> 
 def empty_experts(format: str = "fp8", **more: Any) -> Any:
     from moe_mk.kernels.triton.experts import Experts
 
-    lies = KERNEL_FORMATS[format]
+    layout = KERNEL_FORMATS[format]
     plain = FP8 if "fp8" in format else torch.bfloat16 if format == "plain" else torch.int8
-    dtype = torch.uint8 if lies.per_byte > 1 else plain
+    dtype = torch.uint8 if layout.per_byte > 1 else plain
 
     def blocks(rows: int, columns: int) -> Tensor:
         return torch.empty((SLOTS, rows // 128, columns // 128))
 
     def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         scales = blocks(rows, columns) if "fp8" in format else None
-        if lies.group:
-            scales = torch.empty((SLOTS, columns // lies.step, rows, lies.groups), dtype=torch.uint8)
-        return torch.empty((SLOTS, rows, columns // lies.per_byte), dtype=dtype), scales
+        if layout.group:
+            scales = torch.empty((SLOTS, columns // layout.step, rows, layout.groups), dtype=torch.uint8)
+        return torch.empty((SLOTS, rows, columns // layout.per_byte), dtype=dtype), scales
 
     sizes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
-    above = [torch.empty((SLOTS, rows)) if lies.row_scales else None for rows, _ in sizes]
-    if lies.block_scales:
+    above = [torch.empty((SLOTS, rows)) if layout.row_scales else None for rows, _ in sizes]
+    if layout.block_scales:
         above = [blocks(*size) for size in sizes]
-    declared = None if format in ("plain", "fp8") else lies
+    declared = None if format in ("plain", "fp8") else layout
     w13, w2 = (matrix(*size) for size in sizes)
     return Experts(w13, w2, declared_format=declared, w13_rows=above[0], w2_rows=above[1], **more)
 
