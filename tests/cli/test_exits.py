@@ -1,11 +1,15 @@
 """Which code an error stands for, and that it is reported once."""
 
+import sys
+
 import pytest
 import typer
 
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
+from moe_mk.lab.cli.app import main
 from moe_mk.lab.cli.exits import RanksFailed, leave_at_once, with_exit_code
 from moe_mk.lab.cli.world import world_of
+from tests.support.tiers import quick_where
 
 
 def raising(problem: BaseException) -> int:
@@ -49,6 +53,28 @@ def test_streams_that_were_closed_before_the_start_change_no_code(monkeypatch: p
     assert raising(ConfigError("c")) == 2 and raising(KeyboardInterrupt()) == 130
     leave_at_once(3)
     assert left == [3]
+
+
+@pytest.mark.parametrize(
+    "words,code",
+    quick_where(
+        lambda words, _: "-h" in words, [("--help", 0), ("--version", 0), ("schema", 0), ("nosuch", 2), ("run", 2)]
+    ),
+)
+def test_a_stream_that_is_full_is_one_message_and_a_code(
+    words: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["moe-mk", *words.split()])
+    monkeypatch.setitem(main.__globals__, "end_in_order", lambda: None)
+    for full in (("stdout",), ("stderr",), ("stdout", "stderr")):
+        with monkeypatch.context() as patch:
+            for name in full:
+                patch.setattr(sys, name, open("/dev/full", "w", encoding="utf-8"))  # noqa: SIM115
+            with pytest.raises(SystemExit) as ended:
+                main()
+        stated = capsys.readouterr().err
+        assert ended.value.code == (code if full == ("stderr",) else 2), full
+        assert code or full != ("stdout",) or "output or a temporary file: No space left on device" in stated
 
 
 @pytest.mark.parametrize("rank,size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])

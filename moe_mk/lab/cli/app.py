@@ -5,6 +5,7 @@ A verb imports its modules when it is called, so that help, completion and usage
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from moe_mk.lab.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.lab.cli.environment import has_launcher
-from moe_mk.lab.cli.exits import end_in_order, with_exit_code
+from moe_mk.lab.cli.exits import code_of, end_in_order, with_exit_code
 from moe_mk.lab.cli.options import (
     MODEL_NAMES,
     PROFILE_NAMES,
@@ -312,4 +313,4 @@ def main() -> None:
     """Entry point of `python -m moe_mk`."""
     if not has_launcher():  # its ranks may block in native code, where Python handlers do not run
         end_in_order()
-    app()
+    sys.exit(code_of(app))  # printing help, a version or a usage error can fail as well

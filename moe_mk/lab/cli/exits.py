@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec
 
 import typer
 
-from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, MoEMKError, Suppress, UnsupportedError
 from moe_mk.lab.cli import environment
 
 OK, MISMATCH, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -74,8 +74,14 @@ def print_error(problem: MoEMKError) -> int:
     except ConfigError:
         place = None
     if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
-        typer.echo(f"moe-mk: {problem}", err=True)  # which a closed stream does not disturb
+        _state(str(problem))
     return exit_code_of(problem)
+
+
+def _state(line: str) -> None:
+    """Print a line to standard error. Where that is closed or full, the exit code still states the outcome."""
+    with Suppress(OSError):
+        typer.echo(f"moe-mk: {line}", err=True)
 
 
 def leave_at_once(code: int) -> NoReturn:
@@ -106,21 +112,24 @@ def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except MoEMKError as problem:
-            code = print_error(problem)
-        except Exception as problem:
-            error = named(problem)
-            if error is None:
-                raise
-            code = print_error(error)
-        except KeyboardInterrupt as interrupt:
-            number = signal.Signals(*interrupt.args or (signal.SIGINT,))
-            code = BY_SIGNAL + number
-            if (place := environment.launched()) is None or place.rank == 0:
-                words = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-                typer.echo(f"moe-mk: {words}", err=True)
-        raise typer.Exit(code or OK)
+        raise typer.Exit(code_of(partial(command, *args, **kwargs)))
 
     return run
+
+
+def code_of(command: Callable[[], int | None]) -> int:
+    """The exit code of a call, whose errors are printed. Exceptions that are defects pass on."""
+    try:
+        return command() or OK
+    except MoEMKError as problem:
+        return print_error(problem)
+    except Exception as problem:
+        error = named(problem)
+        if error is None:
+            raise
+        return print_error(error)
+    except KeyboardInterrupt as interrupt:
+        number = signal.Signals(*interrupt.args or (signal.SIGINT,))
+        if (place := environment.launched()) is None or place.rank == 0:
+            _state("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
+        return BY_SIGNAL + number
