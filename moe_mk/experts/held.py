@@ -70,8 +70,11 @@ class HeldExperts(FusedExperts):
         self.inner, self.scheme, self.down = inner, scheme, down
         self.traits = inner.traits  # type: ignore[misc]
 
+    def __call__(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        return self.inner(tokens, weights)  # the backend that was decided for is recorded, and no other
+
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        return self.inner(tokens, weights)
+        return self.inner.run(tokens, weights)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Requantise, then convert to the layout of the backend. The stored weights are not changed.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_mk import DeepseekV3MoE
-from moe_mk.lab.checkpoints import stores
+from moe_mk.lab.checkpoints import CheckpointShape, stores, write_checkpoint
 from moe_mk.lab.cli.options import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, simulate
 from tests.cli.conftest import Invoke, moe_mk, printed, usage_error
@@ -64,6 +64,18 @@ def test_two_ranks_run_from_their_stores(tiny: Path, invoke: Invoke, tmp_path: P
     assert len(list((tmp_path / "s").iterdir())) == 2 and found["verification"]["passed"]
     measured, predicted = found["residency"]["rows"][:2]
     assert predicted["read_bytes_per_step"] == pytest.approx(measured["read_bytes_per_step"], rel=0.2)
+
+
+def test_experts_that_are_held_in_another_format_run_from_a_store(tmp_path: Path) -> None:
+    # cpu_native multiplies no blocks of 16 x 16: they are held as bf16, in stores too.
+    write_checkpoint(tmp_path / "m", CheckpointShape(4, 64, 64, top_k=2, num_groups=2, top_k_groups=1, block=(16, 16)))
+    printed("convert", tmp_path / "m", tmp_path / "s", "--store")
+    x_TH, outputs = torch.ones(2, 64, dtype=torch.bfloat16), []
+    for residency in (None, {"slots": 2, "store": str(tmp_path / "s")}):
+        layer = DeepseekV3MoE.from_checkpoint(tmp_path / "m", 3, experts="cpu_native", residency=residency)
+        outputs.append(layer(x_TH))
+        assert layer.report().departures == () and layer.decision.problem.weights.name == "bf16"
+    assert torch.equal(*outputs) and len(list((tmp_path / "s").iterdir())) == 1
 
 
 def test_convert_takes_one_of_both(tiny: Path, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_layer_with_requantised_weights_is_right_and_reloads_from_the_stored_o
     x = torch.randn((7, 128), generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
     y = layer(x)
     assert isinstance(layer.kernel, FusedMoEKernel) and isinstance(layer.kernel.experts, HeldExperts)
+    assert layer.report().departures == ()
     assert layer.weights.experts.scheme.name.startswith(quant), "what was stored stays what it was"
     weights = load_layer(SafetensorsSource(tmp_path), 1, layer.spec, owned=range(4))
     judged = verify(Answer(x, y, layer.route(x).ids_TK), layer.decision, weights)

@@ -24,6 +24,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.text import amount
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import open_source
+from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.scan import Progress
 
 CPU = torch.device("cpu")
@@ -53,6 +54,8 @@ class StorePlan:
     layer: int
     decision: Decision
     experts: ExpertMap
+    spec: LayerSpec
+    """The tensors of the checkpoint. The decision may hold its experts in another format."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +78,9 @@ def plan_stores(
     for layer in layers:
         config = stated(config_of(checkpoint, layer, **(dict(overrides) | {"residency": residency})), checkpoint, layer)
         config = config.with_(ep=ranks, tp=tp)
-        plans.append(StorePlan(layer, decide(config, torch.bfloat16, CPU), expert_map_of(config)))
+        plans.append(
+            StorePlan(layer, decide(config, torch.bfloat16, CPU), expert_map_of(config), layer_spec_of(config))
+        )
     needed, there = sum(plan.num_bytes for plan in plans), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +119,7 @@ def write_layer(
         weights = load_layer(
             source,
             plan.layer,
-            layer_spec_of(problem.config),
+            plan.spec,
             owned=plan.experts.local_to_global(owner),
             tp_rank=slice_of,
             tp_size=problem.config.parallel.tp,
