@@ -131,6 +131,18 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+@contextmanager
+def named_in_utf8(path: Path) -> Iterator[str]:
+    """A name of a file for libraries that accept UTF-8 only: its own, or else that of an open descriptor."""
+    try:
+        name = str(path).encode().decode()
+    except UnicodeEncodeError:
+        with path.open("rb", buffering=0) as file:
+            yield f"/dev/fd/{file.fileno()}"
+    else:
+        yield name
+
+
 def size_of(path: Path) -> int:
     """Raises ValueError for what is no regular file: a pipe keeps its reader waiting, a device never ends."""
     found = path.stat()

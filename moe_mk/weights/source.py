@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_mk.config.equation import VECTORS, TensorNames, TensorPart
 from moe_mk.errors import WeightError, unless_signalled
-from moe_mk.files import INDEX_BYTES, read_json
+from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
 
@@ -40,7 +40,8 @@ class MappedFile:
     def __init__(self, path: Path, num_bytes: int) -> None:
         """Raises WeightError if the file cannot be mapped, or has fewer bytes."""
         try:
-            self._name, self._octets = path.name, torch.UntypedStorage.from_file(str(path), False, num_bytes)
+            with named_in_utf8(path) as name:
+                self._name, self._octets = path.name, torch.UntypedStorage.from_file(name, False, num_bytes)
         except unless_signalled(OSError, RuntimeError) as problem:
             raise WeightError(f"{path.name} cannot be opened: {problem}") from problem
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig, RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.files import named_in_utf8
 from moe_mk.lab.cli.options import LARGEST
 from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
@@ -57,7 +58,7 @@ def _read_npy(file: Path) -> Tensor:
 
 def _read_safetensors(option: str, file: Path, name: str) -> Tensor:
     expect_small_header(file)
-    with safe_open(str(file), framework="pt", device="cpu") as opened:
+    with named_in_utf8(file) as path, safe_open(path, framework="pt", device="cpu") as opened:
         names = list(opened.keys())
         if len(names) != 1 and name not in names:
             raise ConfigError(f"{option} {file} holds {len(names)} tensors, none of them called {name}")

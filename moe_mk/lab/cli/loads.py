@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_mk.errors import ConfigError
-from moe_mk.files import INDEX_BYTES, read_json
+from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json
 from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy, read_pt
 from moe_mk.lab.trace.importers import import_trace
@@ -89,7 +89,7 @@ def _from_npy(file: Path) -> object:
 
 def _from_safetensors(file: Path) -> object:
     expect_small_header(file)
-    with safe_open(str(file), framework="pt", device="cpu") as opened:
+    with named_in_utf8(file) as path, safe_open(path, framework="pt", device="cpu") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return _named(tensors, file).to(torch.float64).numpy()  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_mk.errors import unless_signalled
-from moe_mk.files import parse_json, replacing
+from moe_mk.files import named_in_utf8, parse_json, replacing
 from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.routing_forward import TraceError
 
@@ -45,7 +45,7 @@ def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Header and tensors of one file; raises TraceError unless every byte is as it was written."""
     try:
         expect_small_header(path)
-        with safe_open(str(path), framework="pt", device="cpu") as opened:
+        with named_in_utf8(path) as file, safe_open(file, framework="pt", device="cpu") as opened:
             metadata = dict(opened.metadata() or {})
             _check_kind(path, metadata)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
