@@ -1,6 +1,7 @@
 """Which code an error stands for, and that it is reported once."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -75,6 +76,18 @@ def test_a_stream_that_is_full_is_one_message_and_a_code(
         stated = capsys.readouterr().err
         assert ended.value.code == (code if full == ("stderr",) else 2), full
         assert code or full != ("stdout",) or "output or a temporary file: No space left on device" in stated
+
+
+def test_a_working_folder_that_was_removed_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["moe-mk", "doctor"])
+    monkeypatch.setitem(main.__globals__, "end_in_order", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "the working folder was removed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank,size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])

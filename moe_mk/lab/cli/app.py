@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.lab.cli.environment import has_launcher
 from moe_mk.lab.cli.exits import code_of, end_in_order, with_exit_code
@@ -114,7 +115,6 @@ def run(
     as_json: AsJson = False,
 ) -> int:
     """Run one MoE layer of a checkpoint on N ranks, explain the backends, measure times and verify the output."""
-    from moe_mk.errors import ConfigError
     from moe_mk.external.device import collective_backend
     from moe_mk.lab.cli.inputs import RunSettings, dtype_of, expect_checkpoint, first_moe_layer, tokens_of
     from moe_mk.lab.cli.plan import plan_run
@@ -313,4 +313,12 @@ def main() -> None:
     """Entry point of `python -m moe_mk`."""
     if not has_launcher():  # its ranks may block in native code, where Python handlers do not run
         end_in_order()
-    sys.exit(code_of(app))  # printing help, a version or a usage error can fail as well
+    sys.exit(code_of(_in_folder))
+
+
+def _in_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as problem:  # in a folder that was removed, MKL ends the process in the middle of a verb
+        raise ConfigError("the working folder was removed; change to one that exists") from problem
+    app()  # printing help, a version or a usage error can fail as well
