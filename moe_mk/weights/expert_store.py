@@ -24,7 +24,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from moe_mk.errors import StoreError, unless_signalled
+from moe_mk.errors import StoreError, Suppress, unless_signalled
 from moe_mk.files import HEADER_BYTES, parse_json, replacing
 from moe_mk.text import amount
 
@@ -55,7 +55,7 @@ def write_store(
     removed first. Raises StoreError where the file cannot be written.
     """
     first = aligned(PREFIX + len(_header(facts, record_bytes, ["0" * 2 * DIGEST] * num_experts)))
-    total = first + num_experts * record_bytes
+    total, is_new = first + num_experts * record_bytes, not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
@@ -76,6 +76,8 @@ def write_store(
             file.flush()
             os.fsync(file.fileno())
     except unless_signalled(OSError) as problem:
+        with Suppress(OSError):
+            path.parent.rmdir() if is_new else None
         what = f"the store {path} of {amount(total)} cannot be written: {problem}; name another folder"
         raise StoreError(what) from problem
 

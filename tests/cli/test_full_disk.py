@@ -2,17 +2,19 @@
 the size of files stands for a full disk, at several numbers of bytes: the system returns "File too large"."""
 
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import moe_mk, usage_error
-from tests.support.tiers import quick_where
+from tests.cli.conftest import moe_mk, printed, usage_error
+from tests.support.tiers import quick_where, thorough
 
 SMALL = ("--experts", 8, "--hidden", 256, "--intermediate", 256)
 RUN = ("run", "{tiny}", "--tokens", 1, "--repeats", 1)
+BENCH = ("bench", "{tiny}", "--tokens", 1, "--repeats", 1)
 VERBS: dict[str, tuple[object, ...]] = {
     "make-checkpoint": ("make-checkpoint", "{out}", *SMALL),
     "make-checkpoint again": ("make-checkpoint", "{mine}", *SMALL, "--seed", 1),
@@ -28,6 +30,14 @@ VERBS: dict[str, tuple[object, ...]] = {
     "run trace": (*RUN, "--trace", "{out}"),
     "run record": (*RUN, "--record-trace", "{out}"),
     "timeline": ("plan", "timeline", "--trace", "{out}"),
+    "run store": (*RUN, "--memory", "1MB", "--store", "{out}"),
+}
+LONG: dict[str, tuple[object, ...]] = {
+    "bench out": (*BENCH, "--out", "{out}"),
+    "bench plot": (*BENCH, "--plot", "{out}"),
+    "bench store": (*BENCH, "--memory", "1MB", "--steps", 4, "--store", "{out}"),
+    "certify": ("certify", "no_ep", "--quick", "--no-processes", "--out", "{out}"),
+    "chaos": ("chaos", "--worlds", 1, "--transport", "all_gather", "--out", "{out}"),
 }
 """{out} does not exist yet; {mine} is an earlier checkpoint, {empty} an empty folder."""
 
@@ -38,7 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("limit", quick_where(lambda limit: limit == 700, (0, 700, 20_000)))
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *thorough(*LONG)])
 def test_what_cannot_be_written_is_named_and_nothing_is_left(
     verb: str, limit: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +59,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(
     before, (soft, hard) = files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        done = moe_mk(*(str(word).format(tiny=tiny, **names) for word in VERBS[verb]))
+        done = moe_mk(*(str(word).format(tiny=tiny, **names) for word in (VERBS | LONG)[verb]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if done.exit_code == 0:  # it was small enough
@@ -57,8 +67,24 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(
         return
     assert done.exit_code == 2 and "Traceback" not in done.output, done.output
     target = names[{"again": "mine", "into": "empty"}.get(verb.split()[-1], "out")]
-    assert str(target) in done.stderr and "; name another f" in done.stderr, done.stderr
+    # Commands that start processes write their orders into temporary files.
+    temporary = verb in LONG and ("a temporary" in done.stderr or "/moe-mk-" in done.stderr)
+    assert temporary or str(target) in done.stderr, done.stderr
+    assert "; name another f" in done.stderr, done.stderr
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", quick_where(lambda verb: verb == "run record", [*VERBS, *LONG]))
+def test_names_of_files_need_not_be_utf8(
+    verb: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "\udcff"  # as Python reads the byte 0xff
+    names = {name: inside / name for name in ("out", "mine", "empty", "tiny")}
+    shutil.copytree(tiny, names["tiny"])
+    printed(*(str(word).format(**names) for word in (VERBS | LONG)[verb]))
+    if verb == "run record":
+        printed("place", "--trace", names["out"].rename(inside / "trace.safetensors"), "--gpus", 2)
 
 
 def test_what_is_no_regular_file_is_written_directly_and_named() -> None:

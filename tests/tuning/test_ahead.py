@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
+from tests.cli.conftest import printed, usage_error
 
 pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 8, 2
@@ -43,6 +45,10 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     assert not any(each.was_there for each in made) and all(each.seconds > 0 for each in made)
     (tmp_path / "here").rename(tmp_path / "there")
     assert relocate(tmp_path / "there") == len(made)
+    for number, damage in enumerate(('{"child_', "[]", "{}")):
+        (tmp_path / "there" / "KEY").mkdir(exist_ok=True)
+        (tmp_path / "there" / "KEY" / f"__grp__{number}.json").write_text(damage)
+    assert relocate(tmp_path / "there") == len(made) and not list((tmp_path / "there" / "KEY").iterdir())
 
     cpu = torch.device("cpu")
     experts = TritonExperts(ExpertsContext(BF16, FP8_1x128, "silu", EXPERTS, HIDDEN, INNER, cpu), Workspace())
@@ -82,3 +88,21 @@ def test_what_cannot_be_compiled_ahead_is_refused_with_every_reason(tmp_path: Pa
     text = str(refused.value)
     assert "weights are mxfp4" in text and "mi300x is not one of sm_90 and sm_100" in text
     assert "8 experts do not divide over 3 ranks" in text and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_part_of_a_kernel(tmp_path: Path) -> None:
+    config, out, limits = (
+        tmp_path / "model.yaml",
+        tmp_path / "\udcff" / "out",
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    config.write_text(json.dumps({"model": MODEL, "router": ROUTER}))
+    command = ("compile", config, "--tokens", 5, "--out", out)
+    for limit in (0, 20_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # stands for a full disk
+        try:
+            assert "out: File too large; name another f" in usage_error(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not out.parent.exists()
+    assert "compiled    5 kernels" in printed(*command)

@@ -1,6 +1,7 @@
 """A tuning session: every candidate once, within its budget, and on from where a killed one stopped."""
 
 import json
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.cli.tune import TuneOrder, case_of, command_of
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
-from moe_mk.lab.tuning.session import Stopwatch, thread_counts
+from moe_mk.lab.tuning.session import Parts, Stopwatch, thread_counts
 from moe_mk.quant.plain import FP32
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.cli.conftest import moe_mk, printed, usage_error
@@ -80,9 +81,27 @@ def test_a_killed_session_is_gone_on_with(tmp_path: Path) -> None:
     assert len(part.read_text().splitlines()) == 4
     with part.open("a") as opened:
         opened.write('{"case": "cut off in the mid')
+    with pytest.raises(KeyboardInterrupt):
+        run(path, on_measured=lambda what, done, total: killed(what, done - 1, total))
     result = run(path, on_measured=lambda what, done, total: seen.append((done, total)))
-    assert (result.complete, result.measured, result.resumed) == (True, 2, 4)
+    assert (result.complete, result.measured, result.resumed) == (True, 1, 5)
     assert seen == [(done, 6) for done in range(6)]
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_trial_that_cannot_be_written_leaves_the_lines_before_it(tmp_path: Path, lines: int) -> None:
+    part, limits = tmp_path / "new" / "case.part.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    parts = Parts(part, "a case")
+    for tokens in range(lines):
+        parts.add(tokens, {"tile": "narrow"}, ((1.0, 2.0),))
+    before = part.read_bytes() if lines else b""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limits[1]))  # stands for a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            parts.add(lines, {"tile": "narrow"}, ((1.0, 2.0),))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert part.read_bytes() == before if lines else not part.parent.exists()
 
 
 def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(

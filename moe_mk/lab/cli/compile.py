@@ -11,7 +11,7 @@ import typer
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.screen import Screen
-from moe_mk.lab.files import errors_named
+from moe_mk.lab.files import errors_named, new_folders
 from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
 
 
@@ -20,7 +20,7 @@ def compile_kernels(
 ) -> int:
     """Compile, and print what the folder has."""
     order = AheadOrder(load_config(config), device_profile(device), ranks, tokens)
-    with errors_named(out):
+    with new_folders(out), errors_named(out):
         out.mkdir(parents=True, exist_ok=True)
         kernels = compile_layer(order, out)
     if as_json:

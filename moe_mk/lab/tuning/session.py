@@ -26,6 +26,7 @@ Results are written to `configs/tuned/<device>/<experts>/<case>.json`, each with
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -38,11 +39,11 @@ from typing import Any
 import torch
 
 from moe_mk.config.tuned import Candidate, Case, TunedPoint
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError, unless_signalled
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
 from moe_mk.files import parse_json, write_text
-from moe_mk.lab.files import errors_named, read_lines
+from moe_mk.lab.files import errors_named, new_folders, read_lines
 from moe_mk.permute import permute
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -195,8 +196,11 @@ class Parts:
     def __init__(self, file: Path, case: str) -> None:
         self.file, self.case = file, case
         self._trials: dict[str, Trial] = {}
+        self._is_cut = False
+        """Whether the last line has no end, since its writer was killed."""
         for line in read_lines(file) if file.is_file() else []:
             self._take(line)
+            self._is_cut = not line.endswith(b"\n")
 
     def __len__(self) -> int:
         return len(self._trials)
@@ -207,11 +211,25 @@ class Parts:
 
     def add(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool = False) -> None:
         """Write what was measured. confirms: rounds of its own, of a candidate that is known."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         held = {"case": self.case, "tokens": tokens, "parameters": dict(candidate), "rounds": rounds}
-        with errors_named(self.file), self.file.open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps(held | {"confirms": confirms}) + "\n")
+        with new_folders(self.file.parent), errors_named(self.file):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._append(json.dumps(held | {"confirms": confirms}) + "\n")
         self._enter(tokens, candidate, rounds, confirms=confirms)
+
+    def _append(self, line: str) -> None:
+        """Write a line, or leave the file as it was."""
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            with self.file.open("a", encoding="utf-8") as opened:
+                opened.write("\n" * self._is_cut + line)
+        except unless_signalled(OSError):
+            if size:
+                os.truncate(self.file, size)
+            else:
+                self.file.unlink(missing_ok=True)
+            raise
+        self._is_cut = False
 
     def done(self) -> None:
         """Forget the file: all of it stands in the tuned one."""

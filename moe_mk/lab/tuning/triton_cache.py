@@ -9,6 +9,7 @@ wheel of Triton must be used on the GPU.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.files import read_json, write_text
 from moe_mk.kernels.triton import launch
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.tile import SHARED_MEMORY
@@ -91,6 +93,7 @@ def compiling(folder: Path, arch: int, multiprocessors: int) -> Iterator[list[Co
         found.append(CompiledKernel(metadata["name"], metadata["hash"], seconds, cache_hit, metadata["shared"]))
 
     relocate(folder)
+    there = set(folder.glob("*"))
     before = driver._active  # reading `driver.active` would ask for a GPU
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir, knobs.compilation.listener = str(folder), listen
@@ -98,6 +101,11 @@ def compiling(folder: Path, arch: int, multiprocessors: int) -> Iterator[list[Co
         launch._multiprocessors.cache_clear()
         try:
             yield found
+        except BaseException:
+            for each in set(folder.glob("*")) - there:  # the kernel that was being compiled
+                if not any(each.glob("__grp__*.json")):
+                    shutil.rmtree(each, ignore_errors=True)
+            raise
         finally:
             driver.set_active(before)
             launch._multiprocessors.cache_clear()
@@ -106,13 +114,18 @@ def compiling(folder: Path, arch: int, multiprocessors: int) -> Iterator[list[Co
 def relocate(folder: Path) -> int:
     """Correct the absolute paths in a cache folder after it was moved; returns the number of kernels.
 
-    Triton 3.6 lists the files of a kernel by absolute paths and compiles it again where they do not exist.
+    Triton 3.6 lists the files of a kernel by absolute paths and compiles it again where they do not exist. A list that
+    is damaged is removed, so that its kernel is compiled again.
     """
     found = 0
     for group in folder.glob("*/__grp__*.json"):
-        files = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
-        moved = {name: str(group.parent / name) for name in files}
+        try:
+            files = read_json(group)["child_paths"]
+            moved = {name: str(group.parent / name) for name in files}
+        except (ValueError, KeyError, TypeError):
+            group.unlink()
+            continue
         if moved != files:
-            group.write_text(json.dumps({"child_paths": moved}), encoding="utf-8")
+            write_text(group, json.dumps({"child_paths": moved}))
         found += 1
     return found
