@@ -191,6 +191,8 @@ class PrepareFinalize(ABC):
     traits: ClassVar[TransportTraits]
     collectives: ClassVar[int] = 2
     """Collectives, launches or flags that ranks wait for in one call, for `volume`."""
+    default_units: ClassVar[int | None] = None
+    """Compute units that the library takes by default; None: it decides at run time."""
     relays: ClassVar[bool] = False
     """Whether a token crosses to each node once and is forwarded there while others still cross, for `volume`."""
     pads_rows: ClassVar[bool] = False
@@ -283,7 +285,8 @@ class PrepareFinalize(ABC):
     def own_budget(cls, problem: Problem) -> Budget:
         """The budget if kernel.comm_units is not set, for transports with a `comm_unit`."""
         del problem
-        return Budget(cls.traits.comm_unit, None, "chosen by the library")
+        source = "chosen by the library" if cls.default_units is None else "the library's default"
+        return Budget(cls.traits.comm_unit, cls.default_units, source)
 
     @classmethod
     def link(cls, problem: Problem) -> LinkChoice | None:

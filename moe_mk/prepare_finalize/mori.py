@@ -23,7 +23,6 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
-    Budget,
     PrepareFinalize,
     TransportContext,
     TransportTraits,
@@ -50,6 +49,7 @@ class Mori(PrepareFinalize):
 
     relays: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = True
+    default_units: ClassVar[int | None] = BLOCKS
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="MoRI, over xGMI and RDMA; between AMD GPUs",
         kinds=frozenset({"rocm"}),
@@ -146,11 +146,6 @@ class Mori(PrepareFinalize):
         group: Any = self.context.comm.library_group()
         self._shmem.shmem_torch_process_group_init(group.group_name)  # skipped by the library once it is done
         return self._ops.EpDispatchCombineOp(self._ops.EpDispatchCombineConfig(**self._settings()))
-
-    @classmethod
-    def own_budget(cls, problem: Problem) -> Budget:
-        del problem
-        return Budget(cls.traits.comm_unit, BLOCKS, "the library's default")
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

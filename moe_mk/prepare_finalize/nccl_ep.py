@@ -51,7 +51,7 @@ from moe_mk.prepare_finalize.base import (
     Volume,
 )
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
@@ -120,7 +120,7 @@ class NcclTransport(PrepareFinalize):
             with self._session.call("dispatch"):
                 handle.complete(stream=self._stream)
             kept = DispatchHandle(buffer_slot, buffer_slot.call, ids, weights_TK)
-            return self._tokens(self._received(rooms, x_wire), counts, kept, x_TH.shape[0])
+            return self._tokens(rows_of(rooms, x_wire), counts, kept, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send outputs back, where the library sums them for each token of this rank."""
@@ -182,18 +182,6 @@ class NcclTransport(PrepareFinalize):
             part_TB = as_bytes(part)
             filled.append(pad(part_TB, (0, -part_TB.shape[1] % ROW_ALIGNMENT)).contiguous())
         return [filled[0].view(torch.float8_e4m3fn), filled[1]]  # a type that the library forwards as bytes
-
-    def _received(self, rooms: list[Tensor], like: QuantTensor) -> QuantTensor:
-        """Rows as `_payloads` left, without their filling, in the dtypes of `like`."""
-        if like.scales is None:
-            return replace(like, values=rooms[0][..., : like.values.shape[1]])
-        values, scales = rooms
-        width = like.scales.shape[1] * like.scales.element_size()
-        return replace(
-            like,
-            values=values.view(torch.uint8)[..., : like.values.shape[1]].view(like.values.dtype),
-            scales=scales[..., :width].contiguous().view(like.scales.dtype),
-        )
 
     def _channel(self, number: int) -> Channel:
         """One more group and its handle, which every rank makes at the same call."""
@@ -349,6 +337,7 @@ class NcclHighThroughput(NcclTransport):
     layout: ClassVar[str] = "FLAT"
     relays: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = True
+    default_units: ClassVar[int | None] = HT_SMS
     collectives: ClassVar[int] = 3
     traits: ClassVar[TransportTraits] = replace(
         NCCL,
@@ -398,11 +387,6 @@ class NcclHighThroughput(NcclTransport):
             problem.config.kernel.max_num_tokens, cls.largest_row(problem), problem.ranks, problem.nodes,
             problem.slots * problem.ranks,
         )  # fmt: skip
-
-    @classmethod
-    def own_budget(cls, problem: Problem) -> Budget:
-        del problem
-        return Budget(cls.traits.comm_unit, HT_SMS, "the library's default")
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

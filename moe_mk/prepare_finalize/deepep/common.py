@@ -226,6 +226,10 @@ def payloads_of(x_TH: QuantTensor) -> list[Tensor]:
 
 
 def rows_of(parts: Sequence[Tensor], like: QuantTensor) -> QuantTensor:
-    """The rows that have arrived as `payloads_of(like)` left, in the dtypes of `like`."""
-    scales = None if like.scales is None else parts[1].view(like.scales.dtype)
-    return replace(like, values=parts[0].view(like.values.dtype), scales=scales)
+    """The rows that have arrived as `payloads_of(like)` left, in the dtypes of `like`, without what filled them up."""
+
+    def restored(part_RB: Tensor, like: Tensor) -> Tensor:
+        return part_RB.view(torch.uint8)[..., : like.shape[1] * like.element_size()].contiguous().view(like.dtype)
+
+    scales = None if like.scales is None else restored(parts[1], like.scales)
+    return replace(like, values=restored(parts[0], like.values), scales=scales)

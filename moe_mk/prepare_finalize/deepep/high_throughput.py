@@ -34,7 +34,7 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
@@ -57,6 +57,7 @@ class HighThroughputTransport(RowKernels):
     kernels: ClassVar[str] = "high throughput"
     later: ClassVar[str] = "async_finish"
     collectives: ClassVar[int] = 3
+    default_units: ClassVar[int | None] = NUM_SMS
     surface: ClassVar[str] = ""
     """The module with the library's `Buffer`, where that is not the library itself."""
 
@@ -151,12 +152,6 @@ class HighThroughputTransport(RowKernels):
         chunks, num_sms = HIGH_THROUGHPUT_CHUNKS[problem.ranks], problem.config.kernel.comm_units or NUM_SMS
         near = max(nvlink_bytes(chunk[1], row, problem.ranks, num_sms) for chunk in chunks)
         return near + max(rdma_bytes(chunk[3], row, problem.ranks, num_sms) for chunk in chunks)
-
-    @classmethod
-    def own_budget(cls, problem: Problem) -> Budget:
-        """The library's number for a process that has not set another."""
-        del problem
-        return Budget(cls.traits.comm_unit, NUM_SMS, "the library's default")
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

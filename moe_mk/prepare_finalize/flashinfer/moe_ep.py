@@ -35,7 +35,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, rows_of
 from moe_mk.prepare_finalize.flashinfer.nvlink import (
     LIBRARY,
     LINE_BYTES,
@@ -95,7 +95,7 @@ class MoeEpTransport(PrepareFinalize):
             slots_RK = self._numbers.slots(got.topk_ids[:, : c.top_k])
             # Behind the rows of a source lie no ids, and any weights.
             slots_RK = torch.where(weights_RK == NOWHERE, -1, slots_RK)
-            x_RH = _rows(got.hidden_states, got.hidden_states_scale, x_wire)
+            x_RH = rows_of([got.hidden_states, got.hidden_states_scale], x_wire)
             handle = SlotHandle(buffer_slot, buffer_slot.call)
             return self.window_rows(x_RH, slots_RK, weights_RK, handle, x_TH.shape[0])
 
@@ -268,16 +268,3 @@ def _payloads(x_TH: QuantTensor) -> tuple[Tensor, Tensor | None]:
     )
     assert values is not None
     return values, scales
-
-
-def _rows(values: Tensor, scales: Tensor | None, like: QuantTensor) -> QuantTensor:
-    """What has arrived, as `_payloads(like)` left."""
-    return replace(
-        like,
-        values=_restored(values, like.values),
-        scales=None if like.scales is None or scales is None else _restored(scales, like.scales),
-    )
-
-
-def _restored(part_RB: Tensor, like: Tensor) -> Tensor:
-    return part_RB[:, : like.shape[1] * like.element_size()].contiguous().view(like.dtype)

@@ -181,7 +181,7 @@ class NvlinkTwoSided(PrepareFinalize):
     def _push(self, part_TX: Tensor, route: Any, workspace: Any) -> Tensor:
         c = self.context
         arrived: Tensor = self._moe.mnnvl_moe_alltoallv(_aligned(part_TX), route, workspace, c.comm.rank, c.comm.size)
-        return arrived[:, : part_TX.shape[1]].contiguous()
+        return arrived
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
