@@ -103,6 +103,20 @@ def command_of(name: str, experts: int) -> list[str]:
     return [sys.executable, str(HERE / "experts_gpu_peers.py"), "--contender", name, "--experts", str(experts)]
 
 
+def measured_pair(
+    names: Sequence[str], given: argparse.Namespace, experts: int, tokens: Sequence[int], seconds: float
+) -> list[tuple[int, str, list[float], float]]:
+    """What `compare` finds of two processes, which end with it; the reason of one that failed is a result."""
+    pair = [Contender(name, command_of(name, experts)) for name in names]
+    try:
+        return compare(pair, tokens, given.rounds, seconds)
+    finally:
+        for each in pair:
+            each.close()
+            if each.failure:
+                write(given.results, {"kind": "skipped", "contender": each.name, "reason": each.failure})
+
+
 def against_peers(given: argparse.Namespace) -> int:
     """Each peer against our Triton kernels, which the report compares it with."""
     until, case, rates = time.monotonic() + given.seconds, Case(given.experts), rates_from(given.ceilings)
@@ -112,41 +126,24 @@ def against_peers(given: argparse.Namespace) -> int:
     waiting = [(peer, counts) for peer, counts in waiting if counts]
     for place, (peer, counts) in enumerate(waiting):
         share = (until - time.monotonic()) / (len(waiting) - place)
-        pair = [Contender(name, command_of(name, given.experts)) for name in (OURS, peer)]
-        try:
-            measured = compare(pair, counts, given.rounds, share)
-        finally:
-            for each in pair:
-                each.close()
+        measured = measured_pair((OURS, peer), given, given.experts, counts, share)
         ours = {count: summary(times)["median_us"] for count, name, times, _ in measured if name == OURS}
         for count, name, times, error in measured:
             more = {"error": error} if name == OURS else {"error": error, "ours_us": ours.get(count)}
-            label = OURS if name == OURS else name
-            write(given.results, latency_line(case, count, label, times, rates, **more))
-        for each in pair:
-            if each.failure:
-                write(given.results, {"kind": "skipped", "contender": each.name, "reason": each.failure})
+            write(given.results, latency_line(case, count, name, times, rates, **more))
     return 0
 
 
 def against_itself(given: argparse.Namespace) -> int:
     """The Gluon kernels with and without a switch, in decode with all experts."""
     case, without = Case(256), f"without {given.switch}"
-    pair = [Contender(name, command_of(name, 256)) for name in (GLUON, without)]
-    try:
-        measured = compare(pair, DECODE, given.rounds, given.seconds)
-    finally:
-        for each in pair:
-            each.close()
+    measured = measured_pair((GLUON, without), given, 256, DECODE, given.seconds)
     medians = {(count, name): summary(times)["median_us"] for count, name, times, _ in measured}
     for count in DECODE:
         if (count, GLUON) in medians and (count, without) in medians:
             line = {"kind": "switch", "switch": SWITCHES[given.switch], "case": case.name(count)}
             on, off = medians[count, GLUON], medians[count, without]
             write(given.results, line | {"on_us": on, "off_us": off})
-    for each in pair:
-        if each.failure:
-            write(given.results, {"kind": "skipped", "contender": each.name, "reason": each.failure})
     return 0 if medians else 1
 
 

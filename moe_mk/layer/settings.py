@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -27,7 +27,8 @@ from moe_mk.weights.input_scales import calibrates, has_input_scales, read_input
 from moe_mk.weights.inspect import inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
-from moe_mk.weights.names import CONVENTIONS, Part, Role
+from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
+from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
 
 
@@ -55,13 +56,20 @@ def hashed(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str
     """
     if config.router.scoring_func != "sqrtsoftplus" or config.router.hash_vocabulary is not None:
         return config
-    source = open_source(path)
-    names, prefix = source.names(), find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
-    tables = {prefix + convention.table for convention in CONVENTIONS.values()}
-    shapes = [source.entry(name).shape for name in sorted(tables) if name in names]
-    if not shapes or len(shapes[0]) != 2:
+    tables = _entries(path, layer, prefix, lambda convention: convention.table)
+    if not tables or len(tables[0].shape) != 2:
         return config
-    return config.with_(hash_vocabulary=shapes[0][0], has_correction_bias=False)
+    return config.with_(hash_vocabulary=tables[0].shape[0], has_correction_bias=False)
+
+
+def _entries(
+    path: str | PathLike[str], layer: int, prefix: str | None, spell: Callable[[Convention], str]
+) -> list[TensorEntry]:
+    """What the files hold of one tensor of a layer, under any of its names."""
+    source = open_source(path)
+    prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
+    spelled = {prefix + spell(convention) for convention in CONVENTIONS.values()}
+    return [source.entry(name) for name in sorted(spelled.intersection(source.names()))]
 
 
 def hash_router_of(config: MoEConfig, weights: LayerWeights, device: torch.device) -> HashRouter | ImageRouter | None:
@@ -217,17 +225,14 @@ def _shared_type(config: MoEConfig, path: str | PathLike[str], layer: int, prefi
     quant = config.model.quant
     if not config.model.num_shared_experts or quant.kind == "plain" or is_gguf(path):
         return config
-    source = open_source(path)
-    names, prefix = source.names(), find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
-    spelled = {prefix + convention.spell(Part(Role.SHARED, "down")) for convention in CONVENTIONS.values()}
-    dtypes = {source.entry(name).dtype for name in spelled if name in names}
+    held = _entries(path, layer, prefix, lambda convention: convention.spell(Part(Role.SHARED, "down")))
     found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     if "fp8" not in quant.weights:
         found[torch.float8_e4m3fn] = (
             quant.shared if quant.shared in ("mxfp8", "fp8_channel", "fp8_tensor") else "fp8_block"
         )
     packed = quant.shared if quant.shared in GROUPED else "same"
-    shared = next((found[dtype] for dtype in dtypes if dtype in found), packed)
+    shared = next((found[each.dtype] for each in held if each.dtype in found), packed)
     if shared == quant.shared:
         return config
     return config.with_(quant={**quant.model_dump(), "shared": shared})

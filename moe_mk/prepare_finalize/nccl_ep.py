@@ -51,9 +51,9 @@ from moe_mk.prepare_finalize.base import (
     Volume,
 )
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of, wire_bytes
 from moe_mk.quant.plain import Plain
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
@@ -399,12 +399,6 @@ class NcclHighThroughput(NcclTransport):
             text = f"needs nodes of equal size, {problem.ranks} ranks span {problem.nodes}"
             reasons.append(Reason("ranks", text, "parallel.ranks_per_node"))
         return reasons
-
-
-def wire_bytes(wire: QuantScheme, hidden_size: int) -> int:
-    """Bytes of one row: values and scales, each in multiples of 16."""
-    scales = row_bytes(wire, hidden_size) - hidden_size // wire.per_byte
-    return up_to(hidden_size // wire.per_byte, ROW_ALIGNMENT) + up_to(scales, ROW_ALIGNMENT)
 
 
 def multiprocessors(problem: Problem) -> int:

@@ -80,9 +80,6 @@ class GgufSource(TensorSource):
             self._maps[file.path] = MappedFile(file.path, file.num_bytes)
         return self._maps[file.path].view(self.entry(name))
 
-    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
-        """No effect: pages are read at first access."""
-
 
 def gguf_files(path: Path) -> list[Path]:
     """The file, or all parts of a split one, or those of the only model of a folder. Raises WeightError otherwise."""

@@ -110,9 +110,9 @@ class TensorSource(ABC):
     def open(self, name: str) -> Tensor:
         """The tensor, as a view if possible. It must not be modified."""
 
-    @abstractmethod
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Hint that these bytes of a tensor will be read soon; no effect where not supported."""
+        del name, start, num_bytes
 
 
 class MappingSource(TensorSource):
@@ -137,9 +137,6 @@ class MappingSource(TensorSource):
     def open(self, name: str) -> Tensor:
         """The tensor itself, detached; a copy where it is negated lazily, since readers take its memory."""
         return self._tensors[name].detach().resolve_neg()
-
-    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
-        """No effect: the tensor is in memory."""
 
 
 class SafetensorsSource(TensorSource):

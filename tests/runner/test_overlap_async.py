@@ -5,18 +5,14 @@ import torch
 from torch import Tensor
 
 from moe_mk import CommError
-from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
-from moe_mk.lab.testing.experts import random_experts
-from moe_mk.oracle import Parts, assemble, select
 from moe_mk.runner import AsyncResult, finalize_async, prepare_async
 from moe_mk.runner.overlap import ReceivedTwice
-from moe_mk.weights.expert_weights import ExpertWeights
-from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K
+from moe_mk.weights.expert_weights import Weights
+from tests.support.formats import EXPERTS, FORMATS, HIDDEN, TOP_K, kernels_of
 
-CPU = torch.device("cpu")
 FP8 = next(form for form in FORMATS if form.activations == "checkpoint")
 
 
@@ -76,17 +72,10 @@ def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
         result.hook()
 
 
-def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, ExpertWeights, Tensor]]:
-    ranks = len(case.routings)
-    decision = select(FP8.problem(ep=ranks, prepare_finalize=transport, experts="reference"))
-    stack, made = random_experts(FP8.problem().weights, EXPERTS, HIDDEN, INNER, CPU), []
-    for comm in LockstepWorld(ranks).communicators():
-        kernel = assemble(decision, Parts(case.expert_map, CPU, comm))
-        assert isinstance(kernel, FusedMoEKernel)
-        own = torch.tensor(case.expert_map.local_to_global(comm.rank))
-        x_TH = torch.randn(case.num_tokens[comm.rank], HIDDEN).to(torch.bfloat16)
-        made.append((kernel, ExpertWeights(stack.w13[own], stack.w2[own]), x_TH))
-    return made
+def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, Weights, Tensor]]:
+    x = [torch.randn(count, HIDDEN).to(torch.bfloat16) for count in case.num_tokens]
+    made = kernels_of(FP8, transport, case.expert_map)
+    return [(kernel, weights, x_TH) for (kernel, weights), x_TH in zip(made, x, strict=True)]
 
 
 @pytest.mark.row(86, 92)

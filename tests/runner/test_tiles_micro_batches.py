@@ -6,32 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import Flight, interleave
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.lab.testing.experts import random_experts
-from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner import MicroBatch, TileRecord, TileWork, in_turns, plan_for, run_dual
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights
-from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K
+from moe_mk.weights.expert_weights import Weights
+from tests.support.formats import EXPERTS, FORMATS, HIDDEN, TOP_K, kernels_of
 
-CPU, RANKS = torch.device("cpu"), 2
+RANKS = 2
 FORM = FORMATS[1]
 
 
-def kernels(transport: str) -> list[tuple[FusedMoEKernel, ExpertWeights]]:
-    ranks = 1 if transport == "no_ep" else RANKS
-    decision = select(FORM.problem(ep=ranks, prepare_finalize=transport, experts="reference"))
-    stack, made = random_experts(FORM.problem().weights, EXPERTS, HIDDEN, INNER, CPU), []
-    expert_map = ExpertMap.linear(EXPERTS, ranks)
-    for comm in LockstepWorld(ranks).communicators():
-        kernel = assemble(decision, Parts(expert_map, CPU, comm))
-        assert isinstance(kernel, FusedMoEKernel)
-        own = torch.tensor(expert_map.local_to_global(comm.rank))
-        made.append((kernel, ExpertWeights(stack.w13[own], stack.w2[own])))
-    return made
+def kernels(transport: str) -> list[tuple[FusedMoEKernel, Weights]]:
+    return kernels_of(FORM, transport, ExpertMap.linear(EXPERTS, 1 if transport == "no_ep" else RANKS))
 
 
 def batches(rank: int, counts: tuple[int, ...]) -> list[MicroBatch]:
@@ -45,7 +33,7 @@ def batches(rank: int, counts: tuple[int, ...]) -> list[MicroBatch]:
 
 
 def in_turn(
-    kernel: FusedMoEKernel, weights: ExpertWeights, given: list[MicroBatch], record: TileRecord | None = None
+    kernel: FusedMoEKernel, weights: Weights, given: list[MicroBatch], record: TileRecord | None = None
 ) -> Flight[list[Tensor]]:
     transport = kernel.prepare_finalize
     work = TileWork(transport, lambda tokens: kernel.multiply(tokens, weights), given)
@@ -81,7 +69,7 @@ def test_micro_batches_of_any_sizes_take_turns_with_the_bits_of_one_after_the_ot
 def test_two_layers_of_micro_batches_are_a_flight_as_well() -> None:
     ranks = kernels("all_to_all")
 
-    def both(rank: int, kernel: FusedMoEKernel, weights: ExpertWeights) -> Flight[list[Tensor]]:
+    def both(rank: int, kernel: FusedMoEKernel, weights: Weights) -> Flight[list[Tensor]]:
         first = yield from in_turn(kernel, weights, batches(rank, (3, 2)))
         routed = [batch.routing for batch in batches(rank, (3, 2))]
         again = [MicroBatch(x_TH, routing) for x_TH, routing in zip(first, routed, strict=True)]

@@ -3,11 +3,21 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from moe_mk import MoEConfig, Problem
+from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config import device_profile
 from moe_mk.external.library import emulated, installed
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.experts import random_experts
+from moe_mk.oracle import Parts, assemble, select
+from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import BF16, FP16, FP32
 from moe_mk.quant.plain import Plain
+from moe_mk.weights.expert_weights import ExpertWeights, Weights
+
+CPU = torch.device("cpu")
 
 HIDDEN, INNER, EXPERTS, TOP_K = 192, 128, 8, 3
 """Hidden ends in half a block of 128; the intermediate size is one block."""
@@ -35,6 +45,20 @@ class Format:
         config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "a test")
         config = config.with_(ep=ep, activations=self.activations, max_num_tokens=num_tokens, **settings)
         return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed(), emulated())
+
+
+def kernels_of(
+    form: Format, transport: str, expert_map: ExpertMap, experts: str = "reference"
+) -> list[tuple[FusedMoEKernel, Weights]]:
+    """A pair on every virtual rank, with the weights of that rank."""
+    decision = select(form.problem(ep=expert_map.num_ranks, prepare_finalize=transport, experts=experts))
+    stack, made = random_experts(form.problem().weights, EXPERTS, HIDDEN, INNER, CPU), []
+    for comm in LockstepWorld(expert_map.num_ranks).communicators():
+        kernel = assemble(decision, Parts(expert_map, CPU, comm))
+        assert isinstance(kernel, FusedMoEKernel)
+        own = torch.tensor(expert_map.local_to_global(comm.rank))
+        made.append((kernel, kernel.experts.relayout(ExpertWeights(stack.w13[own], stack.w2[own]))))
+    return made
 
 
 FORMATS = [

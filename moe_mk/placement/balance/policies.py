@@ -326,7 +326,23 @@ class Flat(EplbPolicy):
         return []
 
     def place(self, request: PlacementRequest) -> SlotPlacement:
-        return _flat(request)
+        experts, piece = spread(request.load, request.sites, least=request.least)
+        best = _from_pieces(experts, piece, request, "flat: copies packed and swapped")
+        if request.least > 1:
+            _check_copies(best.experts, request)
+            return best
+        twins = num_twins(best.experts, request.sites) > 0
+        if request.sites.is_uniform and (
+            request.sites.num_slots <= request.load.shape[1] + request.sites.num_gpus
+            or twins.any()
+            or request.split == "equal"
+        ):
+            best.keep_better(_flat_compat(request), request.load, request.sites, request.cost)
+        time = gpu_time(best.experts, best.shares, request.load, request.sites)
+        uneven = np.flatnonzero(balance_of(time, request.sites.speed_W) < request.target)
+        if request.split == "weighted" and uneven.size:
+            _fill_rows(best, uneven, request)
+        return best
 
 
 @EPLB_POLICIES.register("hybrid")
@@ -379,26 +395,6 @@ def _compat(request: PlacementRequest, groups: int, nodes: int) -> SlotPlacement
     load, sites = torch.from_numpy(request.load), request.sites
     experts = rebalance_experts(load, sites.num_slots, groups, nodes, sites.num_gpus)[0].numpy()
     return SlotPlacement.of(experts, request, "compat")
-
-
-def _flat(request: PlacementRequest) -> SlotPlacement:
-    experts, piece = spread(request.load, request.sites, least=request.least)
-    best = _from_pieces(experts, piece, request, "flat: copies packed and swapped")
-    if request.least > 1:
-        _check_copies(best.experts, request)
-        return best
-    twins = num_twins(best.experts, request.sites) > 0
-    if request.sites.is_uniform and (
-        request.sites.num_slots <= request.load.shape[1] + request.sites.num_gpus
-        or twins.any()
-        or request.split == "equal"
-    ):
-        best.keep_better(_flat_compat(request), request.load, request.sites, request.cost)
-    time = gpu_time(best.experts, best.shares, request.load, request.sites)
-    uneven = np.flatnonzero(balance_of(time, request.sites.speed_W) < request.target)
-    if request.split == "weighted" and uneven.size:
-        _fill_rows(best, uneven, request)
-    return best
 
 
 def _check_copies(experts: Ints, request: PlacementRequest) -> None:

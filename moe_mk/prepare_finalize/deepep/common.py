@@ -35,6 +35,7 @@ from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 
 
@@ -233,3 +234,10 @@ def rows_of(parts: Sequence[Tensor], like: QuantTensor) -> QuantTensor:
 
     scales = None if like.scales is None else restored(parts[1], like.scales)
     return replace(like, values=restored(parts[0], like.values), scales=scales)
+
+
+def wire_bytes(wire: QuantScheme, hidden_size: int) -> int:
+    """Bytes of values and scales of one row, each filled up to 16."""
+    values = row_bytes(wire, hidden_size) if isinstance(wire, Plain) else hidden_size // wire.per_byte
+    scales = row_bytes(wire, hidden_size) - values
+    return up_to(values, 16) + up_to(scales, 16)

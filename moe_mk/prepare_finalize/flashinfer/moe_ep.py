@@ -35,7 +35,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, rows_of
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, rows_of, wire_bytes
 from moe_mk.prepare_finalize.flashinfer.nvlink import (
     LIBRARY,
     LINE_BYTES,
@@ -48,8 +48,8 @@ from moe_mk.prepare_finalize.flashinfer.nvlink import (
     workspace_bytes,
 )
 from moe_mk.quant.plain import Plain
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import as_bytes, row_bytes
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
 ROW_ALIGNMENT = 16
@@ -251,13 +251,6 @@ class MoeEpTwoSided(MoeEpTransport):
 def filled_hidden(dtype: Plain, hidden_size: int) -> int:
     """Values of a row that fills a multiple of 16 bytes."""
     return up_to(hidden_size * dtype.dtype.itemsize, ROW_ALIGNMENT) // dtype.dtype.itemsize
-
-
-def wire_bytes(wire: QuantScheme, hidden_size: int) -> int:
-    """Bytes of values and scales of one row, each filled up to 16."""
-    values = row_bytes(wire, hidden_size) if isinstance(wire, Plain) else hidden_size // wire.per_byte
-    scales = row_bytes(wire, hidden_size) - values
-    return up_to(values, ROW_ALIGNMENT) + up_to(scales, ROW_ALIGNMENT)
 
 
 def _payloads(x_TH: QuantTensor) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,8 @@ from moe_mk.config import device_profile
 from moe_mk.errors import UnsupportedError
 from moe_mk.lab.testing.emulated.flashinfer import moe_ep
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize.flashinfer.moe_ep import MoeEpOneSided, MoeEpTwoSided, filled_hidden, wire_bytes
+from moe_mk.prepare_finalize.deepep.common import wire_bytes
+from moe_mk.prepare_finalize.flashinfer.moe_ep import MoeEpOneSided, MoeEpTwoSided, filled_hidden
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.tokens import Routing

@@ -13,17 +13,15 @@ from moe_mk.experts import EXPERTS
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
-from moe_mk.lab.testing.experts import random_experts
-from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
-from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.expert_weights import Weights
 from tests.support.formats import EXPERTS as NUM_EXPERTS
-from tests.support.formats import FORMATS, HIDDEN, INNER, TOP_K, Format
+from tests.support.formats import FORMATS, HIDDEN, TOP_K, Format, kernels_of
 
 CPU = torch.device("cpu")
 BF16_LAYER = next(form for form in FORMATS if form.weights == "bf16" and form.dtype.name == "bf16")
@@ -39,15 +37,7 @@ class Copying(OneSided):
 
 
 def kernels(form: Format, experts: str, case: RoutingCase) -> list[tuple[FusedMoEKernel, Weights]]:
-    """A one-sided kernel on every virtual rank of a case, with the weights of that rank."""
-    decision = select(form.problem(ep=len(case.routings), prepare_finalize="one_sided", experts=experts))
-    stack, made = random_experts(form.problem().weights, NUM_EXPERTS, HIDDEN, INNER, CPU), []
-    for comm in LockstepWorld(len(case.routings)).communicators():
-        kernel = assemble(decision, Parts(case.expert_map, CPU, comm))
-        assert isinstance(kernel, FusedMoEKernel)
-        own = torch.tensor(case.expert_map.local_to_global(comm.rank))
-        made.append((kernel, kernel.experts.relayout(ExpertWeights(stack.w13[own], stack.w2[own]))))
-    return made
+    return kernels_of(form, "one_sided", case.expert_map, experts)
 
 
 def run(made: list[tuple[FusedMoEKernel, Weights]], x: list[Tensor], case: RoutingCase) -> list[Tensor]:
