@@ -102,6 +102,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
 
     layer: the layer to describe, where lists of modules give layers formats of their own.
     """
+    hf = _of_mlx(hf, where)
     if hf.get(KEY) is not None:
         return _by_equation(hf, where, layer)
     family = family_of(hf)
@@ -126,6 +127,18 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     averaged = stated["n_shared_experts"] and stated.get("shared_expert_combination_strategy") == "average"
     stated["part"] = 0.5 if averaged else 1.0  # of the mean of routed and shared experts
     return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
+
+
+def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The `quantization` of an MLX checkpoint, which names modules among its keys, as a quantization_config."""
+    section, other = hf.get("quantization"), hf.get("quantization_config")
+    if not isinstance(section, Mapping) or "bits" not in section:
+        return hf
+    if not is_empty(other) and other != section:
+        raise ConfigError(f"{where}: quantization and quantization_config differ; remove the one that is wrong")
+    modules = {key: each for key, each in section.items() if isinstance(each, Mapping | bool)}
+    stated = {key: each for key, each in section.items() if key not in modules}
+    return {**hf, "quantization": None, "quantization_config": {"quant_method": "mlx", **stated, "modules": modules}}
 
 
 def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def quant_from_hf(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
             "in e4m3, 'fbgemm_fp8', 'mxfp4', 'compressed-tensors' with 8 bits, packed integers or 4-bit floats, 'gptq' "
             "or 'awq' of version 'gemm', 'auto-round' in their layouts, 'quark' MXFP4, NVFP4, FP8 or INT8, 'modelopt' "
-            "NVFP4, MXFP8 or FP8"
+            "NVFP4, MXFP8 or FP8, and MLX's sections"
         )
     return settings
 
@@ -324,5 +324,5 @@ _READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
     "fp8": _fp8, "mxfp4": lambda quant, layers: ({"weights": "mxfp4"}, []), "modelopt": _modelopt,
     "fbgemm_fp8": lambda quant, layers: ({"weights": "fp8_channel", "activation_scales": "dynamic"}, []),
     "compressed-tensors": _compressed_tensors, "gptq": hf_rules.gptq, "awq": hf_rules.awq,
-    "auto-round": hf_rules.auto_round, "quark": hf_rules.quark,
+    "auto-round": hf_rules.auto_round, "quark": hf_rules.quark, "mlx": hf_rules.mlx,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Formats that rules give to modules: lists of names, and the readers of GPTQ, AWQ, AutoRound and Quark sections.
+"""Formats that rules give to modules: lists of names, and the readers of GPTQ, AWQ, AutoRound, MLX and Quark sections.
 
 A reader finds the settings of each projection by the names that it may have. Routed experts of a layer have one format,
 shared experts may have another.
@@ -105,13 +105,12 @@ def with_shared(experts: dict[str, Any], shared: dict[str, Any], problems: list[
     return {**block, **experts, "shared": kind}, problems
 
 
-def integers(bits: object, columns: object, *, symmetric: bool) -> Found:
-    """The settings of integers with a scale for a group of columns."""
-    if bits not in (4, 8) or type(columns) is not int or columns not in GROUPS:
-        sizes = ", ".join(str(group) for group in GROUPS if group != WHOLE)
-        return {}, [f"{bits!r} bits in groups of {columns!r} (supported are 4 and 8 bits in {sizes} or whole rows)"]
-    assert isinstance(bits, int)
-    return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
+def integers(bits: object, columns: object, *, symmetric: bool, affine: bool = False) -> Found:
+    """The settings of integers with a scale for a group of columns, and with a bias for it if they are affine."""
+    if (kind := kind_of(bits, columns, zeros=not (symmetric or affine), biases=affine)) not in GROUPED:
+        sizes = ", ".join(str(group) for group in GROUPS if group != WHOLE) + (" or whole rows" if not affine else "")
+        return {}, [f"{bits!r} bits in groups of {columns!r} (supported are 4 and 8 bits in {sizes})"]
+    return {"weights": kind}, []
 
 
 def of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
@@ -219,6 +218,25 @@ def auto_round(quant: Said, layers: list[int]) -> Found:
         eight = [kind for kind in settings.values() if kind.startswith("int8")]
         problems += [f"packing_format is {packing!r} with {kind}, AWQ holds 4 bits" for kind in eight]
     return settings, problems
+
+
+def mlx(quant: Said, layers: list[int]) -> Found:
+    """One format of all modules, and `modules` that have another one; false leaves a module as it is."""
+
+    def of(names: list[str]) -> Found:
+        modules, stacks = quant.get("modules") or {}, [name.replace(".experts.0.", ".switch_mlp.") for name in names]
+        own = next((modules[name] for name in stacks if name in modules), True)
+        if own is False or (problems := [] if own is True else section_problems(own, "mlx module")):
+            return {}, problems if own else []
+        stated = quant if own is True else own
+        mode, bits, size = stated.get("mode") or "affine", stated.get("bits", 4), stated.get("group_size", 64)
+        if mode == "affine":
+            return integers(bits, size, symmetric=False, affine=True)
+        if (mode, bits, size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)):
+            return {"weights": mode, "activations": "none"}, []
+        return {}, [f"mode is {mode!r} with {bits} bits in groups of {size}"]
+
+    return of_roles(layers, of)
 
 
 _QUARK: Mapping[object, tuple[str, Mapping[str, tuple[object, ...]]]] = {

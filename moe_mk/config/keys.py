@@ -75,7 +75,6 @@ _CHANGES_LAYER = re.compile(
     r"|(?:^|_)act(?:_|$)|bias|hash|identity|smooth|jitter"
     r"|glu|silu|relu|swish|renorm|normaliz|softmax|sinkhorn|intermediate|capacity|temperature_"
 )
-_WHY = {"quantization": "the section of an MLX checkpoint, whose layout is not read"}
 _NEUTRAL_AT_ONE = re.compile(r"scal(?:e|ing)|factor|_group|freq|multiplier")
 
 _TRUE_IF_ABSENT = re.compile(r"norm(?:alize)?_topk|(?:^|_)renorm")
@@ -155,6 +154,8 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "module": (
         {"bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "data_type": WORD, "act_bits": COUNT}, _CALIBRATION,
     ),
+    "mlx": (_METHOD | {"bits": COUNT, "group_size": COUNT, "mode": WORD, "modules": SECTION}, frozenset()),
+    "mlx module": ({"bits": COUNT, "group_size": COUNT, "mode": WORD}, frozenset()),
     "quark": (
         _METHOD | {"global_quant_config": SECTION, "exclude": NAMES, "export": SECTION, "algo_config": ANY,
                    "layer_quant_config": SECTIONS, "layer_type_quant_config": SECTIONS},
@@ -209,7 +210,7 @@ def wrong_types(stated: Mapping[str, Any], read: Mapping[str, Kind]) -> list[str
 def unread_keys(stated: Mapping[str, Any], read: Collection[str], harmless: Collection[str] = CONFIG_JSON) -> list[str]:
     """The keys of a config.json, or of one architecture in a GGUF file, that change the layer and are not read."""
     return [
-        f"{key} is {_short(value)}, {_WHY.get(key, 'which is not supported for this family')}"
+        f"{key} is {_short(value)}, which is not supported for this family"
         for key, value in stated.items()
         if key not in read and key not in harmless and not _OTHERS.match(key)
         and _CHANGES_LAYER.search(key) and (not is_empty(value) or (value is False and _TRUE_IF_ABSENT.search(key)))

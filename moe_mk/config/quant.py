@@ -21,6 +21,7 @@ from moe_mk.quant.tensor import QuantScheme
 Integers = Literal[
     "int4_g32", "int4_g64", "int4_g128", "int4_row", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int4_row_zp",
     "int8_g32", "int8_g64", "int8_g128", "int8_row", "int8_g32_zp", "int8_g64_zp", "int8_g128_zp", "int8_row_zp",
+    "int4_g32_affine", "int4_g64_affine", "int4_g128_affine", "int8_g32_affine", "int8_g64_affine", "int8_g128_affine",
 ]  # fmt: skip
 Stored = Literal[
     "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",

@@ -23,7 +23,7 @@ from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import without_autocast
 from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, WEIGHT_ONLY_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -250,7 +250,7 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
 
 def _kinds(weights: frozenset[str]) -> str:
     """Formats of weights in short: all weight-only ones as two words."""
-    named = {"GGUF": frozenset(GGUF), "grouped integer": frozenset(GROUPED)}
+    named = {"GGUF": frozenset(GGUF), "grouped integer": frozenset(GROUPED) - AFFINE, "affine integer": AFFINE}
     short = {word for word, kinds in named.items() if kinds <= weights}
     return _listed(weights - {kind for word in short for kind in named[word]} | short)
 

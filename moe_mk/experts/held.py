@@ -36,7 +36,7 @@ def is_kept(stored: QuantScheme, held: QuantScheme) -> bool:
     """Whether every code and scale stays: the same scheme, or the same groups that get zero points."""
     if not isinstance(stored, Grouped) or not isinstance(held, Grouped) or stored.block != held.block:
         return stored == held
-    return stored.bits == held.bits and stored.has_zeros <= held.has_zeros
+    return (stored.bits, stored.has_biases) == (held.bits, held.has_biases) and stored.has_zeros <= held.has_zeros
 
 
 def held_as(weights: Weights, scheme: QuantScheme, down: QuantScheme | None = None) -> Weights:

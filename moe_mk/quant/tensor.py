@@ -70,7 +70,7 @@ class QuantTensor:
     global_scale: Tensor | None = None
     """f32, (..., P, 1): one for each of P equal parts of the rows; None where the scheme has none."""
     zeros: Tensor | None = None
-    """uint8 of the shape of the scales: the code of zero in each group; None where the scheme has no zero points."""
+    """Of the shape of the scales: the code of zero in each group, uint8, or of affine groups the bias; None without."""
 
     @property
     def shape(self) -> torch.Size:

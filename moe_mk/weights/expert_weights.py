@@ -116,7 +116,8 @@ class ExpertWeights:
         block: (rows, columns) under one scale, of fp8_block and int8_block.
         w13_scale, w2_scale: (L, rows of blocks, columns of blocks); trailing axes of size 1 may be missing. Scales
         multiply. Gate and up each begin a block; formats with one scale a tensor have one (L, 1) or two (L, 2).
-        w13_zeros, w2_zeros: uint8 of the shape of the scales, the code of zero, of int4_*_zp and int8_*_zp.
+        w13_zeros, w2_zeros: of the shape of the scales: the code of zero in uint8, of int4_*_zp and int8_*_zp; the bias
+        in the dtype of the scales, of int4_*_affine and int8_*_affine.
         w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
         w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
         order: of w13: "gate_up", "up_gate", or "interleaved" rows.
@@ -372,18 +373,20 @@ def _stack_of_engine(
 
 def _zeros_of_engine(name: str, zeros: Tensor | None, scales: Tensor, scheme: BlockedScheme) -> Tensor | None:
     """Checked zero points of the shape of the scales. Raises ShapeError for missing, unwanted and impossible ones."""
-    wanted = isinstance(scheme, Grouped) and scheme.has_zeros
+    wanted = isinstance(scheme, Grouped) and not scheme.is_symmetric
     if (zeros is not None) != wanted:
         given, has = ("missing", "has") if wanted else ("given", "has no")
-        raise ShapeError(f"{name} is {given}, and {scheme.name} {has} zero points")
+        what = "biases" if isinstance(scheme, Grouped) and scheme.has_biases else "zero points"
+        raise ShapeError(f"{name} is {given}, and {scheme.name} {has} {what}")
     if zeros is None:
         return None
-    if zeros.dtype is not torch.uint8 or zeros.numel() != scales.numel():
-        raise ShapeError(
-            f"{name} is {zeros.dtype} {list(zeros.shape)}, expected uint8 {list(scales.shape)}, one for each scale"
-        )
     assert isinstance(scheme, Grouped)
-    if zeros.numel() and int(zeros.amax()) >= 2**scheme.bits:
+    dtype = scales.dtype if scheme.has_biases else torch.uint8
+    if zeros.dtype is not dtype or zeros.numel() != scales.numel():
+        raise ShapeError(
+            f"{name} is {zeros.dtype} {list(zeros.shape)}, expected {dtype} {list(scales.shape)}, one for each scale"
+        )
+    if scheme.has_zeros and zeros.numel() and int(zeros.amax()) >= 2**scheme.bits:
         raise ShapeError(f"{name} holds {int(zeros.amax())}, zero points of {scheme.name} are below {2**scheme.bits}")
     return zeros.detach().reshape(scales.shape)
 

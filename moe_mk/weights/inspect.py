@@ -15,7 +15,7 @@ import torch
 from moe_mk import quant
 from moe_mk.errors import ConfigError, WeightError, unless_signalled
 from moe_mk.files import read_json
-from moe_mk.quant.grouped import GROUPS, Grouped, grouped
+from moe_mk.quant.grouped import GROUPED, GROUPS, Grouped, grouped, kind_of
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems, some
@@ -180,13 +180,14 @@ def describe_block(
         problems += entry_problems(
             source, prefix, {name: expected[name] for name in local if name in expected and name in entries}
         )
+    kind = "" if spec is None else kind_of_scheme(spec.scheme)
     dtypes, scale_dtypes = _dtypes(parts, is_scale=False), _dtypes(parts, is_scale=True)
     return LayerFacts(
         layer_of(prefix), prefix, convention.name,
         spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
         spec.shared_intermediate_size if spec else 0, dtypes, scale_dtypes,
-        spec.block if spec and _kind_of(spec) in BLOCK_KINDS else None, len(local),
-        sum(entry.num_bytes for entry in entries.values()), tuple(problems), _kind_of(spec),
+        spec.block if spec and kind in BLOCK_KINDS else None, len(local),
+        sum(entry.num_bytes for entry in entries.values()), tuple(problems), kind,
         kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         any(part.role is Role.EXPERT and part.extra == "input" for part in parts),
@@ -306,13 +307,13 @@ def _guess_packed(
             _stored_in_gguf(down) or quant.plain(torch.bfloat16),
         )
     else:
-        inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
+        inner, hidden = _width(convention, up, down), down.shape[-2] if convention.packing == "mlx" else hidden
         known = first, latent_size or hidden, inner
         integers = _integers(parts, convention, known, quantization)
         if integers is None:
             return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
         schemes = (integers, _integers(parts, convention, known, quantization, "down") or integers)
-    shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
+    shared = parts.get(Part(Role.SHARED, "up", extra="" if convention.packing == "mlx" else "plain"))
     width = _shared_width(parts, convention, shared)
     theirs = {replace(part, role=Role.EXPERT): entry for part, entry in parts.items() if part.role is Role.SHARED}
     shared_scheme: quant.QuantScheme | None = None
@@ -349,6 +350,8 @@ def _integers(
     """The scheme of a packed projection and its scales; None if unsupported. known: (expert, hidden, intermediate)."""
     expert, by_row = known[0], convention.packing == "compressed_tensors"
     sizes, values = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, of, expert)]
+    if convention.packing == "mlx":
+        return _of_mlx(parts, Part(Role.EXPERT, of, expert), sizes[of])
     groups = []
     for projection, columns in sizes.items():
         scales = parts.get(Part(Role.EXPERT, projection, expert, is_scale=True))
@@ -363,6 +366,17 @@ def _integers(
     if convention.packing == "gptq":
         zeros = zeros and quantization.get("sym") is not True
     return grouped(bits, group, zeros=zeros) if group in GROUPS and bits in (4, 8) else None
+
+
+def _of_mlx(parts: dict[Part, TensorEntry], part: Part, columns: int) -> quant.QuantScheme | None:
+    """The scheme of a matrix of MLX, by the words and the scales of a row; None if unsupported."""
+    scales, words = parts.get(replace(part, is_scale=True)), parts[part].shape[-1]
+    if scales is None or not min(*scales.shape, columns):
+        return None
+    bits, group = 32 * words // columns, columns // scales.shape[-1]
+    if replace(part, extra="zeros") in parts:
+        return GROUPED.get(kind_of(bits, group, biases=True))
+    return {(4, 32): quant.MXFP4, (8, 32): quant.MXFP8, (4, 16): quant.NVFP4}.get((bits, group))
 
 
 def _stored_in_gguf(entry: TensorEntry) -> quant.QuantScheme | None:
@@ -383,11 +397,12 @@ def _shared_width(parts: dict[Part, TensorEntry], convention: Convention, plain_
     up, down = (parts.get(Part(Role.SHARED, projection)) for projection in ("up", "down"))
     if plain_up is not None:
         return plain_up.shape[0]
-    if up is None or down is None:
-        return 0
-    return {"compressed_tensors": up.shape[0], "gguf": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[
-        convention.packing
-    ]
+    return 0 if up is None or down is None else _width(convention, up, down)
+
+
+def _width(convention: Convention, up: TensorEntry, down: TensorEntry) -> int:
+    """The intermediate size of packed projections."""
+    return {"gptq": up.shape[-1], "awq": down.shape[-2]}.get(convention.packing, up.shape[-2])
 
 
 def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
@@ -421,10 +436,6 @@ def _scheme(
         sides = block or (128, 128)
         return quant.INT8_CHANNEL if math.prod(grid) == shape[0] else scheme_of_kind("int8_block", sides)
     return quant.weight_scheme(block or (128, 128)) if dtype is torch.float8_e4m3fn else None
-
-
-def _kind_of(spec: LayerSpec | None) -> str:
-    return "" if spec is None else kind_of_scheme(spec.scheme)
 
 
 def kind_of_scheme(scheme: quant.QuantScheme) -> str:

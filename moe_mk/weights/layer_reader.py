@@ -13,6 +13,7 @@ from torch.nn import functional
 from moe_mk.config.equation import FUSED_SHARED_BIAS
 from moe_mk.errors import FallbackWarning, WeightError
 from moe_mk.quant import BlockedScheme, Plain, QuantScheme, QuantTensor, plain
+from moe_mk.quant.grouped import grouped
 from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
     SlotBiases,
@@ -24,7 +25,7 @@ from moe_mk.weights.expert_weights import (
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
-from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, Unpacked, decoded, of_gguf, unpack
+from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, WORD, Unpacked, decoded, of_gguf, unpack
 from moe_mk.weights.scan import Contents, Progress
 from moe_mk.weights.source import TensorSource
 
@@ -47,9 +48,8 @@ class LayerReader:
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
         # Small tensors are copied: copying a view may copy the whole mapped file.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
-        bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
-        has_bias = self.spec.has_logit_bias and self.convention.logit_bias
-        logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if has_bias else None
+        bias_E = self._numbers(Role.BIAS, self.spec.has_gate_bias)
+        logit_bias_E = self._numbers(Role.LOGIT_BIAS, self.spec.has_logit_bias and self.convention.logit_bias)
         has_gate = self.spec.has_shared_gate
         shared_gate_H = self._vector(Part(Role.SHARED_GATE)).flatten().clone() if has_gate else None
         latent = None
@@ -59,8 +59,7 @@ class LayerReader:
         norm = None
         if self.spec.has_input_norm:
             norm = tuple(self._vector(Part(Role.INPUT_NORM, each)).clone() for each in ("experts", "router"))
-        scaled = self.spec.has_expert_scale
-        expert_scale_E = self._vector(Part(Role.EXPERT_SCALE)).to(torch.float32, copy=True) if scaled else None
+        expert_scale_E = self._numbers(Role.EXPERT_SCALE, self.spec.has_expert_scale)
         if expert_scale_E is not None and expert_scale_E.numel() == 1:  # one factor of all
             expert_scale_E = expert_scale_E.expand(self.spec.num_experts).contiguous()
         if self.spec.num_fused_shared_experts:
@@ -77,9 +76,7 @@ class LayerReader:
             self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
-        by_image = (
-            self._vector(Part(Role.IMAGE_BIAS)).to(torch.float32, copy=True) if self.spec.has_image_bias else None
-        )
+        by_image = self._numbers(Role.IMAGE_BIAS, self.spec.has_image_bias)
         router = logit_bias_E, shared_gate_H, latent, norm, expert_scale_E, self.table, by_image
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, *router)
 
@@ -150,7 +147,7 @@ class LayerReader:
         kinds = {"": part, "scale": replace(part, is_scale=True)}
         kinds |= {extra: replace(part, extra=extra) for extra in ("zeros", "shape", "order")}
         held = {
-            what: self._open(each, None)
+            what: self._open(each, row)
             for what, each in kinds.items()
             if (what in ("", "scale") or self.convention.holds(role, what))
             and self.prefix + self.convention.spell(each) in present
@@ -261,10 +258,27 @@ class LayerReader:
         down_H = down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H)
         return SlotBiases(gate_I[0] if gate_I else None, up_I, down_H)
 
+    def _numbers(self, role: Role, wanted: object) -> Tensor | None:
+        """A vector of the router in f32, copied; None if the layer has none."""
+        return self._vector(Part(role)).to(torch.float32, copy=True) if wanted else None
+
     def _vector(self, part: Part) -> Tensor:
         name, tensor = self._open(part, None)
+        if tensor.dtype is torch.uint32:
+            tensor = self._packed_gate(part, name, tensor)
         self.contents.values.append((name, tensor))
         return tensor
+
+    def _packed_gate(self, part: Part, name: str, words: Tensor) -> Tensor:
+        """A gate that MLX packed, in f32."""
+        parts = {"": (name, words)}
+        for what, each in (("scale", replace(part, is_scale=True)), ("zeros", replace(part, extra="zeros"))):
+            if self.prefix + self.convention.spell(each) not in self.source.names():
+                raise WeightError(f"{name} is packed without {self.convention.spell(each)}; affine gates are read only")
+            parts[what] = self._open(each, None)
+        columns, groups = self.spec.hidden_size, parts["scale"][1].shape[1]
+        scheme = grouped(WORD * words.shape[1] // columns, columns // groups, biases=True)
+        return unpack("mlx", scheme, parts).q.dequantize(torch.float32)
 
     def _open(self, part: Part, row: int | None) -> tuple[str, Tensor]:
         name = self.convention.spell(part)

@@ -11,11 +11,11 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
 from moe_mk.quant.gguf import Gguf
+from moe_mk.quant.grouped import GROUPS, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
-from moe_mk.quant.grouped import Grouped
 from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import Convention, Part, Role
-from moe_mk.weights.packed_layouts import SCALE_DTYPES, packed_shapes
+from moe_mk.weights.packed_layouts import SCALE_DTYPES, WORD, is_of_mlx, packed_shapes
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: rows of gate and up alternate."""
@@ -215,6 +215,8 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
         ]
     if spec.has_expert_scale:
         router.append(Expected(Part(Role.EXPERT_SCALE), (spec.num_experts,), FLOATS, ((1,), ())))
+    if convention.packing == "mlx":
+        router = [other for each in router for other in _as_mlx_may_pack(each)]
     of = _Matrices(spec, convention)
     experts = (
         of.fused()
@@ -229,13 +231,30 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     return {convention.spell(each.part): each for each in (*router, *experts, *shared)}
 
 
+def _as_mlx_may_pack(each: Expected) -> list[Expected]:
+    """A gate, plain or in affine integers of 4 or 8 bits."""
+    if each.part.role not in (Role.ROUTER, Role.SHARED_GATE):
+        return [each]
+    rows, columns = each.shape
+    words = tuple((rows, columns * bits // WORD) for bits in (4, 8))
+    shape, *others = ((rows, columns // group) for group in GROUPS[:3])
+    parts = replace(each.part, is_scale=True), replace(each.part, extra="zeros")
+    scales = [Expected(part, shape, FLOATS, tuple(others), optional=True) for part in parts]
+    return [replace(each, dtypes=(*each.dtypes, torch.uint32), also=(*each.also, *words)), *scales]
+
+
 def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     """Parts of the layer for which the convention defines no name, so that they cannot be found."""
     scheme = spec.scheme
-    above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale
+    above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale and not convention.packing
     shared = spec.scheme_of(Role.SHARED, "up")
     above_shared = spec.num_shared_experts > 0 and isinstance(shared, BlockedScheme) and shared.has_global_scale
-    packed = scheme.family in ("wna16", "gguf")
+    routed = scheme, spec.scheme_of(Role.EXPERT, "down")
+    of_mlx = all(map(is_of_mlx, routed)) and (isinstance(shared, Plain) or is_of_mlx(shared))
+    affine = any(isinstance(each, Grouped) and each.has_biases for each in (*routed, shared))
+    if not of_mlx if convention.packing == "mlx" else affine:
+        return [f"{convention.name} names hold no {' and '.join(dict.fromkeys(s.name for s in (*routed, shared)))}"]
+    packed = scheme.family in ("wna16", "gguf") or convention.packing == "mlx"
     if not convention.packing and (which := next((s for s in (scheme, shared) if s.family in ("wna16", "gguf")), None)):
         return [f"{convention.name} names hold no packed {which.name}; those of compressed-tensors, GPTQ, AWQ, GGUF do"]
     if convention.packing and not (packed or convention.packing == "gguf"):

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.quant import QuantTensor
-from moe_mk.weights.expert_weights import (
-    ExpertWeights,
-    MappedExpertWeights,
-    SlotWeights,
-)
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class LayerLoader:
         """This rank's share of a tensor, by parts of single experts, as views."""
         parts = self._parts_of(part)
         if convention.packing:  # a share of words is no share of columns: cut by `finish`
-            yield from ((each, tensor) for each in parts)
+            yield from ((each, tensor[each.expert] if part.expert != each.expert else tensor) for each in parts)
             return
         is_whole = parts == [part] and (self._tp_size == 1 or part.extra == "global")
         if not parts or part.role not in (Role.EXPERT, Role.SHARED) or is_whole:
@@ -219,10 +219,14 @@ class LayerLoader:
     def _spelling(self) -> Convention:
         """The convention of the names so far if it has one name for each projection, else one that has."""
         apart = [c for c in self._conventions if not (c.fused or c.stacked)]
-        return recognise((name.removeprefix(self.prefix) for name in self._names), apart)
+        packing = self._recognised(self._conventions).packing
+        return self._recognised([c for c in apart if c.packing == packing] or apart)
+
+    def _recognised(self, among: Sequence[Convention]) -> Convention:
+        return recognise((name.removeprefix(self.prefix) for name in self._names), among)
 
     def _name_problems(self) -> list[str]:
-        convention = recognise((name.removeprefix(self.prefix) for name in self._names), self._conventions)
+        convention = self._recognised(self._conventions)
         expected = {
             name: each
             for name, each in self._table(convention).items()

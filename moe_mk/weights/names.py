@@ -3,7 +3,8 @@
 A name is a prefix, "model.layers.3.mlp.", and a local name, "experts.0.gate_proj.weight". Prefixes are found by looking
 for ".experts."; the local names decide the convention. Sources: files of deepseek-ai/DeepSeek-V3 and its `convert.py`,
 transformers 5 (fused experts, gpt-oss, DeepSeek-V4's table), Mixtral-8x7B, MiniMax-M2 (bias beside the gate),
-compressed-tensors and modelopt (`weight_scale`), GPTQ and AWQ (`qweight`), llama.cpp (`blk.3.ffn_up_exps.weight`).
+compressed-tensors and modelopt (`weight_scale`), GPTQ and AWQ (`qweight`), llama.cpp (`blk.3.ffn_up_exps.weight`), MLX
+(`switch_mlp.up_proj.scales`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-_PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.|moe\.(?:gate|up|down)_proj\.)")
+_PREFIX = re.compile(
+    r"^((?:.*?\.)??)(?:experts\.|switch_mlp\.|ffn_(?:gate|up|down)_exps\.|moe\.(?:gate|up|down)_proj\.)"
+)
 _IN_LAYER = re.compile(r"(?:^|\.)\d+\.$")
 _OF_BLOCK = ("experts.", "moe.", "share_expert.", "router.", "pre_feedforward_layernorm_2.")
 """How local names of a block start whose prefix is that of its whole decoder layer."""
@@ -112,7 +115,8 @@ class Convention:
                  Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
                  Role.EXPERT_SCALE: self.router_scale, Role.IMAGE_BIAS: f"{self.bias}_vl"}  # fmt: skip
         if part.role in names:
-            return names[part.role]
+            packed = part.is_scale or part.extra
+            return names[part.role].replace("weight", "scales" if part.is_scale else "biases" if packed else "weight")
         if part.role is Role.LATENT:
             return self.latent[part.projection]
         if part.role is Role.INPUT_NORM:
@@ -199,6 +203,7 @@ def _packed(packing: str, like: Convention) -> Convention:
                                "shape": "weight_shape", "order": "weight_g_idx", "bias": "bias"},
         "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx", "bias": "bias"},
         "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "bias": "bias"},
+        "mlx": {"": "weight", "scale": "scales", "zeros": "biases", "bias": "bias"},
     }  # fmt: skip
     here = words[packing]
     extras = {key: word for key, word in here.items() if key not in ("", "scale")}
@@ -217,6 +222,11 @@ COMPRESSED, AWQ, GPTQ = (_packed(packing, OFFICIAL) for packing in ("compressed_
 _PACKED = (
     COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")),
 )  # fmt: skip
+MLX = _packed("mlx", OFFICIAL)
+PACKED_GATES = tuple(
+    each for role in (Role.ROUTER, Role.SHARED_GATE) for each in (Part(role, is_scale=True), Part(role, extra="zeros"))
+)
+"""What belongs to gates that MLX packs."""
 _GGUF_WORDS = {"gate": "gate", "up": "up", "down": "down"}
 GGUF_NAMES = Convention(
     name="gguf", prefix="blk.{N}.", router="ffn_gate_inp.weight", bias="exp_probs_b.bias",
@@ -240,6 +250,12 @@ def _renamed(name: str, like: Convention, words: Mapping[str, str], **others: An
     return replace(like, **{"name": name, **{key: spelled(getattr(like, key)) for key in keys}, **others})
 
 
+_STACK = {"experts.{e}.": "switch_mlp."}
+_MLX = (
+    MLX, _renamed("mlx_stacked", MLX, _STACK),
+    _renamed("mlx_stacked_one_shared", MLX, {**_STACK, "shared_experts.": "shared_expert."}),
+    _renamed("mlx_stacked_mixtral", _packed("mlx", MIXTRAL), _STACK, expert_words=_PROJ, shared_words=_PROJ),
+)  # fmt: skip
 _FLOATS = {".weight": ".weight_packed", "weight_packed_scale_2": "weight_global_scale",
            "weight_packed_scale": "weight_scale", "input_scale": "input_global_scale"}  # fmt: skip
 PACKED = _renamed("packed", SCALED, _FLOATS, divides=True)
@@ -326,7 +342,7 @@ CONVENTIONS: dict[str, Convention] = {
     for c in (
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, GPT_OSS_PLAIN, *_PACKED, PACKED, _MIXTRAL_PACKED,
         GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
-        LING, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
+        LING, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED, *_MLX,
     )
 }  # fmt: skip
 
@@ -351,6 +367,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.table, Part(Role.TABLE), {}),
         (it.shared_gate, Part(Role.SHARED_GATE), {}),
         (it.router_scale, Part(Role.EXPERT_SCALE), {}),
+        *((it.spell(part), part, {}) for part in PACKED_GATES if it.packing == "mlx"),
         *((name, Part(Role.LATENT, which), {}) for which, name in it.latent.items()),
         *((name, Part(Role.INPUT_NORM, which), {}) for which, name in it.input_norm.items()),
     ]
@@ -380,7 +397,8 @@ def block_prefixes(names: Iterable[str]) -> list[str]:
     found = {
         match[1]
         for name in names
-        if any(word in name for word in ("experts.", "_exps.", "moe.")) and (match := _PREFIX.match(name))
+        if any(word in name for word in ("experts.", "switch_mlp.", "_exps.", "moe."))
+        and (match := _PREFIX.match(name))
     }
     return sorted(found, key=lambda prefix: (-1 if (layer := layer_of(prefix)) is None else layer, prefix))
 

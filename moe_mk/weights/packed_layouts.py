@@ -7,11 +7,14 @@
                         qzeros int32 (k/g, n/8): row 8j + i in bits 4i of word j, minus one; g_idx int32 (k)
     awq                 qweight int32 (k, n/8): row 8j + ORDER[i] of column c in bits 4i of word (c, j), ORDER is
                         0 2 4 6 1 3 5 7. scales (k/g, n); qzeros int32 (k/g, n/8) in the same order
+    mlx                 weight uint32 (n, k/8): column 8j + i in bits 4i of word j, or (n, k/4). scales (n, k/g), biases
+                        (n, k/g) of affine integers; scales uint8 (n, k/g) of mxfp4, mxfp8 and nvfp4
     gguf                the rows of the file, see `quant.gguf`
 
 With 8 bits a word holds four codes. GPTQ that orders columns by activation (desc_act) permutes them: `order` of
 `Unpacked` is the column of the checkpoint at each of our columns, so that groups are contiguous.
-Sources: compressed-tensors 0.20 (`pack_to_int32`), AutoGPTQ 0.7 (`qlinear_cuda.py`), AutoAWQ 0.2 (`gemm.py`).
+Sources: compressed-tensors 0.20 (`pack_to_int32`), AutoGPTQ 0.7 (`qlinear_cuda.py`), AutoAWQ 0.2 (`gemm.py`),
+MLX (`mlx/ops.cpp`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError, WeightError
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.ggml_blocks import MXFP4_BYTES, MXFP4_VALUES
-from moe_mk.quant import BF16, MXFP4, WHOLE, Plain, QuantScheme, QuantTensor
+from moe_mk.quant import BF16, MXFP4, MXFP8, NVFP4, WHOLE, BlockedScheme, Plain, QuantScheme, QuantTensor
 from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
@@ -78,7 +81,9 @@ def packed_shapes(
     """
     if packing == "gguf":
         return {"": _gguf_rows(scheme, rows, columns, any_type=any_type)}
-    if not isinstance(scheme, Grouped) or (packing == "awq" and scheme.bits != 4):
+    if packing == "mlx":
+        return _mlx_shapes(scheme, rows, columns)
+    if not isinstance(scheme, Grouped) or scheme.has_biases or (packing == "awq" and scheme.bits != 4):
         raise ConfigError(f"{packing} checkpoints hold {_HOLDS[packing]}, not {scheme.name}")
     each = WORD // scheme.bits
     wide = scheme.scale_shape(rows, columns)[1]
@@ -106,8 +111,34 @@ def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unp
     """
     if packing == "gguf":
         return Unpacked(of_gguf(scheme, parts[""][1]))
+    if packing == "mlx":
+        return Unpacked(_of_mlx(scheme, parts))
     assert isinstance(scheme, Grouped)
     return _UNPACK[packing](scheme, parts)
+
+
+def is_of_mlx(scheme: QuantScheme) -> bool:
+    """Whether MLX has a mode with this format."""
+    return (isinstance(scheme, Grouped) and scheme.has_biases) or scheme in (MXFP4, MXFP8, NVFP4)
+
+
+def _mlx_shapes(scheme: QuantScheme, rows: int, columns: int) -> dict[str, Held]:
+    assert isinstance(scheme, BlockedScheme) and is_of_mlx(scheme)
+    if columns % scheme.columns:
+        raise ConfigError(f"MLX has groups of {scheme.columns} columns, which do not divide {columns}")
+    groups, words = (rows, columns // scheme.columns), (rows, columns // (4 * scheme.per_byte))
+    if isinstance(scheme, Grouped):
+        return {"": Held(words, (torch.uint32,)), **dict.fromkeys(("scale", "zeros"), Held(groups, GROUP_SCALES))}
+    return {"": Held(words, (torch.uint32,)), "scale": Held(groups, (torch.uint8,))}
+
+
+def _of_mlx(scheme: QuantScheme, parts: Mapping[str, Named]) -> QuantTensor:
+    assert isinstance(scheme, BlockedScheme)
+    values, (_, scales) = viewed(parts[""][1], torch.uint8).view(scheme.element.dtype), parts["scale"]
+    if isinstance(scheme, Grouped):
+        return QuantTensor(values, scales, scheme, zeros=parts["zeros"][1])
+    above = torch.ones((1, 1), dtype=torch.float32, device=values.device) if scheme.has_global_scale else None
+    return QuantTensor(values, scales.view(scheme.scale_dtype), scheme, above)
 
 
 def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
@@ -171,7 +202,7 @@ _UNPACK: Mapping[str, Callable[[Grouped, Mapping[str, Named]], Unpacked]] = {
     "gptq_v2": partial(_of_gptq, less=0),
     "awq": _of_awq,
 }
-PACKINGS = ("compressed_tensors", "gptq", "awq", "gguf")
+PACKINGS = ("compressed_tensors", "gptq", "awq", "mlx", "gguf")
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:

@@ -66,6 +66,8 @@ class Contents:
             self.codes += q.values.numel()
         if q.scales is not None:
             (self.values if q.scheme.family == "wna16" else self.scales).append((scale_name, q.scales))
+        if q.zeros is not None and q.zeros.is_floating_point():
+            self.values.append((f"{name}, biases of groups", q.zeros))
         if q.global_scale is not None:
             self.scales.append((global_name, q.global_scale))
         if isinstance(q.scheme, Fp8Block) and q.scheme.ue8m0 and q.scales is not None:

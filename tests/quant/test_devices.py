@@ -29,7 +29,7 @@ def test_a_format_is_made_and_read_on_its_device(scheme: QuantScheme) -> None:
     made = scheme.quantize(empty(256, 512))
     assert made.dequantize(torch.bfloat16).device == META
     assert all(part is None or part.device == META for part in (made.values, made.scales, made.global_scale))
-    if isinstance(scheme, BlockedScheme) and scheme.block[0] == 1:
+    if isinstance(scheme, BlockedScheme) and scheme.block[0] == 1 and made.zeros is None:
         travelled = encode_rows(made)
         assert travelled.device == META
         assert decode_rows(travelled, scheme, 512).dequantize(torch.float32).device == META

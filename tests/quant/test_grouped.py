@@ -26,6 +26,9 @@ def test_four_bit_values_by_hand() -> None:
     zeros = torch.tensor([[3]], dtype=torch.uint8)
     q = QuantTensor(values, scales, GROUPED["int4_row_zp"], zeros=zeros)
     assert q.dequantize(torch.float32).tolist() == [[-1.5, 2.5, 6.0, -0.5]]
+    biases = torch.tensor([[7.25]], dtype=torch.bfloat16)  # times -0.5, plus 7.25
+    q = QuantTensor(values, -scales, GROUPED["int4_g32_affine"], zeros=biases)
+    assert q.dequantize(torch.float32).tolist() == [[7.25, 3.25, -0.25, 6.25]]
 
 
 def test_eight_bit_values_by_hand_have_their_zero_at_128() -> None:
@@ -35,11 +38,11 @@ def test_eight_bit_values_by_hand_have_their_zero_at_128() -> None:
 
 
 def test_schemes_are_named_by_bits_group_and_zero_points() -> None:
-    assert len(GROUPED) == 16 and grouped(4, 32) is GROUPED["int4_g32"]
+    assert len(GROUPED) == 22 and grouped(4, 32) is GROUPED["int4_g32"]
     assert grouped(8, WHOLE, zeros=True) is GROUPED["int8_row_zp"]
-    with pytest.raises(
-        ShapeError, match="4-bit weights with groups of 48 are not supported; use 4 or 8 bits and 32, 64"
-    ):
+    assert grouped(4, 64, biases=True) is GROUPED["int4_g64_affine"]
+    complaint = "4-bit weights with groups of 48 are not supported; use 4 or 8 bits and 32, 64"
+    with pytest.raises(ShapeError, match=complaint):
         grouped(4, 48)
 
 
@@ -69,7 +72,7 @@ def test_no_value_is_further_off_than_half_a_step(name: str, n: int, pairs: int,
     scheme, x = GROUPED[name], normal(n, 2 * pairs, seed=seed) + mean
     q = scheme.quantize(x)
     error = (q.dequantize(torch.float32) - x).abs()
-    assert bool((error <= scheme.spread_scales(q) * 0.5 * (1 + 1e-5) + 1e-6).all())
+    assert bool((error <= scheme.spread_scales(q).abs() * 0.5 * (1 + 1e-5) + 1e-6).all())
 
 
 @ALL

@@ -63,7 +63,7 @@ def test_bytes_are_those_that_were_promised(scheme: BlockedScheme, shape: tuple[
     q = scheme.quantize(normal(*shape))
     assert q.shape == shape, "the shape is the logical one, whatever the packing"
     assert q.num_bytes == math.prod(shape[:-2]) * scheme.num_bytes(*shape[-2:])
-    assert (q.zeros is not None) == (scheme in GROUPED.values() and scheme.has_zeros)
+    assert (q.zeros is not None) == (scheme in GROUPED.values() and not scheme.is_symmetric)
     if len(shape) == 3:
         for part in range(shape[0]):
             alone = scheme.quantize(normal(*shape)[part]).dequantize(torch.float32)

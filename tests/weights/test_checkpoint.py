@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_mk.errors import ConfigError
-from moe_mk.lab.checkpoints import CheckpointShape
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.quant import BF16, FP8_128x128
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load, same
@@ -17,9 +17,7 @@ from tests.weights.one_layer import ALL, PREFIX, StateDict, load, same
 CONVENTIONS = ["official", "fused", "stacked", "mixtral", "converted"]
 
 
-def test_a_layer_comes_from_disk_as_it_was_written(
-    tiny: CheckpointShape, tiny_directory: Path, tiny_state: StateDict
-) -> None:
+def test_a_layer_comes_from_disk_as_it_was_written(tiny: Shape, tiny_directory: Path, tiny_state: StateDict) -> None:
     weights = load_layer(SafetensorsSource(tiny_directory), 3, tiny.layer_spec(), owned=ALL)
     assert torch.equal(weights.gate_EH, tiny_state[PREFIX + "gate.weight"])
     assert weights.bias_E is not None
@@ -36,7 +34,7 @@ def test_a_layer_comes_from_disk_as_it_was_written(
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_all_conventions_name_the_same_weights(
-    tiny: CheckpointShape, renamed: Callable[[str], StateDict], convention: str
+    tiny: Shape, renamed: Callable[[str], StateDict], convention: str
 ) -> None:
     official = load(renamed("official"), tiny.layer_spec(), owned=[2, 0])
     other = load(renamed(convention), tiny.layer_spec(), owned=[2, 0])
@@ -54,9 +52,7 @@ def test_all_conventions_name_the_same_weights(
 
 
 @pytest.mark.parametrize("prefix", ["", "mlp.", "model.layers.{N}.mlp."])
-def test_the_caller_may_say_what_stands_before_the_names(
-    tiny: CheckpointShape, tiny_state: StateDict, prefix: str
-) -> None:
+def test_the_caller_may_say_what_stands_before_the_names(tiny: Shape, tiny_state: StateDict, prefix: str) -> None:
     bare = prefix.replace("{N}", "3")
     state = {bare + name.removeprefix(PREFIX): tensor for name, tensor in tiny_state.items()}
     weights = load(state, tiny.layer_spec(), prefix=prefix)
@@ -64,9 +60,7 @@ def test_the_caller_may_say_what_stands_before_the_names(
     assert weights.experts.num_slots == 4
 
 
-def test_only_owned_experts_are_opened(
-    tiny: CheckpointShape, tiny_state: StateDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_owned_experts_are_opened(tiny: Shape, tiny_state: StateDict, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     source = MappingSource(tiny_state)
     monkeypatch.setattr(source, "open", lambda name: opened.append(name) or tiny_state[name])
@@ -77,9 +71,7 @@ def test_only_owned_experts_are_opened(
     assert weights.facts.bytes_read == 512 + 16 + 2 * 3 * (2048 + 32) == weights.num_bytes
 
 
-def test_slots_follow_the_order_asked_for_and_replicas_share_memory(
-    tiny: CheckpointShape, tiny_state: StateDict
-) -> None:
+def test_slots_follow_the_order_asked_for_and_replicas_share_memory(tiny: Shape, tiny_state: StateDict) -> None:
     weights = load(tiny_state, tiny.layer_spec(), owned=[3, 1, 3])
     assert weights.facts.owned == (3, 1, 3)
     first, middle, last = weights.experts.slots
@@ -87,15 +79,13 @@ def test_slots_follow_the_order_asked_for_and_replicas_share_memory(
     assert same(first.up_IH, tiny_state[f"{PREFIX}experts.3.up_proj.weight"], first.up_IH.scales)
 
 
-def test_a_rank_without_experts_still_gets_gate_and_shared_experts(
-    tiny: CheckpointShape, tiny_state: StateDict
-) -> None:
+def test_a_rank_without_experts_still_gets_gate_and_shared_experts(tiny: Shape, tiny_state: StateDict) -> None:
     weights = load(tiny_state, tiny.layer_spec(), owned=[])
     assert weights.experts.num_slots == 0
     assert weights.shared is not None
 
 
-def test_nothing_is_copied_from_the_mapped_file(tiny: CheckpointShape, tiny_directory: Path) -> None:
+def test_nothing_is_copied_from_the_mapped_file(tiny: Shape, tiny_directory: Path) -> None:
     source = SafetensorsSource(tiny_directory)
     slot = load_layer(source, 3, tiny.layer_spec(), owned=[2], tp_rank=1, tp_size=2).experts.slot(0)
     whole = source.open(f"{PREFIX}experts.2.up_proj.weight")
@@ -104,7 +94,7 @@ def test_nothing_is_copied_from_the_mapped_file(tiny: CheckpointShape, tiny_dire
 
 @pytest.mark.parametrize("convention", ["official", "fused"])
 def test_tensor_parallel_ranks_get_rows_of_gate_and_up_and_columns_of_down(
-    tiny: CheckpointShape, renamed: Callable[[str], StateDict], convention: str
+    tiny: Shape, renamed: Callable[[str], StateDict], convention: str
 ) -> None:
     whole = load(renamed("official"), tiny.layer_spec())
     parts = [load(renamed(convention), tiny.layer_spec(), tp_rank=rank, tp_size=2) for rank in (0, 1)]
@@ -119,7 +109,7 @@ def test_tensor_parallel_ranks_get_rows_of_gate_and_up_and_columns_of_down(
 
 
 def test_a_slice_inside_a_scale_block_is_refused_with_the_sizes_that_are_possible(
-    tiny: CheckpointShape, tiny_state: StateDict
+    tiny: Shape, tiny_state: StateDict
 ) -> None:
     with pytest.raises(ConfigError, match=r"tp_size=4 cannot cut .* 32 at the edges of 16x16 blocks; possible: 1, 2$"):
         load(tiny_state, tiny.layer_spec(), tp_rank=0, tp_size=4)
@@ -131,7 +121,7 @@ def test_a_slice_inside_a_scale_block_is_refused_with_the_sizes_that_are_possibl
 
 
 def test_the_other_order_of_a_fused_tensor_is_turned_round_once(
-    tiny: CheckpointShape, renamed: Callable[[str], StateDict]
+    tiny: Shape, renamed: Callable[[str], StateDict]
 ) -> None:
     state = renamed("fused")
     for ending in ("", "_scale_inv"):
@@ -147,7 +137,7 @@ def test_the_other_order_of_a_fused_tensor_is_turned_round_once(
         load(renamed("official"), replace(tiny.layer_spec(), gate_up_order="up_gate"))
 
 
-def test_progress_ends_at_all_bytes_of_weights(tiny: CheckpointShape, tiny_directory: Path) -> None:
+def test_progress_ends_at_all_bytes_of_weights(tiny: Shape, tiny_directory: Path) -> None:
     reported: list[tuple[str, int, int]] = []
     source = SafetensorsSource(tiny_directory)
     load_layer(source, 3, tiny.layer_spec(), owned=ALL, on_progress=lambda *stated: reported.append(stated))
@@ -156,7 +146,7 @@ def test_progress_ends_at_all_bytes_of_weights(tiny: CheckpointShape, tiny_direc
 
 
 def test_a_file_written_by_the_safetensors_library_loads_too(
-    tiny: CheckpointShape, tiny_state: StateDict, tmp_path: Path
+    tiny: Shape, tiny_state: StateDict, tmp_path: Path
 ) -> None:
     save_file(tiny_state, tmp_path / "model.safetensors")
     weights = load_layer(SafetensorsSource(tmp_path / "model.safetensors"), 3, tiny.layer_spec(), owned=ALL)

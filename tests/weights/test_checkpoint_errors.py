@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.lab.checkpoints import CheckpointShape
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.quant import BF16
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load
 
 
-def test_owned_experts_out_of_range_are_refused(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_owned_experts_out_of_range_are_refused(tiny: Shape, tiny_state: StateDict) -> None:
     with pytest.raises(ConfigError, match=r"2 owned experts are not in 0..3: 4, -1"):
         load(tiny_state, tiny.layer_spec(), owned=[4, 0, -1])
 
 
-def test_missing_half_filled_and_unexpected_are_reported_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_missing_half_filled_and_unexpected_are_reported_together(tiny: Shape, tiny_state: StateDict) -> None:
     for name in [name for name in tiny_state if ".experts.0." in name]:
         del tiny_state[name]
     del tiny_state[f"{PREFIX}experts.2.up_proj.weight_scale_inv"]
@@ -42,21 +42,20 @@ def test_missing_half_filled_and_unexpected_are_reported_together(tiny: Checkpoi
     ]
 
 
-def test_more_experts_than_expected_are_unexpected_with_a_hint(tiny: CheckpointShape, tiny_state: StateDict) -> None:
-    with pytest.raises(
-        WeightError, match=r"12 tensors are unexpected: .*7 more \(experts up to 3 where 2 are expected"
-    ):
+def test_more_experts_than_expected_are_unexpected_with_a_hint(tiny: Shape, tiny_state: StateDict) -> None:
+    complaint = r"12 tensors are unexpected: .*7 more \(experts up to 3 where 2 are expected"
+    with pytest.raises(WeightError, match=complaint):
         load(tiny_state, replace(tiny.layer_spec(), num_experts=2), owned=[0])
 
 
 def test_a_spec_without_shared_experts_bias_or_scales_states_what_it_did_not_expect(
-    tiny: CheckpointShape, tiny_state: StateDict
+    tiny: Shape, tiny_state: StateDict
 ) -> None:
     with pytest.raises(WeightError, match=r"shared experts where fewer .*; a gate bias where .*; scales where plain"):
         load(tiny_state, LayerSpec(4, 64, 32, BF16))
 
 
-def test_wrong_shapes_and_dtypes_are_reported_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_wrong_shapes_and_dtypes_are_reported_together(tiny: Shape, tiny_state: StateDict) -> None:
     tiny_state[f"{PREFIX}experts.1.up_proj.weight"] = torch.zeros((64, 32), dtype=torch.float8_e4m3fn)
     tiny_state[f"{PREFIX}experts.2.up_proj.weight_scale_inv"] = torch.ones((2, 3))
     tiny_state[f"{PREFIX}experts.0.gate_proj.weight"] = torch.zeros((32, 64), dtype=torch.bfloat16)
@@ -70,14 +69,12 @@ def test_wrong_shapes_and_dtypes_are_reported_together(tiny: CheckpointShape, ti
     assert "experts.0.gate_proj.weight is BF16, expected float8_e4m3fn" in reported
 
 
-def test_experts_of_other_ranks_are_not_examined(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_experts_of_other_ranks_are_not_examined(tiny: Shape, tiny_state: StateDict) -> None:
     tiny_state[f"{PREFIX}experts.1.up_proj.weight"] = torch.zeros((1, 1))
     assert load(tiny_state, tiny.layer_spec(), owned=[0, 2, 3]).experts.num_slots == 3
 
 
-def test_nan_codes_and_broken_scales_are_counted_with_five_examples(
-    tiny: CheckpointShape, tiny_state: StateDict
-) -> None:
+def test_nan_codes_and_broken_scales_are_counted_with_five_examples(tiny: Shape, tiny_state: StateDict) -> None:
     for expert in ALL:
         for projection in ("gate", "up"):
             codes = tiny_state[f"{PREFIX}experts.{expert}.{projection}_proj.weight"].view(torch.uint8)
@@ -89,27 +86,24 @@ def test_nan_codes_and_broken_scales_are_counted_with_five_examples(
         load(tiny_state, tiny.layer_spec())
     lines = str(caught.value).splitlines()
     assert lines[0].endswith("is damaged:")
-    assert lines[1].startswith(
-        "  - 17 values are NaN or infinite in 9 tensors: gate.weight (1), experts.0.gate_proj.weight (2)"
-    )
+    start = "  - 17 values are NaN or infinite in 9 tensors: gate.weight (1), experts.0.gate_proj.weight (2)"
+    assert lines[1].startswith(start)
     assert lines[1].endswith(" and 4 more; the first is gate.weight[3, 5] = nan")
-    assert lines[2].startswith(
-        "  - 2 scales are not finite and positive in 2 tensors: experts.3.up_proj.weight_scale_inv (1)"
-    )
+    start = "  - 2 scales are not finite and positive in 2 tensors: experts.3.up_proj.weight_scale_inv (1)"
+    assert lines[2].startswith(start)
     assert lines[2].endswith("; the first is experts.3.up_proj.weight_scale_inv[0, 0] = inf")
 
 
-def test_nan_codes_of_another_tensor_parallel_rank_do_not_matter(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_nan_codes_of_another_tensor_parallel_rank_do_not_matter(tiny: Shape, tiny_state: StateDict) -> None:
     tiny_state[f"{PREFIX}experts.0.down_proj.weight"].view(torch.uint8)[5, 20] = 0xFF
     load(tiny_state, tiny.layer_spec(), tp_rank=0, tp_size=2)
-    with pytest.raises(
-        WeightError, match=r"1 values are NaN or infinite in 1 tensors: experts.0.down_proj.weight \(1\)"
-    ):
+    complaint = r"1 values are NaN or infinite in 1 tensors: experts.0.down_proj.weight \(1\)"
+    with pytest.raises(WeightError, match=complaint):
         load(tiny_state, tiny.layer_spec(), tp_rank=1, tp_size=2)
 
 
 def test_a_truncated_shard_is_reported_before_anything_is_read(
-    tiny: CheckpointShape, tiny_directory: Path, tmp_path: Path
+    tiny: Shape, tiny_directory: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_directory, tmp_path / "cut")
     shards = sorted((tmp_path / "cut").glob("*.safetensors"))
@@ -123,7 +117,7 @@ def test_a_truncated_shard_is_reported_before_anything_is_read(
     assert "lacks 1 of " in reported
 
 
-def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: Shape, tiny_state: StateDict) -> None:
     for layer in (4, 5, 9):
         tiny_state[f"model.layers.{layer}.mlp.experts.0.up_proj.weight"] = torch.zeros(1)
     with pytest.raises(WeightError, match=r"has no experts for layer 0; layers with experts: 3-5, 9$"):
@@ -131,9 +125,8 @@ def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: Checkpoin
     with pytest.raises(WeightError, match=r"no name has a part 'experts\.' under a layer number; pass prefix="):
         load_layer(MappingSource({"gate.weight": torch.zeros(1)}), 0, tiny.layer_spec(), owned=ALL)
     tiny_state["vision.layers.3.mlp.experts.0.up_proj.weight"] = torch.zeros(1)
-    with pytest.raises(
-        WeightError, match=r"has 2 MoE blocks for layer 3: 'model.layers.3.mlp.', 'vision.*; pass prefix="
-    ):
+    complaint = r"has 2 MoE blocks for layer 3: 'model.layers.3.mlp.', 'vision.*; pass prefix="
+    with pytest.raises(WeightError, match=complaint):
         load(tiny_state, tiny.layer_spec())
 
 
@@ -145,6 +138,6 @@ def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: Checkpoin
         ({"gate_up_order": "w3_w1"}, "gate_up_order='w3_w1' must be one of gate_up, up_gate, interleaved"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(tiny: CheckpointShape, change: dict[str, object], words: str) -> None:
+def test_a_spec_that_cannot_be_is_refused(tiny: Shape, change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(tiny.layer_spec(), **change)

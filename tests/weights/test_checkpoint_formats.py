@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
+from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.quant import BF16, NVFP4, weight_scheme
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, SafetensorsSource, load_layer
@@ -17,9 +18,7 @@ from tests.weights.one_layer import ALL, PREFIX, StateDict, load
 
 
 @pytest.mark.row(97)
-def test_power_of_two_scales_are_read_from_either_dtype_into_either(
-    tiny_state: StateDict, tiny: CheckpointShape
-) -> None:
+def test_power_of_two_scales_are_read_from_either_dtype_into_either(tiny_state: StateDict, tiny: Shape) -> None:
     for name in tiny_state:
         if name.endswith("scale_inv"):
             tiny_state[name] = torch.exp2(torch.log2(tiny_state[name]).ceil())
@@ -35,7 +34,7 @@ def test_power_of_two_scales_are_read_from_either_dtype_into_either(
 
 
 @pytest.mark.row(97)
-def test_scales_that_are_no_powers_of_two_cannot_become_ue8m0(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_scales_that_are_no_powers_of_two_cannot_become_ue8m0(tiny: Shape, tiny_state: StateDict) -> None:
     spec = replace(tiny.layer_spec(), scheme=weight_scheme((16, 16), ue8m0=True))
     with pytest.raises(WeightError, match=r"\d+ scales are no power of two, as UE8M0 needs, in 15 tensors"):
         load(tiny_state, spec)
@@ -43,9 +42,7 @@ def test_scales_that_are_no_powers_of_two_cannot_become_ue8m0(tiny: CheckpointSh
 
 @pytest.mark.row(96)
 def test_blocks_may_be_ragged_at_both_edges(tmp_path: Path) -> None:
-    shape = CheckpointShape(
-        num_experts=2, hidden_size=200, intermediate_size=130, top_k=1, num_groups=1, top_k_groups=1
-    )
+    shape = Shape(num_experts=2, hidden_size=200, intermediate_size=130, top_k=1, num_groups=1, top_k_groups=1)
     write_checkpoint(tmp_path, shape)
     slot = load_layer(SafetensorsSource(tmp_path), 3, shape.layer_spec(), owned=[1]).experts.slot(0)
     assert slot.down_HI.scales is not None
@@ -82,7 +79,7 @@ def test_a_fused_tensor_whose_blocks_span_gate_and_up_is_refused() -> None:
         load(state, LayerSpec(2, 64, 24, weight_scheme((16, 16))), owned=[0])
 
 
-def test_bf16_checkpoints_load_as_they_are(tmp_path: Path, tiny: CheckpointShape) -> None:
+def test_bf16_checkpoints_load_as_they_are(tmp_path: Path, tiny: Shape) -> None:
     shape = replace(tiny, quant="bf16")
     write_checkpoint(tmp_path, shape)
     weights = load_layer(SafetensorsSource(tmp_path), 3, shape.layer_spec(), owned=ALL, tp_rank=1, tp_size=4)
@@ -91,9 +88,7 @@ def test_bf16_checkpoints_load_as_they_are(tmp_path: Path, tiny: CheckpointShape
     assert weights.experts.slot(0).down_HI.shape == (64, 8)
 
 
-def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(
-    tiny: CheckpointShape, tiny_state: StateDict
-) -> None:
+def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(tiny: Shape, tiny_state: StateDict) -> None:
     name = f"{PREFIX}gate.e_score_correction_bias"
     tiny_state[name] = tiny_state[name].to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in tiny_state.items()}

@@ -159,13 +159,8 @@ def test_slots_of_parts_count_their_own_bytes() -> None:
 def of_engine(quant: str, order: str, *, inner: int = 64, block: tuple[int, int] = (32, 32)) -> tuple[list, dict]:
     """Gate, up and down of three experts, and the tensors in which an engine holds them."""
     scheme, draw = scheme_of_kind(quant, block), torch.Generator().manual_seed(4)
-    experts = [
-        [
-            scheme.quantize(torch.randn(rows, columns, generator=draw))
-            for rows, columns in ((inner, 96), (inner, 96), (96, inner))
-        ]
-        for _ in range(3)
-    ]
+    sizes = (inner, 96), (inner, 96), (96, inner)
+    experts = [[scheme.quantize(torch.randn(size, generator=draw)) for size in sizes] for _ in range(3)]
 
     def rows(pick: str) -> Tensor | None:
         if getattr(experts[0][0], pick) is None:
@@ -174,9 +169,8 @@ def of_engine(quant: str, order: str, *, inner: int = 64, block: tuple[int, int]
         for gate, up, _ in experts:
             first, second = getattr(gate, pick), getattr(up, pick)
             if order == "interleaved":
-                both.append(
-                    torch.stack((first.view(torch.uint8), second.view(torch.uint8)), 1).flatten(0, 1).view(first.dtype)
-                )
+                octets = torch.stack([each.view(torch.uint8) for each in (first, second)], 1)
+                both.append(octets.flatten(0, 1).view(first.dtype))
             else:
                 both.append(torch.cat((first, second) if order == "gate_up" else (second, first)))
         return torch.stack(both)
@@ -247,9 +241,8 @@ def test_biases_and_experts_without_a_gate() -> None:
     assert slot.gate_bias is not None and slot.gate_bias.tolist() == [8, 10, 12, 14]
     assert slot.up_bias is not None and slot.up_bias.tolist() == [9, 11, 13, 15]
     ungated = ExpertWeights.from_engine(w13[:, :4], w2, gated=False)
-    assert (
-        not ungated.gated and ungated.slot(0).gate_IH is None and torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
-    )
+    assert not ungated.gated and ungated.slot(0).gate_IH is None
+    assert torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
 
 
 @pytest.mark.parametrize(
@@ -257,12 +250,9 @@ def test_biases_and_experts_without_a_gate() -> None:
     [
         ("int4_g32_zp", None, "w2_zeros is missing, and int4_g32_zp has zero points"),
         ("int4_g32", torch.zeros(3, 96, 2, dtype=torch.uint8), "w2_zeros is given, and int4_g32 has no zero points"),
-        (
-            "int4_g32_zp",
-            torch.zeros(3, 96, 2, dtype=torch.int8),
-            r"w2_zeros is torch.int8 \[3, 96, 2\], expected uint8",
-        ),
-        ("int4_g32_zp", torch.zeros(3, 96, 3, dtype=torch.uint8), r"\[3, 96, 3\], expected uint8 \[3, 96, 2\]"),
+        ("int4_g32_affine", None, "w2_zeros is missing, and int4_g32_affine has biases"),
+        ("int4_g32_zp", torch.zeros(3, 96, 2, dtype=torch.int8), r"is torch.int8 \[3, 96, 2\], expected torch.uint8"),
+        ("int4_g32_zp", torch.zeros(3, 96, 3, dtype=torch.uint8), r"\[3, 96, 3\], expected torch.uint8 \[3, 96, 2\]"),
         ("int4_g32_zp", torch.full((3, 96, 2), 16, dtype=torch.uint8), "w2_zeros holds 16, .* are below 16"),
     ],
 )
@@ -293,9 +283,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: dict[str, object], 
 def test_scales_of_plain_values_are_refused() -> None:
     given, ones = {"w13": torch.randn(2, 8, 4), "w2": torch.randn(2, 4, 4)}, torch.ones(2)
     for name in ("w2_scale", "w13_scale", "w2_global_scale", "w13_global_scale"):
-        with pytest.raises(
-            ShapeError, match=rf"{name[: name.index('_')]} has a scale but torch.float32 values without"
-        ):
+        complaint = rf"{name[: name.index('_')]} has a scale but torch.float32 values without"
+        with pytest.raises(ShapeError, match=complaint):
             ExpertWeights.from_engine(**given, **{name: ones})
 
 

@@ -123,9 +123,8 @@ def test_a_truncated_file_names_the_tensors_that_are_cut_off(written: Callable[[
     file = tmp_path / "model.gguf"
     file.write_bytes((written("q4_k") / "model.gguf").read_bytes()[:-400_000])
     facts = inspect_checkpoint(file)
-    assert not facts.sound and any(
-        "cut off, their file is truncated: ffn_" in line for line in facts.layers[0].problems
-    )
+    problems = facts.layers[0].problems
+    assert not facts.sound and any("cut off, their file is truncated: ffn_" in line for line in problems)
     spec = inspect_checkpoint(written("q4_k")).layers[0].layer_spec()
     with pytest.raises(WeightError, match=r"ffn_down_shexp\.weight lacks \d+ of \d+ bytes"):
         load_layer(GgufSource(file), 1, spec, owned=(0,))

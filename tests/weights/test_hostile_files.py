@@ -17,7 +17,8 @@ from torch import Tensor
 from moe_mk import DeepseekV3MoE
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.external.gguf_file import read_gguf
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
+from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
@@ -114,9 +115,7 @@ def test_billions_of_experts_in_a_header_are_not_listed_one_by_one(tmp_path: Pat
     assert any(f"num_experts={10**9 if router else 10**8 + 1} exceeds" in problem for problem in layer.problems)
 
 
-def test_what_names_have_no_word_for_is_reported(
-    renamed: Callable[[str], dict[str, Tensor]], tiny: CheckpointShape
-) -> None:
+def test_what_names_have_no_word_for_is_reported(renamed: Callable[[str], dict[str, Tensor]], tiny: Shape) -> None:
     asked = replace(tiny.layer_spec(), has_expert_bias=True, has_logit_bias=True)
     with pytest.raises(WeightError, match=r"mixtral names have none for biases of experts .*\n.*a bias of the logits"):
         load_layer(MappingSource(renamed("mixtral")), 3, asked, owned=[0])
@@ -126,7 +125,7 @@ def test_what_names_have_no_word_for_is_reported(
 
 
 def test_a_conversion_copies_nothing_from_outside(tmp_path: Path) -> None:
-    shape = CheckpointShape(2, 32, 32, layers=(0,), top_k=1, num_groups=1, top_k_groups=1, quant="bf16")
+    shape = Shape(2, 32, 32, layers=(0,), top_k=1, num_groups=1, top_k_groups=1, quant="bf16")
     write_checkpoint(tmp_path / "from", shape, threads=1)
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "from" / "tokenizer.json").symlink_to(tmp_path / "secret.txt")
@@ -231,7 +230,7 @@ def test_a_gguf_header_that_cannot_be_is_reported(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_no_change_of_a_gguf_file_ends_in_an_error_of_another_kind(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
-    shape = CheckpointShape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="q8_0")
+    shape = Shape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="q8_0")
     write_checkpoint(tmp_path / "whole", shape)
     right, octets = outcome_of(tmp_path / "whole"), (tmp_path / "whole" / "model.gguf").read_bytes()
     # The header alone: data that change are other weights, not another format.

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_mk.errors import WeightError
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
+from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.weights import SafetensorsSource, inspect_checkpoint, load_layer
 
@@ -41,7 +42,7 @@ def test_no_weight_is_opened(tiny_directory: Path, monkeypatch: pytest.MonkeyPat
     assert inspect_checkpoint(tiny_directory).sound
 
 
-def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: CheckpointShape, tiny_directory: Path) -> None:
+def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: Shape, tiny_directory: Path) -> None:
     spec = inspect_checkpoint(tiny_directory).layers[0].layer_spec()
     assert spec == tiny.layer_spec()
     assert load_layer(SafetensorsSource(tiny_directory), 3, spec, owned=[0]).experts.num_slots == 1
@@ -78,7 +79,7 @@ def test_other_conventions_are_recognised_without_a_config(
     assert any("of a wrong shape" in problem for problem in without.layers[0].problems)  # 128 x 128 is assumed
 
 
-def test_several_layers_are_listed_in_order(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_several_layers_are_listed_in_order(tiny: Shape, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, replace(tiny, layers=(10, 2), quant="bf16"))
     facts = inspect_checkpoint(tmp_path)
     assert [(layer.layer, layer.dtype, layer.scale_dtype) for layer in facts.layers] == [

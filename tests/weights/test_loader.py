@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
+from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.quant import MXFP4, NVFP4
@@ -73,7 +74,7 @@ def test_any_order_gives_the_bits_of_the_file_under_every_convention(
     convention: str,
     owned: tuple[int, ...],
     tp: tuple[int, int],
-    tiny: CheckpointShape,
+    tiny: Shape,
     renamed: Callable[[str], StateDict],
 ) -> None:
     state, spec = renamed(convention), tiny.layer_spec()
@@ -88,7 +89,7 @@ def test_any_order_gives_the_bits_of_the_file_under_every_convention(
     "quant", ["bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"]
 )
 def test_any_order_gives_the_bits_of_the_file_in_every_format(quant: str, tmp_path: Path) -> None:
-    shape = CheckpointShape(4, 128, 256, layers=(3,), top_k=2, num_groups=2, top_k_groups=1, quant=quant)
+    shape = Shape(4, 128, 256, layers=(3,), top_k=2, num_groups=2, top_k_groups=1, quant=quant)
     write_checkpoint(tmp_path, shape, threads=1)
     source, spec = SafetensorsSource(tmp_path), shape.layer_spec()
     wanted = load_layer(source, 3, spec, owned=(2, 0), tp_rank=1, tp_size=2)
@@ -122,7 +123,7 @@ def test_shares_of_experts_whose_factors_are_divided_by() -> None:
 
 
 def test_a_table_of_experts_by_token_id(tmp_path: Path) -> None:
-    shape = CheckpointShape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, hash_vocabulary=9)
+    shape = Shape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, hash_vocabulary=9)
     write_checkpoint(tmp_path, shape, threads=1)
     source, spec = SafetensorsSource(tmp_path), shape.layer_spec()
     loader, taken = loader_of(spec, owned=(3,))
@@ -143,7 +144,7 @@ def test_every_rank_of_a_layer_keeps_its_share(sizes: dict[str, int]) -> None:
         assert moe.weights.facts.owned == wanted.weights.facts.owned
 
 
-def test_shards_of_experts_without_names(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_shards_of_experts_without_names(tiny: Shape, tiny_state: StateDict) -> None:
     wanted = load_layer(MappingSource(dict(tiny_state)), 3, tiny.layer_spec(), owned=(2,), tp_rank=1, tp_size=2)
     spec, shards = tiny.layer_spec(), {"w1": "gate", "w2": "down", "w3": "up"}
     loader, taken = loader_of(spec, owned=(2,), tp=(1, 2))
@@ -165,7 +166,7 @@ def test_shards_of_experts_without_names(tiny: CheckpointShape, tiny_state: Stat
 
 
 def test_all_missing_and_all_unexpected_names_are_one_error_and_may_still_be_fed(
-    tiny: CheckpointShape, tiny_state: StateDict
+    tiny: Shape, tiny_state: StateDict
 ) -> None:
     gone = ("experts.1.up_proj.weight_scale_inv", "shared_experts.down_proj.weight", "gate.weight")
     late = {PREFIX + name: tiny_state.pop(PREFIX + name) for name in gone}
@@ -192,21 +193,20 @@ def test_all_missing_and_all_unexpected_names_are_one_error_and_may_still_be_fed
         loader,
         tiny_state | late | {f"{PREFIX}experts.4.up_proj.weight": torch.zeros(1), "lm_head.weight": torch.zeros(1)},
     )
-    with pytest.raises(
-        WeightError, match=r"(?s)2 tensors are unexpected: experts\.4\.up_proj\.weight, lm_head.weight"
-    ) as caught:
+    complaint = r"(?s)2 tensors are unexpected: experts\.4\.up_proj\.weight, lm_head.weight"
+    with pytest.raises(WeightError, match=complaint) as caught:
         loader.finish()
     assert "missing" not in str(caught.value) and not taken
 
 
-def test_a_loader_without_the_prefix_of_the_names_reports_both(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_a_loader_without_the_prefix_of_the_names_reports_both(tiny: Shape, tiny_state: StateDict) -> None:
     loader, _ = loader_of(tiny.layer_spec(), prefix="")
     with pytest.raises(WeightError, match=r"has prefix='', names have 'model\.layers\.3\.mlp\.'"):
         fed(loader, tiny_state).finish()
 
 
 def test_a_wrong_tensor_is_refused_by_name_when_it_is_fed_and_changes_nothing(
-    tiny: CheckpointShape, tiny_state: StateDict
+    tiny: Shape, tiny_state: StateDict
 ) -> None:
     loader, taken = loader_of(tiny.layer_spec(), owned=(0, 1))
     name = f"{PREFIX}experts.1.up_proj.weight"
@@ -231,7 +231,7 @@ def test_a_wrong_tensor_is_refused_by_name_when_it_is_fed_and_changes_nothing(
 
 
 def test_a_wrong_tensor_of_packed_experts_does_not_decide_how_they_are_packed(tmp_path: Path) -> None:
-    shape = CheckpointShape(2, 128, 128, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="gptq")
+    shape = Shape(2, 128, 128, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="gptq")
     write_checkpoint(tmp_path, shape, threads=1)
     source, spec = SafetensorsSource(tmp_path), inspect_checkpoint(tmp_path).layers[0].layer_spec()
     loader, taken = loader_of(spec, owned=(0, 1))
@@ -242,13 +242,12 @@ def test_a_wrong_tensor_of_packed_experts_does_not_decide_how_they_are_packed(tm
     assert same(taken[0], load_layer(source, 3, spec, owned=(0, 1)))
 
 
-def test_nan_codes_and_broken_scales_are_found_at_the_end(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_nan_codes_and_broken_scales_are_found_at_the_end(tiny: Shape, tiny_state: StateDict) -> None:
     tiny_state[f"{PREFIX}experts.1.up_proj.weight"].view(torch.uint8)[0, 0] = 0x7F
     tiny_state[f"{PREFIX}experts.0.down_proj.weight_scale_inv"][0, 0] = -1.0
     loader, taken = loader_of(tiny.layer_spec())
-    with pytest.raises(
-        WeightError, match=r"(?s)is damaged:.*experts.1.up_proj.weight \(1\).*experts.0.down_proj.weight_scale_inv"
-    ):
+    complaint = r"(?s)is damaged:.*experts.1.up_proj.weight \(1\).*experts.0.down_proj.weight_scale_inv"
+    with pytest.raises(WeightError, match=complaint):
         fed(loader, tiny_state).finish()
     assert not taken
 
@@ -296,7 +295,7 @@ class LiveBytes(TorchFunctionMode):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_needs_at_most_one_expert_more_than_what_stays(tp_size: int, tmp_path: Path) -> None:
-    shape = CheckpointShape(16, 256, 256, layers=(3,), num_shared_experts=0)
+    shape = Shape(16, 256, 256, layers=(3,), num_shared_experts=0)
     write_checkpoint(tmp_path, shape, threads=1)
     source, expert_bytes = SafetensorsSource(tmp_path), 3 * 256 * 256
     state = {name: source.open(name) for name in source.names()}

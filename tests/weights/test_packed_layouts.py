@@ -1,5 +1,6 @@
 """Packed integers of compressed-tensors, GPTQ and AWQ: their words by hand, there and back, and damage by name."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.grouped import GROUPED, grouped
+from moe_mk.quant.grouped import AFFINE, GROUPED, grouped
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
@@ -34,6 +35,7 @@ EXPERTS, HIDDEN, INNER = 4, 128, 256
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
 KINDS = ("int4_g32", "int4_row", "int8_g64_zp", "int4_g128_zp", "gptq", "awq")
 PACKINGS = ("compressed_tensors", "gptq", "awq")
+PLAIN = [name for name in GROUPED if name not in AFFINE]
 
 
 def named(tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
@@ -119,12 +121,13 @@ def test_awq_words_by_hand() -> None:
 @pytest.mark.row(167)
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(PACKINGS), st.sampled_from(list(GROUPED)), st.integers(1, 24), st.integers(1, 3), st.integers(0, 99)
-)
-def test_packing_comes_back_bit_for_bit(packing: str, name: str, rows: int, wide: int, seed: int) -> None:
-    # Words of compressed-tensors hold columns, and zero points of any number of rows; the others fill words with rows.
-    scheme = GROUPED[name]
-    rows += -rows % 8 * (packing != "compressed_tensors")
+    st.sampled_from([*itertools.product(PACKINGS, PLAIN), *itertools.product(("mlx",), sorted(AFFINE))]),
+    st.integers(1, 24), st.integers(1, 3), st.integers(0, 99),
+)  # fmt: skip
+def test_packing_comes_back_bit_for_bit(case: tuple[str, str], rows: int, wide: int, seed: int) -> None:
+    # Words of compressed-tensors hold columns, and zero points of any number of rows; GPTQ and AWQ fill words of rows.
+    packing, scheme = case[0], GROUPED[case[1]]
+    rows += -rows % 8 * (packing in ("gptq", "awq"))
     if packing == "awq" and scheme.bits == 8:
         with pytest.raises(ConfigError, match="awq checkpoints hold int4 in groups, not int8"):
             packed_shapes(packing, scheme, 8, 128)
@@ -312,9 +315,8 @@ def test_a_conversion_between_packings_of_the_same_groups_changes_no_value(
     again = convert_checkpoint(tmp_path / "awq", tmp_path / "ct", "int4_g128_zp")
     assert max(error.worst for error in again.errors if error.expert is not None) == 0.0
     for folder in ("awq", "ct"):
-        for one, other in zip(
-            load_written(written("gptq")).experts.slots, load_written(tmp_path / folder).experts.slots, strict=True
-        ):
+        layers = [load_written(path).experts for path in (written("gptq"), tmp_path / folder)]
+        for one, other in zip(*(experts.slots for experts in layers), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(wide(one), wide(other), strict=True))
     assert MoEConfig.from_hf(tmp_path / "ct").model.quant.shared == "bf16"
     scale = SafetensorsSource(tmp_path / "ct").entry("model.layers.1.mlp.experts.0.up_proj.weight_scale")
@@ -326,7 +328,7 @@ def test_a_conversion_states_its_error(written: Callable[[str], Path], tmp_path:
     assert 0.05 < report.errors[0].worst < 0.2 and inspect_checkpoint(tmp_path / "out").sound
 
 
-@pytest.mark.parametrize("name", list(GROUPED))
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_what_we_write_into_config_json_is_what_we_read(name: str, packing: str) -> None:
     if packing == "awq" and not (GROUPED[name].bits == 4 and GROUPED[name].has_zeros):

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_mk.errors import ConfigError
-from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints import CheckpointShape as Shape
+from moe_mk.lab.checkpoints import is_complete, write_checkpoint
 from moe_mk.lab.checkpoints.synthesize import SPARE_BYTES
 from moe_mk.weights import SafetensorsSource, load_layer
 
@@ -24,7 +25,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.row(5)
-def test_the_layout_is_the_official_one(tiny: CheckpointShape, tiny_directory: Path) -> None:
+def test_the_layout_is_the_official_one(tiny: Shape, tiny_directory: Path) -> None:
     index = json.loads((tiny_directory / INDEX).read_text())
     shards = sorted(path.name for path in tiny_directory.glob("*.safetensors"))
     count = len(shards)
@@ -47,7 +48,7 @@ def test_the_layout_is_the_official_one(tiny: CheckpointShape, tiny_directory: P
 
 @pytest.mark.row(5)
 def test_the_config_of_the_full_layer_states_what_deepseek_v3_states() -> None:
-    config = CheckpointShape().hf_config()
+    config = Shape().hf_config()
     expected = {
         "model_type": "deepseek_v3", "hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256,
         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "norm_topk_prob": True,
@@ -58,14 +59,14 @@ def test_the_config_of_the_full_layer_states_what_deepseek_v3_states() -> None:
     assert quantization == {
         "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
     }  # fmt: skip
-    assert "quantization_config" not in CheckpointShape(quant="bf16").hf_config()
+    assert "quantization_config" not in Shape(quant="bf16").hf_config()
 
 
-def test_the_config_on_disk_is_that_of_the_shape(tiny: CheckpointShape, tiny_directory: Path) -> None:
+def test_the_config_on_disk_is_that_of_the_shape(tiny: Shape, tiny_directory: Path) -> None:
     assert json.loads((tiny_directory / "config.json").read_text()) == tiny.hf_config()
 
 
-def test_the_same_seed_gives_the_same_bytes_whatever_the_threads(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_whatever_the_threads(tiny: Shape, tmp_path: Path) -> None:
     for name, seed, threads in (("a", 5, 1), ("b", 5, 3), ("c", 6, 1)):
         write_checkpoint(tmp_path / name, tiny, seed=seed, threads=threads, shard_bytes=16 << 10)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -74,7 +75,7 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_threads(tiny: Checkpoin
         assert not any(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 
-def test_shards_do_not_change_the_tensors(tiny: CheckpointShape, tiny_directory: Path, tmp_path: Path) -> None:
+def test_shards_do_not_change_the_tensors(tiny: Shape, tiny_directory: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny, seed=1)
     (only,) = tmp_path.glob("*.safetensors")
     whole = load_file(only)
@@ -95,7 +96,7 @@ def test_blocks_use_the_whole_range_and_their_scales_differ(tiny_state: dict[str
 
 
 def test_outputs_of_normed_inputs_are_of_the_order_of_one(tmp_path: Path) -> None:
-    shape = CheckpointShape(2, 512, 256, top_k=1, num_groups=1, top_k_groups=1)
+    shape = Shape(2, 512, 256, top_k=1, num_groups=1, top_k_groups=1)
     write_checkpoint(tmp_path, shape)
     slot = load_layer(SafetensorsSource(tmp_path), 3, shape.layer_spec(), owned=[0]).experts.slot(0)
     x_TH = torch.randn((64, 512), dtype=torch.float32, device="cpu")
@@ -113,7 +114,7 @@ def test_gate_biases_are_negative_enough_to_show_a_wrong_mask(tiny_state: dict[s
 
 
 @pytest.mark.row(97)
-def test_power_of_two_scales_are_exact_and_announced(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_power_of_two_scales_are_exact_and_announced(tiny: Shape, tmp_path: Path) -> None:
     shape = replace(tiny, power_of_two_scales=True)
     write_checkpoint(tmp_path, shape)
     (shard,) = tmp_path.glob("*.safetensors")
@@ -122,7 +123,7 @@ def test_power_of_two_scales_are_exact_and_announced(tiny: CheckpointShape, tmp_
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
-def test_several_layers_go_into_one_checkpoint(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_several_layers_go_into_one_checkpoint(tiny: Shape, tmp_path: Path) -> None:
     shape = replace(tiny, layers=(1, 2))
     write_checkpoint(tmp_path, shape)
     one, two = (load_layer(SafetensorsSource(tmp_path), n, shape.layer_spec(), owned=[0]) for n in (1, 2))
@@ -131,7 +132,7 @@ def test_several_layers_go_into_one_checkpoint(tiny: CheckpointShape, tmp_path: 
     assert (config["first_k_dense_replace"], config["num_hidden_layers"]) == (1, 3)
 
 
-def test_progress_grows_to_the_number_of_bytes(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_progress_grows_to_the_number_of_bytes(tiny: Shape, tmp_path: Path) -> None:
     reported: list[tuple[str, int, int]] = []
     total = write_checkpoint(tmp_path, tiny, on_progress=lambda *stated: reported.append(stated))
     assert reported[-1] == ("write", total, total)
@@ -139,7 +140,7 @@ def test_progress_grows_to_the_number_of_bytes(tiny: CheckpointShape, tmp_path: 
 
 
 def test_a_checkpoint_is_complete_only_for_its_shape_and_seed(
-    tiny: CheckpointShape, tiny_directory: Path, tmp_path: Path
+    tiny: Shape, tiny_directory: Path, tmp_path: Path
 ) -> None:
     assert is_complete(tiny_directory, tiny, seed=1)
     assert not is_complete(tiny_directory, tiny, seed=2)
@@ -157,7 +158,7 @@ def test_a_checkpoint_is_complete_only_for_its_shape_and_seed(
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_interrupted_run_leaves_none_and_the_earlier_checkpoint_if_both_fit(
-    tiny: CheckpointShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+    tiny: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if done > total // 2:
@@ -182,7 +183,7 @@ def test_an_interrupted_run_leaves_none_and_the_earlier_checkpoint_if_both_fit(
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", INDEX, "config.json"])
-def test_a_foreign_checkpoint_is_never_touched(tiny: CheckpointShape, tmp_path: Path, name: str) -> None:
+def test_a_foreign_checkpoint_is_never_touched(tiny: Shape, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(ConfigError, match=f"holds 1 files that were not written here, e.g. {name}; choose an empty"):
         write_checkpoint(tmp_path, tiny)
@@ -197,7 +198,7 @@ def test_a_disk_that_is_too_small_is_reported_with_both_numbers(
     usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"needs 11.3 GB .* has 3 GB free; write fewer experts or choose another"):
-        write_checkpoint(tmp_path / "big", CheckpointShape())
+        write_checkpoint(tmp_path / "big", Shape())
 
 
 @pytest.mark.parametrize(
@@ -221,13 +222,13 @@ def test_a_disk_that_is_too_small_is_reported_with_both_numbers(
 )
 def test_a_shape_that_cannot_be_routed_states_what_could(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        replace(CheckpointShape(), **change)
+        replace(Shape(), **change)
 
 
 def test_subsets_of_experts_keep_eight_groups() -> None:
-    assert [CheckpointShape(num_experts=n).num_groups for n in (16, 32, 64, 256)] == [8, 8, 8, 8]
+    assert [Shape(num_experts=n).num_groups for n in (16, 32, 64, 256)] == [8, 8, 8, 8]
 
 
-def test_shards_must_have_room_for_something(tiny: CheckpointShape, tmp_path: Path) -> None:
+def test_shards_must_have_room_for_something(tiny: Shape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shard_bytes=0 must be at least 1"):
         write_checkpoint(tmp_path, tiny, shard_bytes=0)

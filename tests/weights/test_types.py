@@ -20,14 +20,7 @@ from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme,
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
-from moe_mk.weights import (
-    LayerSpec,
-    LayerWeights,
-    MappingSource,
-    SlotWeights,
-    inspect_checkpoint,
-    load_layer,
-)
+from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.expert_weights import SlotBiases
 from tests.weights.one_layer import load_written, wide
 

@@ -60,7 +60,7 @@ class Storage:
         parts = None
         if self.grouped is not None:
             group = 0 if self.grouped.columns == WHOLE else self.grouped.columns
-            parts = PartScales(group, scale_dtype, self.grouped.has_zeros)
+            parts = PartScales(group, scale_dtype, self.grouped.has_zeros, self.grouped.has_biases)
         return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output, parts=parts)
 
 

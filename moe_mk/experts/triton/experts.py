@@ -55,7 +55,7 @@ from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
-from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
@@ -84,7 +84,7 @@ class TritonExperts(FusedExperts):
         library="triton",
         extra="pip install 'moe-mk[cuda]'",
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", *QUANTISED, *GROUPED}),
+        weights=frozenset({"plain", *QUANTISED, *GROUPED}) - AFFINE,
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),

@@ -28,7 +28,7 @@
     ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
-    scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
+    release(native)                                                       # the kernels' own memory, kept between calls
 
 `threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).
 

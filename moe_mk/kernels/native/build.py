@@ -38,6 +38,7 @@ from moe_mk.kernels.native.toolchain import (
     digest,
     digest_file,
     load_error,
+    object_commands,
     record_digest,
 )
 from moe_mk.process import Process
@@ -351,17 +352,10 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
         made = tempfile.TemporaryDirectory(dir=library.parent, prefix=f"build-{library.stem}-")
     with made as folder:
         _remove_leftovers(Path(folder), library)
-        objects = [Path(folder) / f"{unit.source.stem}.o" for unit in recipe.units]
-        compiler = recipe.compiler.path
-        _run(
-            [
-                [compiler, *u.flags, "-c", str(u.source), "-o", str(o)]
-                for u, o in zip(recipe.units, objects, strict=True)
-            ],
-            on_unit,
-        )
-        linked = Path(folder) / library.name
-        _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, objects)]])
+        compiler, linked = recipe.compiler.path, Path(folder) / library.name
+        commands = object_commands(compiler, recipe.units, Path(folder))
+        _run([*commands.values()], on_unit)
+        _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, commands)]])
         with _writing(library.parent):
             linked.chmod(0o700)
             recorded = record_digest(linked)

@@ -136,11 +136,6 @@ class PartScales:
         """`ScaleType` of csrc/abi.h."""
         return _SCALE_TYPES[self.dtype]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one scale, and its bias."""
-        return self.dtype.itemsize * (1 + self.biases)
-
     def of_row(self, num_inputs: int) -> int:
         """Groups of one output."""
         return ceil(num_inputs / self.group) if self.group else 1
@@ -152,7 +147,6 @@ class MatrixLayout:
 
     num_outputs: output columns of ONE half when gated (I), else all of them. num_inputs: k; even for four-bit codes.
     gated: packed from two sources, gate and up, whose tiles alternate.
-    block: inputs covered by one f32 scale: 32, 64 or 128.
     by_output: FP8 and INT8 with one f32 scale per output (or for all outputs) instead of blocks.
     parts: the scales of integers in groups. block_type: packed from ggml blocks, whose inputs divide num_inputs.
     Raises ShapeError for a format with parts that has neither of them, and for partial blocks.
@@ -162,7 +156,6 @@ class MatrixLayout:
     num_inputs: int
     gated: bool
     format: Format
-    block: int = SCALE_BLOCK
     by_output: bool = False
     parts: PartScales | None = None
     block_type: BlockType | None = None
@@ -210,7 +203,7 @@ class MatrixLayout:
     @property
     def blocks(self) -> int:
         """Scale blocks along k."""
-        return ceil(self.steps / (self.block // STEP))
+        return ceil(self.num_inputs / SCALE_BLOCK)
 
     @property
     def groups(self) -> int:
@@ -242,7 +235,8 @@ class MatrixLayout:
     def slot_scales(self) -> int:
         """Scales of one expert's blocks (f32), groups (bytes) or parts (bytes)."""
         if self.parts is not None:
-            return self.pairs * PAIR * self.parts.of_row(self.num_inputs) * self.parts.num_bytes
+            scales = self.pairs * PAIR * self.parts.of_row(self.num_inputs)
+            return scales * self.parts.dtype.itemsize * (1 + self.parts.biases)
         if self.block_type is not None:
             each = self.block_type.num_bytes - self.block_type.inputs * self.format.bits // 8
             return self.pairs * PAIR * (self.num_inputs // self.block_type.inputs) * each

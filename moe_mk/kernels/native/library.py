@@ -132,10 +132,6 @@ class Native:
         """A number of threads as the kernels read it."""
         return -count if self.own_threads else count
 
-    def calls_on(self, *, engine: bool) -> int:
-        """How many calls of this process used the threads of torch, or those of the kernels."""
-        return self.functions["pool_calls"](int(engine))
-
     @property
     def best(self) -> Isa:
         """The fastest instruction set that passed its self-check."""
@@ -160,8 +156,6 @@ class Native:
 
     def check(self, name: str, status: int) -> None:
         """Raise the typed error of a status that is not OK."""
-        if status == Status.OK:
-            return
         if status == Status.NO_MEMORY:
             raise MemoryError(f"{name}: no memory for the kernel's scratch; fewer rows at a time need less")
         if status == Status.BAD_ID:
@@ -244,11 +238,6 @@ def _open_prebuilt(
     return None, Path(), [refused]
 
 
-def scratch_bytes(native: Native) -> int:
-    """Bytes of scratch memory of the kernels: it grows with the largest call and is kept for later calls."""
-    return native.functions["scratch_bytes"]()
-
-
 def release(native: Native) -> None:
-    """Free the scratch memory of all idle thread pools."""
+    """Free the scratch memory of all idle thread pools, which is kept for later calls."""
     native.functions["release_scratch"]()

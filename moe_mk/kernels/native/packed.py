@@ -2,22 +2,21 @@
 
 A slot holds one projection of one expert and can be copied, sent or swapped as plain bytes. Packing is a permutation
 of the values (documented in csrc/pack.cpp) and of their scales, which `unpack_slot` inverts bit for bit:
-f32 block scales are repeated to one per 16-column tile and k block, so that any shard whose edges are multiples of 16
-columns and 32 inputs can be packed; group scales stay one byte each, those of 32 outputs adjacent for every group of k;
-f32 factors of whole outputs are applied to finished sums.
+f32 block scales are repeated to one per 16-column tile and k block; group scales stay one byte each, those of 32
+outputs adjacent for every group of k; f32 factors of whole outputs are applied to finished sums.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ShapeError, UnsupportedError, WeightError
-from moe_mk.kernels.native.layout import PAIR, SCALE_BLOCK, STEP, TILE, Format, MatrixLayout
+from moe_mk.errors import ShapeError, WeightError
+from moe_mk.kernels.native.layout import PAIR, SCALE_BLOCK, TILE, Format, MatrixLayout
 from moe_mk.kernels.native.library import Native
 
 HUGE_PAGE = 2 << 20
@@ -96,7 +95,6 @@ def pack_slot(
     *,
     above: tuple[torch.Tensor, ...] = (),
     zeros: tuple[torch.Tensor, ...] = (),
-    shard: Shard | None = None,
     threads: int = 1,
     name: str = "weight",
 ) -> None:
@@ -104,9 +102,8 @@ def pack_slot(
 
     sources: (gate, up) or (weight,), each [outputs, inputs] (four-bit codes: [outputs, inputs / 2]) in the format's
     dtype; they may be memory-mapped and strided between rows.
-    scales: one tensor per source. f32 128x128 grids, whose block (0, 0) contains the shard's first value; f32
-    (outputs, 1) or (1, 1) for a layout by output; else scales of the format, (outputs, inputs / group).
-    Of INT4 and INT8_GROUPS: the dtype of `PartScales`. Of ggml blocks: none, they are in the blocks (sources).
+    scales: one tensor per source. f32 128x128 grids; f32 (outputs, 1) or (1, 1) for a layout by output; else scales of
+    the format, (outputs, inputs / group), of INT4 and INT8_GROUPS in the dtype of `PartScales`. ggml blocks have none.
     above: NVFP4's f32 scale of each source, (1, 1). zeros: uint8 zero points, or biases of the dtype of the scales, of
     the shape of the scales.
     Raises WeightError for NaN codes, and for scales that are NaN or, of formats with parts, infinite; ShapeError for
@@ -137,7 +134,7 @@ def pack_slot(
     if layout.parts is not None:
         _pack_parts(packed, slot, scales, zeros, name)
     else:
-        _pack_scales(packed, slot, scales, above, shard or Shard(), name)
+        _pack_scales(packed, slot, scales, above, name)
 
 
 def _expect_finite(bad: int, storage: str, name: str) -> None:
@@ -151,11 +148,9 @@ def _pack_parts(
     layout, parts = packed.layout, packed.layout.parts
     assert parts is not None and packed.scales_LX is not None
     shape = (layout.num_outputs, parts.of_row(layout.num_inputs))
-    _expect(scales, [shape], layout, name, "scales", parts.dtype)
-    _expect_finite(sum(int((~s.isfinite()).sum()) for s in scales), f"{layout.format.name} scales", name)
-    if parts.biases:
-        _expect(zeros, [shape], layout, name, "biases", parts.dtype)
-        _expect_finite(sum(int((~z.isfinite()).sum()) for z in zeros), f"{layout.format.name} biases", name)
+    for what, each in (("scales", scales), *((("biases", zeros),) if parts.biases else ())):
+        _expect(each, [shape], layout, name, what, parts.dtype)
+        _expect_finite(sum(int((~s.isfinite()).sum()) for s in each), f"{layout.format.name} {what}", name)
     packed.scales_LX[slot].copy_(_of_pairs(layout, scales, zeros if parts.biases else ()).view(torch.uint8))
     if packed.zeros_LX is not None:
         _expect(zeros, [shape], layout, name, "zero points", torch.uint8)
@@ -193,13 +188,12 @@ def _pack_scales(
     slot: int,
     scales: tuple[torch.Tensor, ...],
     above: tuple[torch.Tensor, ...],
-    shard: Shard,
     name: str,
 ) -> None:
     layout = packed.layout
     if packed.scales_LX is not None:
         grouped = layout.format.group > 0
-        spread = spread_groups(layout, scales, name) if grouped else spread_blocks(layout, scales, shard, name)
+        spread = spread_groups(layout, scales, name) if grouped else spread_blocks(layout, scales, name)
         packed.scales_LX[slot].copy_(spread)
     if packed.output_scales_LX is not None:
         of_outputs = scales if layout.by_output else above
@@ -284,47 +278,14 @@ def _same_strides(sources: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 _ONE_E8M0 = 127
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The start of a tensor-parallel shard in its expert, which determines the scale block of a value."""
-
-    first_output: int = 0
-    first_input: int = 0
-
-
-def scale_block(shard: Shard) -> int:
-    """The packed scale block a shard needs: 128, or less when it starts inside a block.
-
-    Raises UnsupportedError if a tile of 16 outputs or a step of 32 inputs would have two scales.
-    """
-    outputs, inputs = shard.first_output % SCALE_BLOCK, shard.first_input % SCALE_BLOCK
-    wrong = []
-    if outputs % TILE:
-        wrong.append(f"it starts at output {shard.first_output}, not at a multiple of {TILE}")
-    if inputs % STEP:
-        wrong.append(f"it starts at input {shard.first_input}, not at a multiple of {STEP}")
-    if wrong:
-        raise UnsupportedError(
-            "a shard cannot be packed with its block scales", [*wrong, "use another tp, or bf16 weights"]
-        )
-    return gcd(SCALE_BLOCK, inputs)
-
-
-def spread_blocks(layout: MatrixLayout, scales: tuple[Tensor, ...], shard: Shard, name: str) -> Tensor:
-    """[pairs, 2, blocks] flat: the scale of every tile and packed block, from one 128x128 grid per source."""
-    if layout.block != scale_block(shard):
-        raise ShapeError(f"{name}: packed with k blocks of {layout.block}, but its shard needs {scale_block(shard)}")
-    rows, columns = shard.first_output % SCALE_BLOCK, shard.first_input % SCALE_BLOCK
-    grid = (ceil((rows + layout.num_outputs) / SCALE_BLOCK), ceil((columns + layout.num_inputs) / SCALE_BLOCK))
+def spread_blocks(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) -> Tensor:
+    """[pairs, 2, blocks] flat: the scale of every tile and block of k, from one 128x128 grid per source."""
+    grid = ceil(layout.num_outputs / SCALE_BLOCK), layout.blocks
     _expect(scales, [grid], layout, name, "block scales", torch.float32)
-    tiles = layout.pairs if layout.gated else layout.pairs * 2
+    tiles = torch.arange(layout.pairs if layout.gated else layout.pairs * 2, dtype=torch.int64, device="cpu")
     # A padding tile repeats the last scale: its weights are zero.
-    of_tile = ((rows + TILE * torch.arange(tiles, dtype=torch.int64, device="cpu")) // SCALE_BLOCK).clamp_(
-        max=grid[0] - 1
-    )
-    starts = columns + layout.block * torch.arange(layout.blocks, dtype=torch.int64, device="cpu")
-    of_block = (starts // SCALE_BLOCK).clamp_(max=grid[1] - 1)
-    spread = [s.to(device="cpu")[of_tile][:, of_block] for s in scales]
+    of_tile = (TILE * tiles // SCALE_BLOCK).clamp_(max=grid[0] - 1)
+    spread = [s.to(device="cpu")[of_tile] for s in scales]
     if layout.gated:
         return torch.stack(spread, dim=1).reshape(-1)
     return spread[0].reshape(-1)

@@ -18,7 +18,7 @@ import torch
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, check_call, check_shared, wrong_formats
-from moe_mk.kernels.native.layout import SCALE_BLOCK, STEP, Format
+from moe_mk.kernels.native.layout import SCALE_BLOCK, STEP, Format, PartScales
 from moe_mk.kernels.native.library import CExperts, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
@@ -208,6 +208,7 @@ def experts_block(
 
 def _matrix(packed: PackedMatrix) -> CMatrix:
     layout, bias = packed.layout, packed.bias_LX
+    parts = layout.parts or PartScales(0, torch.float32)
     if bias is not None:
         wide = layout.num_outputs * (2 if layout.gated else 1)
         if bias.dtype != torch.float32 or tuple(bias.shape) != (len(packed.values_LB), wide) or bias.stride(1) != 1:
@@ -219,10 +220,8 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
         output_scales=_pointer(packed.output_scales_LX), bias=_pointer(bias), slot_bytes=packed.values_LB.stride(0),
         slot_scales=_slot_size(packed.scales_LX), slot_output_scales=_slot_size(packed.output_scales_LX),
         slot_bias=_slot_size(bias), format=int(layout.format), num_outputs=layout.num_outputs,
-        num_inputs=layout.num_inputs, block=layout.block, zeros=_pointer(packed.zeros_LX),
-        slot_zeros=_slot_size(packed.zeros_LX), scale_type=layout.parts.type_code if layout.parts is not None else 0,
-        group=layout.parts.group if layout.parts is not None else 0,
-        biased=layout.parts is not None and layout.parts.biases,
+        num_inputs=layout.num_inputs, block=SCALE_BLOCK, zeros=_pointer(packed.zeros_LX),
+        slot_zeros=_slot_size(packed.zeros_LX), scale_type=parts.type_code, group=parts.group, biased=parts.biases,
     )  # fmt: skip
 
 
@@ -256,11 +255,8 @@ def experts_rows(
     ones. shared: w13 and w2 of one slot applied to every row with weight 1, in the same call; its I may differ. out_RH:
     the output, bf16 or f32; allocated if None. Bit-equal for any number of threads.
     """
-    mode = mode or ExpertsMode()
-    if shared is not None:
-        check_shared(shared, w13, w2)
-    check_call(mode, x_RH, x_scales_RX, ids_RK, weights_RK, (w13, w2, *(shared or ())))
-    return ExpertsCall(native, w13, w2, shared, mode, isa)(x_RH, x_scales_RX, ids_RK, weights_RK, out_RH, threads)
+    call = ExpertsCall(native, w13, w2, shared, mode or ExpertsMode(), isa)
+    return call(x_RH, x_scales_RX, ids_RK, weights_RK, out_RH, threads)
 
 
 def experts_grouped(

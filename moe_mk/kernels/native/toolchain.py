@@ -134,15 +134,17 @@ def compile_objects(compiler: str, units: Sequence[Unit], folder: Path) -> list[
 
     Raises CalledProcessError for the first source that fails; what the compilers print goes to the screen.
     """
-    objects = [folder / f"{unit.source.stem}.o" for unit in units]
-    commands = [
-        [compiler, *unit.flags, "-c", str(unit.source), "-o", str(target)]
-        for unit, target in zip(units, objects, strict=True)
-    ]
+    commands = object_commands(compiler, units, folder)
     with ThreadPoolExecutor(compilers_at_once()) as pool:
-        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands]:
+        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands.values()]:
             compiled.result()
-    return objects
+    return list(commands)
+
+
+def object_commands(compiler: str, units: Sequence[Unit], folder: Path) -> dict[Path, list[str]]:
+    """The object file of each source in `folder`, with the command that compiles it."""
+    made = {folder / f"{unit.source.stem}.o": (*unit.flags, "-c", str(unit.source)) for unit in units}
+    return {target: [compiler, *arguments, "-o", str(target)] for target, arguments in made.items()}
 
 
 def headers() -> tuple[Path, ...]:

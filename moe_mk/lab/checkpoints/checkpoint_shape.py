@@ -10,7 +10,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS, GGUF_NAMES, OFFICIAL, SCALED, Convention
@@ -25,7 +25,7 @@ GGUF_FILES = (*GGUF, MIXED, MXFP4_GGUF)
 """Formats that are written as GGUF files."""
 FORMATS = (
     "fp8", "bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
-    *PACKED, *GROUPED, *GGUF_FILES,
+    *PACKED, *(name for name in GROUPED if name not in AFFINE), *GGUF_FILES,
 )  # fmt: skip
 
 SWIGLU_LIMIT = 10.0

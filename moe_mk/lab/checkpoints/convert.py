@@ -29,7 +29,7 @@ from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.files import partial_folder
 from moe_mk.quant.gguf import Q6_K
-from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -48,7 +48,8 @@ from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_ins
 SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
 REPORT = "conversion.json"
-TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4", *PACKED, *GROUPED, *GGUF_FILES)
+_INTEGERS = tuple(name for name in GROUPED if name not in AFFINE)
+TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4", *PACKED, *_INTEGERS, *GGUF_FILES)
 AS_STORED = (Role.ROUTER, Role.BIAS, Role.LOGIT_BIAS, Role.TABLE)
 """Tensors of the router, which are copied."""
 

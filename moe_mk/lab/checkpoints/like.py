@@ -27,7 +27,8 @@ from moe_mk.lab.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.lab.checkpoints.synthesize import BIAS_MEAN, BIAS_STD, DOWN_GAIN, GATE_UP_GAIN, ROUTER_GAIN, seed_of
 from moe_mk.lab.files import partial_folder
 from moe_mk.layer.settings import layer_spec_of
-from moe_mk.quant import WHOLE, BlockedScheme, Plain
+from moe_mk.quant import NVFP4, NVFP4_TOKENS, WHOLE, BlockedScheme, Plain
+from moe_mk.quant.grouped import grouped
 from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
 from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
@@ -102,6 +103,8 @@ def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed:
     tensors, quant = tensors_of(spec, convention, seed), config.model.quant
     if quant.activations == "none" or quant.activation_scales == "dynamic":
         tensors = {name: t for name, t in tensors.items() if not name.endswith(INPUT_ENDS)}
+    if convention.packing == "mlx":
+        tensors = _with_packed_gates(tensors, hf["quantization"], prefix.replace("{N}", str(layer)))
     if isinstance(equation, LayerEquation) and equation.names is not None:
         prefix, tensors = equation.names.prefix, _of_equation(tensors, equation.names.parts, spec)
     tensors = {prefix.replace("{N}", str(layer)) + name: t for name, t in tensors.items()}
@@ -111,6 +114,21 @@ def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed:
             file.write(name, tensor)
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _with_packed_gates(tensors: Mapping[str, Tensor], modules: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a layer with the gates packed that MLX's section names."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("weight")
+        own = modules.get(prefix + stem.removesuffix("."))
+        if stem == name or not isinstance(own, Mapping) or not tensor.is_floating_point():
+            made[name] = tensor
+            continue
+        q = grouped(own["bits"], own["group_size"], biases=True).quantize(tensor.to(torch.float32))
+        words = {"": "weight", "scale": "scales", "zeros": "biases"}
+        made |= {stem + words[what]: piece for what, piece in pack("mlx", q).items()}
+    return made
 
 
 def small(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +208,8 @@ def _of_equation(
 
 def _style_of(hf: Mapping[str, Any]) -> str:
     """How the writer of a quantised checkpoint names and packs its tensors, "" where its format implies them."""
+    if "bits" in (hf.get("quantization") or {}):
+        return "mlx"
     found = (each.get("quantization_config") or each.get("compression_config") for each in (hf, text_of(hf)))
     quant = next((each for each in found if isinstance(each, Mapping)), {})
     groups = (quant, *(each for each in (quant.get("config_groups") or {}).values() if isinstance(each, Mapping)))
@@ -210,6 +230,9 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
     """The names that the model's checkpoints have. style: of `_style_of`."""
     name, quant = _NAMES.get(config.model.name, "official"), config.model.quant
     scheme = quant.weight_scheme
+    if style == "mlx" and not isinstance(scheme, Plain):
+        end = "_one_shared" if name.endswith("one_shared") else "_mixtral" if name == "mixtral" else ""
+        return CONVENTIONS[f"mlx_stacked{end}"]
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
         start = "mixtral_" if name == "mixtral" else ""
@@ -251,6 +274,8 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
                 scale = 16 / (6 * 448 if scheme.per_byte == 2 else 448)
                 scale = 1 / scale if convention.divides else scale
                 made[name] = torch.full(each.shape, scale, dtype=torch.float32, device="cpu")
+        elif each.part.is_scale or each.part.extra:  # of gates that are packed, see `_with_packed_gates`
+            continue
         elif each.part.role is Role.TABLE:
             draws = random.random((each.shape[0], spec.num_experts), dtype=np.float32)
             made[name] = torch.from_numpy(draws.argsort(axis=1)[:, : each.shape[1]].astype(np.int64))
@@ -275,13 +300,15 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
     n *= 2 if part.projection == "gate_up" else 1
     stack = spec.num_experts if part.role is Role.EXPERT and part.expert is None else 0
     gain = DOWN_GAIN if part.projection == "down" else GATE_UP_GAIN
+    scheme = NVFP4_TOKENS if convention.packing and scheme == NVFP4 else scheme  # with a global scale of 1
     found = [scheme.quantize(_normal(random, (n, k), gain * k**-0.5)) for _ in range(stack or 1)]
     if stack and spec.stacks_transposed and isinstance(scheme, BlockedScheme) and scheme.rows == WHOLE:  # one scale
         one = scheme.quantize(_normal(random, (stack * n, k), gain * k**-0.5))
         found = [replace(one, values=values) for values in one.values.chunk(stack)]
     if convention.packing and not isinstance(scheme, Plain):
-        held = pack("gptq_v2" if spec.gptq_v2 else convention.packing, found[0])
-        return {convention.spell(_piece(part, what)): tensor for what, tensor in held.items()}
+        held = [pack("gptq_v2" if spec.gptq_v2 else convention.packing, q) for q in found]
+        packed = {what: torch.stack([each[what] for each in held]) if stack else held[0][what] for what in held[0]}
+        return {convention.spell(_piece(part, what)): tensor for what, tensor in packed.items()}
     pieces = {"": [q.values for q in found]}
     if isinstance(scheme, BlockedScheme):
         pieces["scale"] = [q.scales for q in found if q.scales is not None]

@@ -16,7 +16,11 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of a matrix, by the keys of `packed_shapes`. The inverse of `unpack` without an order of columns."""
     if packing == "gguf":
         raise ConfigError("rows of GGUF files are written by `lab.checkpoints`")
-    assert isinstance(q.scheme, Grouped) and q.scales is not None
+    assert q.scales is not None
+    if packing == "mlx":
+        scales = q.scales if isinstance(q.scheme, Grouped) else q.scales.view(torch.uint8)
+        return {"": viewed(q.values, torch.uint32), "scale": scales} | ({} if q.zeros is None else {"zeros": q.zeros})
+    assert isinstance(q.scheme, Grouped)
     scheme, codes = q.scheme, q.scheme.codes(q)
     n, k = q.shape
     zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, scheme.middle, dtype=torch.uint8)

@@ -53,13 +53,18 @@ def _four_bits(packed: Tensor) -> F32:
 
 
 def _whole_numbers(q: QuantTensor) -> F32:
-    """Unsigned codes less their zero, the low half of a byte first, times the scale of the group, rounded to f32."""
+    """Unsigned codes less their zero, the low half of a byte first, times the scale of the group, rounded to f32; or
+    affine ones: codes times the scale, and the bias.
+    """
     octets = q.values.cpu().numpy().astype(np.int32)
     codes, middle = octets, 128
     if q.scheme.per_byte == 2:
         codes, middle = np.empty((octets.shape[0], 2 * octets.shape[1]), dtype=np.int32), 8
         codes[:, 0::2], codes[:, 1::2] = octets % 16, octets // 16
     assert q.scales is not None
+    if q.zeros is not None and q.zeros.is_floating_point():
+        scaled = codes.astype(np.float32) * _over_blocks(_f32(q.scales), q)
+        return np.asarray(scaled + _over_blocks(_f32(q.zeros), q), dtype=np.float32)
     zeros = middle if q.zeros is None else _over_blocks(_f32(q.zeros), q)
     return np.asarray((codes - zeros).astype(np.float32) * _over_blocks(_f32(q.scales), q), dtype=np.float32)
 

@@ -121,6 +121,5 @@ def test_shared_experts_of_another_format_take_part_in_the_same_call(kind: str, 
     ones = torch.ones((5, 1), dtype=torch.float32)
     every = replace(tokens, ids_RK=torch.zeros((5, 1), dtype=torch.int32), weights_RK=ones, num_slots=1)
     expected = backend.run(tokens, routed).y.float() + backend.run(every, shared).y.float()
-    torch.testing.assert_close(
-        backend.run(tokens, both).y.float(), expected, rtol=0.02, atol=0.02 * float(expected.std())
-    )
+    found = backend.run(tokens, both).y.float()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.std()))

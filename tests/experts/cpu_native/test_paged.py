@@ -325,9 +325,8 @@ STEPS = st.sampled_from("call call threads fail join leave reload fork".split())
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(STEPS, st.integers(0, 999)), max_size=30))
 def test_any_steps_of_the_layers_of_a_pool_keep_bits_and_budget(steps: list[tuple[str, int]]) -> None:
-    kinds = [
-        random_experts(scheme_of_kind(kind, (128, 128)), SLOTS, SIZE, SIZE, CPU) for kind in ("bf16", "int8_block")
-    ]
+    schemes = [scheme_of_kind(kind, (128, 128)) for kind in ("bf16", "int8_block")]
+    kinds = [random_experts(scheme, SLOTS, SIZE, SIZE, CPU) for scheme in schemes]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
         pool = ResidencyPool(4 * 3 * SIZE * SIZE * 2 + (1 << 15))
         layers = [(pair(each, Path(folder), pool), each) for each in kinds]

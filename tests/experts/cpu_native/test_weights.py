@@ -48,9 +48,8 @@ def experts(scheme: QuantScheme) -> MappedExpertWeights:
     def matrix(rows: int, columns: int) -> QuantTensor:
         return scheme.quantize(torch.randn(rows, columns, generator=g) * columns**-0.5)
 
-    slots = [
-        SlotWeights(matrix(INNER, HIDDEN), matrix(INNER, HIDDEN), matrix(HIDDEN, INNER), None) for _ in range(SLOTS)
-    ]
+    shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    slots = [SlotWeights(*(matrix(*shape) for shape in shapes), None) for _ in range(SLOTS)]
     return MappedExpertWeights(tuple(slots), scheme)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
-from moe_mk.kernels.native.library import Isa, Native, Status, release, scratch_bytes
+from moe_mk.kernels.native.library import Isa, Native, Status, release
 from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped, experts_rows, quantize_1x128
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
@@ -74,9 +74,8 @@ def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here: IsaHere, st
     blocks[0, :5], blocks[2, :11] = x[:5], x[5:]
     y = experts_batched(native, blocks, counts, w13, w2, mode=INVARIANT, isa=isa)
     assert torch.equal(torch.cat([y[0, :5], y[2, :11]]), rows)
-    alone = torch.cat(
-        [experts_rows(native, x[r : r + 1], ids[r : r + 1], None, w13, w2, mode=INVARIANT, isa=isa) for r in range(16)]
-    )
+    each = [(x[r : r + 1], ids[r : r + 1], None) for r in range(16)]
+    alone = torch.cat([experts_rows(native, *row, w13, w2, mode=INVARIANT, isa=isa) for row in each])
     assert torch.equal(alone, rows)
 
 
@@ -207,9 +206,9 @@ def test_a_forked_child_computes_too(native: Native) -> None:
 def test_scratch_memory_is_counted_and_can_be_given_back(native: Native) -> None:
     layer = Layer(2, 96, 64)
     experts_rows(native, *batch(12, 96, 2, 2), *layer.pack(native), threads=2)
-    assert scratch_bytes(native) > 0
+    assert native.functions["scratch_bytes"]() > 0
     release(native)
-    assert scratch_bytes(native) == 0
+    assert native.functions["scratch_bytes"]() == 0
 
 
 def test_inputs_are_left_as_they_were(native: Native) -> None:
@@ -218,9 +217,8 @@ def test_inputs_are_left_as_they_were(native: Native) -> None:
     given = batch(12, 100, 2, 2)
     before = [t.clone() for t in (*given, packed[0].values_LB, packed[1].values_LB)]
     experts_rows(native, *given, *packed, mode=FP8_ROWS)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, (*given, packed[0].values_LB, packed[1].values_LB), strict=True)
-    )
+    after = (*given, packed[0].values_LB, packed[1].values_LB)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_everything_wrong_with_a_call_is_listed(native: Native) -> None:
@@ -231,9 +229,8 @@ def test_everything_wrong_with_a_call_is_listed(native: Native) -> None:
 
 def test_shared_experts_that_do_not_fit_are_refused_with_every_reason(native: Native) -> None:
     packed, wrong = Layer(2, 96, 64).pack(native), Layer(2, 128, 64, gated=False).pack(native)
-    with pytest.raises(
-        ShapeError, match=r"2 and 2 slots.*H=128 in and 128 out.*gated=False, the routed ones gated=True"
-    ):
+    complaint = r"2 and 2 slots.*H=128 in and 128 out.*gated=False, the routed ones gated=True"
+    with pytest.raises(ShapeError, match=complaint):
         experts_rows(native, *batch(3, 96, 2, 2), *packed, shared=wrong)
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.packed import Shard, allocate, pack_slot, scale_block
+from moe_mk.kernels.native.packed import allocate, pack_slot
 from moe_mk.kernels.native.prepared import experts_rows, quantize_1x128
 from tests.kernels.native.conftest import IsaHere
-from tests.kernels.native.layers import Layer, Storage, batch, error, spread
+from tests.kernels.native.layers import Layer, Storage, batch, error
 from tests.support.tiers import thorough
 
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
@@ -245,25 +245,3 @@ def test_shared_experts_in_the_same_pass_equal_f64(
             y = experts_rows(library, x, chosen, factors, *packed, shared=beside, mode=mode, isa=isa, threads=2)
             assert y.shape == wanted.shape
             assert rows == 0 or error(y, wanted) < (bound or limit()), (isa, mode)
-
-
-def test_a_shard_inside_a_scale_block_equals_f64(isa_here: IsaHere) -> None:
-    # Inputs 96..255 of w2 and outputs 96..255 of w13 belong to this rank: blocks start in their middle.
-    native, isa = isa_here
-    layer, part = Layer(2, 128, 384), slice(96, 256)
-    w13 = allocate(native, MatrixLayout(160, 128, True, Format.FP8), 2)
-    w2 = allocate(native, MatrixLayout(128, 160, False, Format.FP8, scale_block(Shard(0, 96))), 2)
-    for s in range(2):
-        halves = tuple(layer.parts[n][s, part] for n in ("gate", "up"))
-        pack_slot(native, w13, s, halves, tuple(layer.scales[n][s, 0:2] for n in ("gate", "up")), shard=Shard(96, 0))
-        pack_slot(
-            native, w2, s, (layer.parts["down"][s, :, part],), (layer.scales["down"][s, :, 0:2],), shard=Shard(0, 96)
-        )
-    x, ids, weights = batch(9, 128, 2, 2)
-    wanted = torch.zeros(9, 128, dtype=torch.float64)
-    for s in range(2):
-        rows, places = (ids == s).nonzero(as_tuple=True)
-        gate, up, down = (spread(layer.parts[n][s], layer.scales[n][s]) for n in ("gate", "up", "down"))
-        h = torch.nn.functional.silu(x[rows].double() @ gate[part].T) * (x[rows].double() @ up[part].T)
-        wanted.index_add_(0, rows, (h @ down[:, part].T) * weights[rows, places, None])
-    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit()

@@ -27,9 +27,10 @@ CASES = {
     "int4_g32": (296, 136), "int4_g32_zp": (296, 136), "int4_g64": (224, 72), "int4_g64_zp": (224, 96),
     "int4_g128": (1504, 72), "int4_g128_zp": (1504, 296), "int4_row": (96, 40), "int4_row_zp": (360, 168),
     "int8_g32": (296, 136), "int8_g64_zp": (224, 96), "int8_g128": (1504, 72), "int8_row": (360, 72),
+    "int4_g64_affine": (224, 96), "int8_g128_affine": (1504, 72),
     "q4_0": (224, 96), "q4_1": (224, 96), "q8_0": (224, 96), "q4_k": (512, 256),
 }  # fmt: skip
-QUICK = ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "q4_1", "q8_0", "q4_k")
+QUICK = ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "int8_g128_affine", "q4_1", "q8_0", "q4_k")
 MODE = ExpertsMode(Activation.RELU2, quantize=Rounding.INT8_PARTS)
 
 
@@ -49,6 +50,8 @@ def integers(scheme: QuantScheme, q: QuantTensor, part: int) -> tuple[Tensor, Te
     group = [part * at // min(scheme.columns, columns) for at in range(-(-columns // part))]
     scales = q.scales.float()[:, group]
     minima = None if q.zeros is None else scales * (q.zeros.float()[:, group] - float(base))
+    if scheme.has_biases and q.zeros is not None:
+        minima = -(scales * float(base) + q.zeros.float()[:, group])
     return scheme.codes(q).long() - base, scales, minima
 
 
@@ -76,9 +79,10 @@ def ungated(
         assert storage is not None
         # A mean other than 0 makes zero points and minima matter.
         q = scheme.quantize((torch.randn(rows, columns, generator=g) + 0.5) * columns**-0.5)
-        tensors.append(
-            replace(q, scales=q.scales.to(dtype)) if isinstance(scheme, Grouped) and q.scales is not None else q
-        )
+        if isinstance(scheme, Grouped) and q.scales is not None:
+            zeros = q.zeros.to(dtype) if scheme.has_biases and q.zeros is not None else q.zeros
+            q = replace(q, scales=q.scales.to(dtype), zeros=zeros)
+        tensors.append(q)
         packed.append(allocate(native, storage.layout(rows, columns, gated=False, scale_dtype=dtype), 1))
         pack_matrix(packed[-1], 0, tensors[-1:], name)
     return tensors, packed

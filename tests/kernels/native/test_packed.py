@@ -5,14 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_mk.errors import ShapeError, UnsupportedError, WeightError
+from moe_mk.errors import ShapeError, WeightError
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import (
-    Shard,
     allocate,
     pack_slot,
-    scale_block,
     unpack_output_scales,
     unpack_scales,
     unpack_slot,
@@ -189,9 +187,8 @@ def test_strides_of_every_source_are_read(native: Native, storage: Storage) -> N
         )  # fmt: skip
         pack_slot(native, made, 0, sources, grids, above=above)
         assert torch.equal(made.values_LB, packed[0].values_LB)
-        for one, other in zip(
-            (made.scales_LX, made.output_scales_LX), (packed[0].scales_LX, packed[0].output_scales_LX), strict=True
-        ):
+        for name in ("scales_LX", "output_scales_LX"):
+            one, other = getattr(made, name), getattr(packed[0], name)
             assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -199,7 +196,7 @@ def test_strided_shards_are_packed_without_a_copy_of_the_whole(native: Native) -
     whole = codes(128, 512)
     for source in (whole[:, 128:384], whole.t()[128:384].t()):
         packed = allocate(native, MatrixLayout(128, 256, False, Format.FP8), 1)
-        pack_slot(native, packed, 0, (source,), (grid(128, 256),), shard=Shard(0, 128))
+        pack_slot(native, packed, 0, (source,), (grid(128, 256),))
         assert torch.equal(bytes_of(unpack_slot(native, packed, 0)[0]), bytes_of(source))
 
 
@@ -228,31 +225,6 @@ def test_scales_follow_their_blocks(native: Native) -> None:
     (spread,) = unpack_scales(packed, 0)
     assert spread[:8].tolist() == [[1, 2, 3]] * 8
     assert spread[8:].tolist() == [[4, 5, 6]] * 2
-
-
-def test_a_shard_inside_a_block_takes_the_scales_it_lies_in(native: Native) -> None:
-    # Inputs 96..191 of an expert lie in blocks 0 (32 of them) and 1: packed blocks of 32 inputs, scales 1, 2, 2.
-    shard = Shard(first_output=112, first_input=96)
-    assert scale_block(shard) == 32
-    packed = allocate(native, MatrixLayout(32, 96, False, Format.FP8, block=32), 1)
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    pack_slot(native, packed, 0, (codes(32, 96),), (scales,), shard=shard)
-    assert unpack_scales(packed, 0)[0].tolist() == [[1, 2, 2], [3, 4, 4]]
-
-
-def test_a_shard_that_splits_a_tile_is_refused_with_every_reason() -> None:
-    with pytest.raises(UnsupportedError, match=r"output 8, not.*16\n.*input 100, not.*32\n.*another tp, or bf16"):
-        scale_block(Shard(8, 100))
-
-
-def test_a_shard_starts_at_tiles_of_outputs_and_steps_of_inputs_alone() -> None:
-    for output in range(0, 300, 8):
-        for start in range(0, 300, 8):
-            if output % 16 or start % 32:
-                with pytest.raises(UnsupportedError, match="cannot be packed with its block scales"):
-                    scale_block(Shard(output, start))
-            else:
-                assert scale_block(Shard(output, start)) == next(b for b in (128, 64, 32) if start % b == 0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ from tests.kernels.native.layers import Layer, batch, error
 from tests.support.tiers import quick_where
 
 SCHEMES: list[QuantScheme] = [*GROUPED.values(), *(scheme for scheme in GGUF.values() if not scheme.blocks.held)]
-QUICK = ("int4_g32", "q4_1", "q5_1", "int4_g128_zp", "int4_row", "int8_g64_zp", "q4_k", "q5_k", "q6_k", "q8_0")
+QUICK = (
+    "int4_g32", "int4_g128_zp", "int4_row", "int4_g64_affine", "int8_g64_zp", "int8_g32_affine", "q4_1", "q5_1", "q4_k",
+    "q5_k", "q6_k", "q8_0",
+)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,7 +47,8 @@ class PartsLayer(Layer):
             # A mean other than 0 makes zero points and minima matter.
             q = self.scheme.quantize(w + 0.7 * columns**-0.5 * torch.randn(self.slots, rows, 1, generator=g))
             scales = None if q.scales is None else q.scales.to(self.dtype)
-            self.tensors[name] = QuantTensor(q.values, scales, self.scheme, None, q.zeros)
+            zeros = q.zeros.to(self.dtype) if q.zeros is not None and q.zeros.is_floating_point() else q.zeros
+            self.tensors[name] = QuantTensor(q.values, scales, self.scheme, None, zeros)
             self.parts[name + "_bias"] = torch.randn(self.slots, rows, generator=g) * 0.3
 
     def layouts(self) -> tuple[MatrixLayout, MatrixLayout]:
@@ -115,11 +119,8 @@ def test_scales_and_minima_are_exact_for_few_and_many_rows(native: Native, isas:
         for library, isa in isas:
             y = experts_rows(library, x, ids, weights, w13, w2, isa=isa)
             assert (error(y, wanted) < 2.7e-3) == is_exact(isa, scheme, rows), (isa, rows)
-            mode = ExpertsMode(batch_invariant=True)
-            assert error(experts_rows(library, x, ids, weights, w13, w2, mode=mode, isa=isa), wanted) < 2.7e-3, (
-                isa,
-                rows,
-            )
+            y = experts_rows(library, x, ids, weights, w13, w2, mode=ExpertsMode(batch_invariant=True), isa=isa)
+            assert error(y, wanted) < 2.7e-3, (isa, rows)
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int4_g32_zp"])
@@ -197,6 +198,8 @@ def test_unpacking_gives_every_bit_back(
     elif layout.parts is not None:
         groups = layout.parts.of_row(layout.num_inputs)
         scales = tuple(torch.randn(outputs, groups, generator=g).to(dtype) for _ in halves)
+        if layout.parts.biases:
+            zeros = tuple(-each.flip(0) for each in scales)
         if layout.parts.zeros:
             zeros = tuple(octets(outputs, groups, top=2**layout.format.bits) for _ in halves)
     pack_slot(native, packed, 1, sources, scales, zeros=zeros, threads=threads)
@@ -215,22 +218,16 @@ def finite(octets: Tensor, layout: MatrixLayout) -> Tensor:
     kind = layout.block_type
     assert kind is not None
     blocks = octets.view(octets.shape[0], -1, kind.num_bytes)
-    for at in (208,) if kind is BlockType.Q6_K else (0, 2) if kind >= BlockType.Q4_K else (0,):
+    for at in (208,) if kind is BlockType.Q6_K else (0,) if kind in (BlockType.Q4_0, BlockType.Q8_0) else (0, 2):
         blocks[..., at + 1] &= 0xBF
     return blocks.view(octets.shape)
 
 
 def test_packed_bytes_are_those_of_the_checkpoint(native: Native) -> None:
     # 256 x 512: 4 bits and a bf16 scale for 32 are 4.5 bits, with a byte for the zero point 4.75; Q4_K: 144 B for 256.
-    wanted = {
-        "int4_g32": 4.5,
-        "int4_g32_zp": 4.75,
-        "int4_g128": 4.125,
-        "int8_g128_zp": 8.1875,
-        "q4_k": 4.5,
-        "q5_k": 5.5,
-    }
-    for name, bits in {**wanted, "q6_k": 6.5625, "q4_0": 4.5, "q4_1": 5, "q5_1": 6, "q8_0": 8.5}.items():
+    grouped = {"int4_g32": 4.5, "int4_g32_zp": 4.75, "int4_g128": 4.125, "int8_g128_zp": 8.1875, "int4_g64_affine": 4.5}
+    blocks = {"q4_0": 4.5, "q4_1": 5, "q5_1": 6, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
+    for name, bits in {**grouped, **blocks}.items():
         scheme = GROUPED.get(name) or GGUF[name]
         storage = storage_of(scheme)
         assert storage is not None
@@ -286,11 +283,8 @@ def test_panels_and_registers_give_the_same_bits(isas: list[IsaHere], scheme: Qu
             x, ids, weights = batch(rows, hidden, 1, 1, seed=rows)
             ids.zero_()
             few, panels = (ExpertsMode(tuning=Tuning(panel_rows=bound)) for bound in (5, 1))
-            from_panels = experts_rows(library, x, ids, weights, w13, w2, mode=panels, isa=isa)
-            assert torch.equal(experts_rows(library, x, ids, weights, w13, w2, mode=few, isa=isa), from_panels), (
-                isa,
-                rows,
-            )
+            one, other = (experts_rows(library, x, ids, weights, w13, w2, mode=m, isa=isa) for m in (few, panels))
+            assert torch.equal(one, other), (isa, rows)
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])

@@ -53,16 +53,16 @@ def on_engine(native: Native) -> Native:
     call, _ = prepared(native)
     for _ in range(70):  # the calls of earlier tests came from another thread
         call(2)
-    before = native.calls_on(engine=True)
+    before = native.functions["pool_calls"](1)
     call(2)
-    assert native.calls_on(engine=True) == before + 1
+    assert native.functions["pool_calls"](1) == before + 1
     return native
 
 
 def test_calls_have_the_same_bits_on_any_threads(on_engine: Native) -> None:
     (call, wanted), (own, _) = prepared(on_engine), prepared(replace(on_engine, own_threads=True))
     chance, before = random.Random(5), torch.get_num_threads()
-    before_own, num_own = on_engine.calls_on(engine=False), 0
+    before_own, num_own = on_engine.functions["pool_calls"](0), 0
     try:
         for _ in range(60):
             torch.set_num_threads(chance.randint(1, 3))  # regions of other sizes between the calls
@@ -72,7 +72,7 @@ def test_calls_have_the_same_bits_on_any_threads(on_engine: Native) -> None:
             assert torch.equal(run(threads), wanted)
     finally:
         torch.set_num_threads(before)
-    assert on_engine.calls_on(engine=False) - before_own == num_own
+    assert on_engine.functions["pool_calls"](0) - before_own == num_own
 
 
 def test_one_of_several_calls_at_once_has_the_engine_threads(on_engine: Native) -> None:
@@ -88,9 +88,9 @@ def test_another_thread_takes_the_engine_threads_when_the_first_stops_calling(on
 
     def serve() -> None:
         for _ in range(80):
-            before = on_engine.calls_on(engine=True)
+            before = on_engine.functions["pool_calls"](1)
             assert torch.equal(call(2), wanted)
-            seen.append(on_engine.calls_on(engine=True) - before)
+            seen.append(on_engine.functions["pool_calls"](1) - before)
 
     server = threading.Thread(target=serve)
     server.start()
@@ -105,10 +105,10 @@ def test_a_call_inside_a_parallel_region_uses_own_threads(on_engine: Native) -> 
     parallel = ctypes.CDLL(runtime.path).GOMP_parallel
     found: list[Tensor] = []
     region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(call(THREADS)))
-    before = on_engine.calls_on(engine=True)
+    before = on_engine.functions["pool_calls"](1)
     parallel(region, None, 2, 0)
     assert len(found) == 2 and all(torch.equal(each, wanted) for each in found)
-    assert on_engine.calls_on(engine=True) == before
+    assert on_engine.functions["pool_calls"](1) == before
 
 
 def test_a_forked_process_uses_own_threads(on_engine: Native) -> None:
@@ -116,10 +116,10 @@ def test_a_forked_process_uses_own_threads(on_engine: Native) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        before = on_engine.calls_on(engine=True)
+        before = on_engine.functions["pool_calls"](1)
         right = all(torch.equal(call(THREADS), wanted) for _ in range(3))
         stated = "fork" in described()
-        os._exit(0 if right and stated and on_engine.calls_on(engine=True) == before else 1)
+        os._exit(0 if right and stated and on_engine.functions["pool_calls"](1) == before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(call(THREADS), wanted)
 
@@ -163,7 +163,7 @@ call, wanted = prepared(native)
 for threads in (2, 3, 5):
     assert torch.equal(call(threads), wanted)
     torch.ones(40_000).sin()
-print(native.calls_on(engine=True))
+print(native.functions["pool_calls"](1))
 """
 
 
