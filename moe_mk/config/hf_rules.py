@@ -24,7 +24,7 @@ ROOTS = (
 )  # fmt: skip
 BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer", "feed_forward")
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-SHARED = ("shared_experts", "shared_expert")
+SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 
 def _matches(style: str, pattern: str, name: str) -> bool:

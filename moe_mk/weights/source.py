@@ -359,9 +359,10 @@ class _View:
         tensor = tensor if self.expert is None else tensor[self.expert]
         if self.transposed and tensor.dim() == 2:
             tensor = tensor[0] if len(tensor) == 1 else tensor.T
+        if self.rows == "all":
+            return tensor.contiguous()
         half = tensor.shape[0] // 2
         parts = {
-            "all": slice(None),
             "first": slice(half),
             "second": slice(half, None),
             "even": slice(0, None, 2),

@@ -18,10 +18,13 @@ from moe_mk.integrations.transformers import model_without_experts
 from moe_mk.lab.checkpoints.block_tensors import is_block
 from moe_mk.lab.checkpoints.derive import derive, derive_from
 from moe_mk.lab.checkpoints.like import write_like
+from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.names import layer_of
 from tests.cli.conftest import printed
+from tests.config.test_keys import QUANTS
 from tests.config.test_published import REFUSED as PUBLISHED_ALONE
+from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
 from tests.support.tiers import thorough
 
@@ -212,7 +215,15 @@ REASONS = {
     "sgl-project--DeepSeek-V4-Flash-FP8": "not read by transformers", "gemma4_text": "can be derived",
     "jetmoe": "no known purpose",
 }  # fmt: skip
-"""Why models are refused whose classes compute something else, or that transformers lacks."""
+
+
+def configured(folder: Path, family: str) -> Path:
+    """A published configuration, or the one of a class."""
+    if family in PUBLISHED_ALONE:
+        return published(folder, family)
+    chosen = {"num_experts_per_tok": 7} if family == "flex_olmo" else {}  # all: renormalising has no effect
+    (folder / "config.json").write_text(json.dumps(config_for(family, chosen).to_dict(), default=str))
+    return folder / "config.json"
 
 
 @pytest.mark.parametrize(
@@ -221,14 +232,9 @@ REASONS = {
      "minimax", "axk2", "beam", "aria", "flex_olmo", "unlimited_ocr")],
 )  # fmt: skip
 def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path) -> None:
-    """Names and shapes of its own: of blocks, shared experts and vectors."""
-    if family in PUBLISHED_ALONE:
-        published(tmp_path, family)
-    else:
-        chosen = {"num_experts_per_tok": 7} if family == "flex_olmo" else {}  # all: renormalising has no effect
-        (tmp_path / "config.json").write_text(json.dumps(config_for(family, chosen).to_dict(), default=str))
-    (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
-    number = write_like(folder := tmp_path / "small", tmp_path / "config.json")
+    like = configured(tmp_path, family)
+    (tmp_path / "layer_equation.json").write_text(derive(like).model_dump_json())
+    number = write_like(folder := tmp_path / "small", like)
     assert inspect_checkpoint(folder).sound
     with torch.device("meta"):
         kind = type(model_of(transformers.AutoConfig.from_pretrained(folder)))
@@ -242,11 +248,34 @@ def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path) -> N
     assert float((layer(x) - expected.view(x.shape)).norm() / expected.norm()) < 1e-5
 
 
+APART = {
+    ("tencent--Hy3", "fp8_tensor", "same"): {"quant_method": "fp8", "activation_scheme": "static"},
+    ("tencent--Hy3", "fp8_channel", "bf16"): {**QUANTS["w8a8"], "ignore": ["re:.*shared_mlp.*", "lm_head"]},
+    ("arcee-ai--Trinity-Mini", "nvfp4", "bf16"): {**QUANTS["modelopt"], "ignore": ["*shared_experts*"]},
+    ("LiquidAI--LFM2-8B-A1B", "int4_g128_zp", "same"): QUANTS["awq"],
+}
+"""Sections by the model, and the formats of its routed and shared experts."""
+
+
+@pytest.mark.parametrize("case", APART)
+def test_quantised_experts_of_a_derived_family_are_read_under_its_names(case: tuple[str, ...], tmp_path: Path) -> None:
+    like = published(tmp_path, case[0])
+    (tmp_path / "layer_equation.json").write_text(derive(like).model_dump_json())
+    like.write_text(json.dumps({**json.loads(like.read_text()), "quantization_config": APART[case]}))
+    number = write_like(folder := tmp_path / "small", like)
+    facts = inspect_checkpoint(folder)
+    assert not [*facts.problems, *facts.layers[0].problems, *config_problems(folder, facts)]
+    weights, config = loaded(folder, number)
+    assert (config.model.quant.weights, config.model.quant.shared) == case[1:]
+    pairs = list(by_definition(folder, weights))
+    assert len(pairs) in (3, 6) and all(torch.equal(ours, expected) for _, ours, expected in pairs)
+
+
 @pytest.mark.thorough
 def test_a_layer_with_fused_shared_experts_is_what_its_class_computes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_for("inkling_text", {}).to_dict(), default=str))
-    (tmp_path / "layer_equation.json").write_text(derive(tmp_path).model_dump_json())
-    number = write_like(tmp_path / "small", tmp_path / "config.json")
+    like = configured(tmp_path, "inkling_text")
+    (tmp_path / "layer_equation.json").write_text(derive(like).model_dump_json())
+    number = write_like(tmp_path / "small", like)
     asked = ("--layer", number, "--against", "transformers", "--tokens", 8, "--dtype", "float32")
     printed("run", tmp_path / "small", *asked)
 
@@ -290,12 +319,8 @@ def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", REASONS)
 def test_models_that_are_not_derived_are_refused_with_the_reason(family: str, tmp_path: Path) -> None:
-    if family in PUBLISHED_ALONE:
-        published(tmp_path, family)
-    else:
-        (tmp_path / "config.json").write_text(json.dumps(config_for(family, {}).to_dict(), default=str))
     with pytest.raises(UnsupportedError, match=REASONS[family]):
-        derive(tmp_path)
+        derive(configured(tmp_path, family))
 
 
 def test_a_part_of_a_model_is_built_by_the_class_that_takes_its_configuration() -> None:
