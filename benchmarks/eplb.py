@@ -33,8 +33,7 @@ import numpy as np
 import scipy
 import torch
 from common import parser_of, versions, write
-from eplb_loads import Report, cpu_ms, even_balance, workloads
-from eplb_online import locality, movement
+from eplb_online import Report, cpu_ms, even_balance, locality, movement, workloads
 
 from moe_mk.lab.cli.outputs import output_file
 from moe_mk.placement.balance.moves import plan_moves

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from experts_cpu_ggml import ggml_candidates
 from experts_cpu_peers import (
     Experts,
     KtKernel,
@@ -25,7 +24,7 @@ from experts_cpu_peers import (
     weighted_experts,
     zentorch_bf16,
 )
-from experts_cpu_stored_peers import kt_candidates, vllm_candidates
+from experts_cpu_stored_peers import ggml_candidates, kt_candidates, vllm_candidates
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
