@@ -82,6 +82,15 @@ struct Avx512Int8Ops {
   }
 };
 
+// sum += unsigned codes of weights, four k of 16 columns, times four signed codes of a row.
+// NOTE gcc 12 copies the sums at both ends of a loop over intrinsics: 0.9 of its time.
+inline __attribute__((always_inline)) void add_quad(__m512i& sum, __m512i weights, const void* codes) {
+  struct Quad {
+    uint8_t bytes[4];
+  };
+  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*static_cast<const Quad*>(codes)));
+}
+
 // Rows rounded in parts. The sums of N rows times both tiles of P pairs in registers, weights straight from memory: codes are
 // unsigned, and sums of a part begin at -code_base() * the sum of the codes of x.
 constexpr int kFewInt8Rows = 4;
@@ -218,9 +227,8 @@ struct Avx512Int8PartOps {
           const __m512i left = _mm512_load_si512(panel + q * kCodeRow), right = _mm512_load_si512(panel + q * kCodeRow + 64);
 #pragma GCC unroll 6
           for (int m = 0; m < N; ++m) {
-            const __m512i codes = _mm512_set1_epi32(load<int32_t>(x[m] + 16 * four + 4 * q));
-            sums[m][0] = _mm512_dpbusd_epi32(sums[m][0], left, codes);
-            sums[m][1] = _mm512_dpbusd_epi32(sums[m][1], right, codes);
+            add_quad(sums[m][0], left, x[m] + 16 * four + 4 * q);
+            add_quad(sums[m][1], right, x[m] + 16 * four + 4 * q);
           }
         }
       }

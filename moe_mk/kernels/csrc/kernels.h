@@ -131,11 +131,15 @@ struct Kernels {
   // multiply_int8 for rows rounded in parts and weights of formats with parts; round_row makes such rows (int8_parts.h).
   void (*multiply_int8_parts)(const Columns&, const Rows&, const Scratch&, float* totals);
   void (*round_row)(const uint16_t* x, const int8_t* rounded, int64_t count, const RowLayout&, uint8_t* codes, float* scales);
-  // One pair of one row: 32 totals (* scale) (+ bias) -> 16 (gated) or 32 bf16 of h.
-  void (*activate)(const ActivationSpec&, const float* totals, const float* scale, const float* bias, uint16_t* h);
+  // One pair of some rows: 32 totals (* scale) (+ bias) -> 16 (gated) or 32 bf16 of h; rows of h are `stride` elements apart.
+  void (*activate)(const ActivationSpec&, const float* totals, const float* scale, const float* bias, int num_rows, uint16_t* h,
+                   int64_t stride);
   // sum[32] += weight * (totals[32] (* scale[32]) + bias[32])
   void (*accumulate)(const float* totals, const float* scale, const float* bias, float weight, float* sum);
   void (*to_bf16)(const float* from, uint16_t* to, int64_t count);
+  // Of rows with a single term: out[rows[r] * stride] = bf16(weights[r] * (totals[r][32] (* scale) (+ bias))), `columns` of 32.
+  void (*write_terms)(const float* totals, const float* scale, const float* bias, const float* weights, const int64_t* rows,
+                      int num_rows, int64_t columns, uint16_t* out, int64_t stride);
   // 128 bf16 or fewer -> e4m3 codes and their scale, with ue8m0 a power of two.
   float (*quantize)(const float* x, int count, bool ue8m0, uint8_t* codes);
   void (*decode)(const uint8_t* codes, uint16_t* bf16, int64_t count);

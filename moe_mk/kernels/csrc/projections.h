@@ -41,9 +41,11 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
     for (int p = 0; p < count; ++p) {
       float biases[kPairColumns];
       const float *bias = set.w13.bias(slot, first + p, biases), *scale = set.w13.output_scales(slot, first + p);
-      for (int r = 0; r < n; ++r) {
+      const int together = set.h_in_tiles && set.is_tiled(slot) ? 1 : n;  // rows that are equally far apart
+      for (int r = 0; r < n; r += together) {
         const float* totals = buffers.totals + (size_t(p) * n + r) * kPairColumns;
-        layer.kernels.activate(spec, totals, scale, bias, set.hidden(slot, done + r, int64_t(first + p) * wide));
+        uint16_t* h = set.hidden(slot, done + r, int64_t(first + p) * wide);
+        layer.kernels.activate(spec, totals, scale, bias, together, h, set.inter_padded);
       }
     }
   }
@@ -68,6 +70,15 @@ struct OutputBlock {
     for (int p = 0; p < count; ++p) {
       float biases[kPairColumns];
       const float *bias = set.w2.bias(slot, first + p, biases), *scale = set.w2.output_scales(slot, first + p);
+      const bool at_once = layer.one_term() && !layer.call.out_f32;
+      if (at_once) {
+        const int64_t column = int64_t(first + p) * kPairColumns;
+        layer.kernels.write_terms(totals, scale, bias, &set.plan.weight[place], &set.plan.row[place], rows,
+                                  std::min<int64_t>(kPairColumns, layer.call.w2.num_outputs - column),
+                                  static_cast<uint16_t*>(layer.call.out) + column, layer.call.out_stride);
+        totals += rows * kPairColumns;
+        continue;
+      }
       for (int r = 0; r < rows; ++r, totals += kPairColumns) {
         const int64_t row = set.plan.row[place + r];
         float only[kPairColumns] = {}, *sum = layer.one_term() ? only : sums + row * width + p * kPairColumns;
