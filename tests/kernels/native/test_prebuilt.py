@@ -71,11 +71,11 @@ def test_a_damaged_library_of_the_wheel_is_not_opened(
 
 
 AFTER_INSTALL = """
-import moe_mk.kernels.native as native
+from moe_mk.kernels.native import selfcheck
 from moe_mk.external.library import COMPILER, installed
-found = native.load(which=lambda name: None)
+found = selfcheck.load(which=lambda name: None)
 assert "prebuilt" in found.path.parts, found.path
-assert native.is_compiled(which=lambda name: None) and COMPILER in installed()
+assert selfcheck.is_compiled(which=lambda name: None) and COMPILER in installed()
 print(found.best.name, found.path.name)
 """
 
