@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.lab.verify.dense import dense_layer
@@ -125,6 +126,8 @@ def test_other_sections_are_refused(change: dict[str, Any], problem: str, tmp_pa
 def test_tensors_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     folder = written(tmp_path, *CASES["4 bits"][:2])
     file, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="MLX's names, under which routers and attention are packed too"):
+        convert_checkpoint(folder, tmp_path / "converted", "int4_g32")
     (folder / "model.safetensors.index.json").unlink()
     tensors[f"{MLP}switch_mlp.up_proj.biases"][2, 1, 0] = float("nan")
     for lacking, problem in (

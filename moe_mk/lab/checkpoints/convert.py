@@ -81,6 +81,7 @@ def convert_checkpoint(
                 "latent projections": layer.latent_size is not None, "a norm of the input": layer.has_input_norm,
                 "shared experts that the router scores": layer.num_fused_shared_experts > 0,
                 "a bias of tokens of images": layer.has_image_bias,
+                "MLX's names, under which routers and attention are packed too": layer.convention.startswith("mlx"),
                 f"shared experts in {layer.shared}": layer.shared == "fp8_block"}  # fmt: skip
         if odd := [what for what, found in kept.items() if found]:
             raise ConfigError(f"layer {layer.layer} of {source} has {' and '.join(odd)}, which are not converted")
