@@ -1,5 +1,7 @@
 """Which code an error stands for, and that it is reported once."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +46,21 @@ def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, caps
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt()) == 130 and raising(KeyboardInterrupt(15)) == 143
     assert capsys.readouterr().err == "moe-mk: interrupted\nmoe-mk: ended by SIGTERM\n"
+
+
+@pytest.mark.parametrize("place", ["pathlib.Path.cwd", "pathlib.Path.read_text", "typer._click.Context.invoke"])
+def test_a_signal_has_its_code_and_one_line_wherever_it_arrives(place: str, tmp_path: Path) -> None:
+    # Before, inside and outside of a verb. Dataclasses exec texts; only `python -m` looks for what has passed that.
+    (tmp_path / "command.py").write_text(f"""
+import pathlib, sys, typer
+from moe_mk.lab.cli.app import main
+{place} = lambda *given, **named: exec("raise KeyboardInterrupt(15)")
+sys.argv = ["moe-mk", "schema"]
+main()
+""")
+    paths = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    done = subprocess.run([sys.executable, "-m", "command"], capture_output=True, text=True, env=paths, check=False)
+    assert (done.returncode, done.stderr) == (143, "moe-mk: ended by SIGTERM\n")
 
 
 def test_streams_that_were_closed_before_the_start_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:

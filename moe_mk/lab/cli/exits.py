@@ -5,6 +5,7 @@ Errors are printed once.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import signal
@@ -28,6 +29,9 @@ OUT_OF_MEMORY = (
     "multiplication overflow",
 )
 """Parts of torch's messages for tensors that are too large."""
+
+_BY_SIGNAL: list[int] = []
+"""The exit code of a command that a signal has ended."""
 
 P = ParamSpec("P")
 
@@ -98,6 +102,7 @@ def leave_at_once(code: int) -> NoReturn:
 
 def end_in_order() -> None:
     """SIGTERM and SIGHUP, where not ignored, end the command as Ctrl-C does: its files and processes are removed."""
+    atexit.register(_leave_as_stated)  # before all others are registered, so that it is called last
 
     def ended(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -105,6 +110,12 @@ def end_in_order() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, ended)
+
+
+def _leave_as_stated() -> None:
+    """CPython ends with SIGINT, whatever was stated, where an interrupt passed an `exec` of text, as of dataclasses."""
+    if _BY_SIGNAL:
+        leave_at_once(_BY_SIGNAL[-1])
 
 
 def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -129,7 +140,17 @@ def code_of(command: Callable[[], int | None]) -> int:
             raise
         return print_error(error)
     except KeyboardInterrupt as interrupt:
-        number = signal.Signals(*interrupt.args or (signal.SIGINT,))
-        if (place := environment.launched()) is None or place.rank == 0:
-            _state("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
-        return BY_SIGNAL + number
+        return _ended_by(interrupt)
+    except SystemExit as ended:
+        interrupted = ended.__context__ and ended.__context__.__cause__
+        if not isinstance(interrupted, KeyboardInterrupt):
+            raise
+        return _ended_by(interrupted)  # while typer parsed or printed: it exits with 130 and prints nothing
+
+
+def _ended_by(interrupt: KeyboardInterrupt) -> int:
+    number = signal.Signals(*interrupt.args or (signal.SIGINT,))
+    if (place := environment.launched()) is None or place.rank == 0:
+        _state("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
+    _BY_SIGNAL.append(BY_SIGNAL + number)
+    return _BY_SIGNAL[-1]
