@@ -217,7 +217,10 @@ def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> 
     if not facts.kind:
         raise WeightError(f"layer {layer} of {path}: {'; '.join(facts.problems)}")
     quant = {"weights": facts.kind, "down": facts.down or None}
-    return config.with_(quant=quant, has_correction_bias=facts.has_gate_bias)
+    try:
+        return config.with_(quant=quant, has_correction_bias=facts.has_gate_bias)
+    except ConfigError as problem:
+        raise ConfigError(f"layer {layer} of {path}: {problem}") from problem
 
 
 def _shared_type(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None) -> MoEConfig:

@@ -192,7 +192,7 @@ class SafetensorsSource(TensorSource):
         """The header of one file, read once."""
         if file not in self._headers:
             if not _exists(file):
-                raise WeightError(f"{file.name[:100]} is named by the index but does not exist")
+                raise WeightError(f"{file.name[:100]} is named by the index but does not exist in {self.path}")
             self._headers[file] = read_header(file)
         return self._headers[file]
 
