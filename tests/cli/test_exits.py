@@ -10,9 +10,11 @@ import typer
 
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.lab.cli.app import main
-from moe_mk.lab.cli.exits import RanksFailed, leave_at_once, with_exit_code
+from moe_mk.lab.cli.exits import RanksFailed, code_of, leave_at_once, with_exit_code
 from moe_mk.lab.cli.world import world_of
 from tests.support.tiers import quick_where
+
+CALL = "typer._click.Context.invoke"
 
 
 def raising(problem: BaseException) -> int:
@@ -43,24 +45,32 @@ def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, caps
     assert stated.err == f"moe-mk: {problem}\n" and stated.out == ""
 
 
-def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(KeyboardInterrupt()) == 130 and raising(KeyboardInterrupt(15)) == 143
-    assert capsys.readouterr().err == "moe-mk: interrupted\nmoe-mk: ended by SIGTERM\n"
-
-
-@pytest.mark.parametrize("place", ["pathlib.Path.cwd", "pathlib.Path.read_text", "typer._click.Context.invoke"])
-def test_a_signal_has_its_code_and_one_line_wherever_it_arrives(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place,raised,ends",
+    [
+        *(
+            (place, "KeyboardInterrupt(15)", (143, "ended by SIGTERM"))
+            for place in ("Path.cwd", "Path.read_text", CALL)
+        ),
+        ("Path.read_text", "KeyboardInterrupt", (130, "interrupted")),
+        ("Path.cwd", "FileNotFoundError(2, '')", (2, "the working folder was removed; change to one that exists")),
+    ],
+)
+def test_what_ends_a_command_has_its_code_and_one_line(
+    place: str, raised: str, ends: tuple[int, str], tmp_path: Path
+) -> None:
     # Before, inside and outside of a verb. Dataclasses exec texts; only `python -m` looks for what has passed that.
     (tmp_path / "command.py").write_text(f"""
-import pathlib, sys, typer
+import sys, typer
+from pathlib import Path
 from moe_mk.lab.cli.app import main
-{place} = lambda *given, **named: exec("raise KeyboardInterrupt(15)")
+{place} = lambda *given, **named: exec("raise {raised}")
 sys.argv = ["moe-mk", "schema"]
 main()
 """)
     paths = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
     done = subprocess.run([sys.executable, "-m", "command"], capture_output=True, text=True, env=paths, check=False)
-    assert (done.returncode, done.stderr) == (143, "moe-mk: ended by SIGTERM\n")
+    assert (done.returncode, done.stderr) == (ends[0], f"moe-mk: {ends[1]}\n")
 
 
 def test_streams_that_were_closed_before_the_start_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,18 +105,6 @@ def test_a_stream_that_is_full_is_one_message_and_a_code(
         assert code or full != ("stdout",) or "output or a temporary file: No space left on device" in stated
 
 
-def test_a_working_folder_that_was_removed_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["moe-mk", "doctor"])
-    monkeypatch.setitem(main.__globals__, "end_in_order", lambda: None)
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and "the working folder was removed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("rank,size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])
 def test_variables_that_are_no_rank_of_a_launcher_are_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, size: str
@@ -134,7 +132,4 @@ def test_only_the_first_rank_of_a_launcher_speaks(
 
 
 def test_results_are_codes() -> None:
-    for result, code in ((None, 0), (0, 0), (1, 1)):
-        with pytest.raises(typer.Exit) as ended:
-            with_exit_code(lambda result=result: result)()
-        assert ended.value.exit_code == code
+    assert [code_of(lambda result=result: result) for result in (None, 0, 1)] == [0, 0, 1]

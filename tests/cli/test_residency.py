@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -84,14 +84,11 @@ def test_convert_takes_one_of_both(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_anything_is_written(
-    tiny: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Usage(NamedTuple):
-        free: int
-
-    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Usage(1_000_000))
-    refused = invoke("convert", tiny, tmp_path / "s", "--store")
-    assert refused.exit_code == 2 and "1 MB are free" in refused.stderr and "name another folder" in refused.stderr
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Mock(free=1_000_000))
+    refused = usage_error("convert", tiny, tmp_path / "s", "--store")
+    assert "1 MB are free" in refused and "name another folder" in refused
     assert not (tmp_path / "s").exists()
 
 

@@ -91,10 +91,10 @@ def test_a_killed_session_is_gone_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lines", [0, 1])
 def test_a_trial_that_cannot_be_written_leaves_the_lines_before_it(tmp_path: Path, lines: int) -> None:
     part, limits = tmp_path / "new" / "case.part.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    parts = Parts(part, "a case")
-    for tokens in range(lines):
-        parts.add(tokens, {"tile": "narrow"}, ((1.0, 2.0),))
-    before = part.read_bytes() if lines else b""
+    parts, before = Parts(part, "a case"), b""
+    if lines:
+        parts.add(0, {"tile": "narrow"}, ((1.0, 2.0),))
+        before = part.read_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limits[1]))  # stands for a full disk
     try:
         with pytest.raises(OSError, match="File too large"):

@@ -60,7 +60,6 @@ def test_a_header_that_cannot_be_is_reported(tmp_path: Path, header: dict[str, A
         read_header(file_of(tmp_path / "x.safetensors", header))
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
 def test_a_pipe_is_no_shard_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(WeightError, match=r"x.safetensors is no regular file"):
@@ -235,8 +234,8 @@ def test_no_change_of_a_gguf_file_ends_in_an_error_of_another_kind(tmp_path: Pat
     write_checkpoint(tmp_path / "whole", shape)
     right, octets = outcome_of(tmp_path / "whole"), (tmp_path / "whole" / "model.gguf").read_bytes()
     # The header alone: data that change are other weights, not another format.
-    end = min(entry.start for entry in read_gguf(tmp_path / "whole" / "model.gguf").tensors)
     random, file = Random(34), tmp_path / "model.gguf"
+    end = min(entry.start for entry in read_gguf(tmp_path / "whole" / "model.gguf").tensors)
     for trial in range(100):
         changed = bytearray(octets)
         at = random.randrange(end) if trial != 1 else octets.index(b"embedding_length") + 20
