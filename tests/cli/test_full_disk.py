@@ -67,7 +67,6 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(
         return
     assert done.exit_code == 2 and "Traceback" not in done.output, done.output
     target = names[{"again": "mine", "into": "empty"}.get(verb.split()[-1], "out")]
-    # Commands that start processes write their orders into temporary files.
     temporary = verb in LONG and ("a temporary" in done.stderr or "/moe-mk-" in done.stderr)
     assert temporary or str(target) in done.stderr, done.stderr
     assert "; name another f" in done.stderr, done.stderr
@@ -75,10 +74,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("verb", quick_where(lambda verb: verb == "run record", [*VERBS, *LONG]))
-def test_names_of_files_need_not_be_utf8(
-    verb: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_names_of_files_need_not_be_utf8(verb: str, tiny: Path, tmp_path: Path) -> None:
     inside = tmp_path / "\udcff"  # as Python reads the byte 0xff
     names = {name: inside / name for name in ("out", "mine", "empty", "tiny")}
     shutil.copytree(tiny, names["tiny"])

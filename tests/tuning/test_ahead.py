@@ -45,8 +45,8 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     assert not any(each.was_there for each in made) and all(each.seconds > 0 for each in made)
     (tmp_path / "here").rename(tmp_path / "there")
     assert relocate(tmp_path / "there") == len(made)
+    (tmp_path / "there" / "KEY").mkdir()
     for number, damage in enumerate(('{"child_', "[]", "{}")):
-        (tmp_path / "there" / "KEY").mkdir(exist_ok=True)
         (tmp_path / "there" / "KEY" / f"__grp__{number}.json").write_text(damage)
     assert relocate(tmp_path / "there") == len(made) and not list((tmp_path / "there" / "KEY").iterdir())
 

@@ -155,7 +155,6 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_refused(
 
 VALUES: tuple[Any, ...] = (None, -1, 0, 2**63, math.inf, math.nan, 1.5, "x", "", "../a", "a\0", [], {}, True, [0], "U8")
 FREE = ("n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor")
-"""Keys of config.json that no tensor contradicts."""
 
 
 def changed(content: Any) -> Iterator[Any]:
