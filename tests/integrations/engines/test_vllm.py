@@ -374,7 +374,12 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "options"), [*((names, []) for names in COMPILED), *((names, ["--eager"]) for names in EAGER)]
+    ("names", "options"),
+    [
+        *((names, []) for names in COMPILED),
+        *((names, ["--eager"]) for names in EAGER),
+        (["int4 groups", "int8 groups", "int8"], ["--eager", "--int8"]),
+    ],
 )
 def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[str], options: list[str]) -> None:
     for name, found in hosted(tmp_path, *options, *names).items():
@@ -383,10 +388,13 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
+        int8 = "--int8" in options
+        assert calls["experts int8"] == calls["experts"] * int8
         if not torch.cpu._is_amx_tile_supported():
             of_bf16 = (3 if name in PLAIN else 1) * layers + 1 if vllm_linear.packs_bf16() else 0
             others = 0 if name in PLAIN else 2 * layers
             assert calls["linear"] == others + of_bf16, "q, k and v as one, o, and the router of each layer; the head"
+            assert calls["linear int8"] == others * int8
 
 
 @pytest.mark.timeout(300)  # as long as its process may take

@@ -1,8 +1,9 @@
 """Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER [--eager] [--alone] [--tp] [--ep] [--dp] NAME...
+python vllm_host.py FOLDER [--eager] [--alone] [--int8] [--tp] [--ep] [--dp] NAME...
 
 Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
+--int8: with tokens rounded to INT8.
 --tp, --ep: on two ranks, each with a part of every expert, or with half of the experts. --dp: on two engines, each with
 half of the experts and prompts of its own; --second: the other of the two, with one prompt, which ends early.
 """
@@ -33,15 +34,16 @@ def experts_of(model: Any) -> list[tuple[str, int, int, bool]]:
     ]
 
 
-def generate(folder: Path, *, eager: bool, **more: Any) -> tuple[Made, Any]:
+def generate(folder: Path, *, eager: bool, int8: bool = False, **more: Any) -> tuple[Made, Any]:
     """What it generates, and the experts of each rank."""
     import vllm
 
     from tests.integrations.engines import vllm_host  # by a name that processes of vLLM can import
 
+    settings = {"experts": "cpu_native"} | ({"activations": "int8"} if int8 else {})
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", max_model_len=128, enforce_eager=eager, skip_tokenizer_init=True,
-        max_num_batched_tokens=512, additional_config={"moe_mk": {"experts": "cpu_native"}}, **more,
+        max_num_batched_tokens=512, additional_config={"moe_mk": settings}, **more,
     )  # fmt: skip
     sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     made = []
@@ -109,29 +111,31 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
 
         place = {"SIZE": "2", "RANK": "0", "RANK_LOCAL": "0", "MASTER_IP": "127.0.0.1", "MASTER_PORT": get_open_port()}
         os.environ.update({f"VLLM_DP_{key}": str(value) for key, value in place.items()})
-    run, matrices, calls = EngineExperts.run, PackedLinear.__init__, {"experts": 0, "linear": 0}
+    run, matrices, calls = EngineExperts.run, PackedLinear.__init__, dict[str, int]()
 
     def counted(self: EngineExperts, *args: torch.Tensor) -> torch.Tensor:
         calls["experts"] += 1
+        calls["experts int8"] += self.decision.compute.name.startswith("int8")
         calls[self.backend] = self._given == ()
         return run(self, *args)
 
-    def made(self: PackedLinear, *args: Any) -> None:
+    def made(self: PackedLinear, *args: Any, int8: bool = False) -> None:
         calls["linear"] += 1
-        matrices(self, *args)
+        calls["linear int8"] += int8
+        matrices(self, *args, int8=int8)
 
     EngineExperts.run, PackedLinear.__init__ = counted, made  # type: ignore[method-assign, assignment]
     with torch.inference_mode():
         for name in names:
             model = vllm_models.write(name, folder / name)
             calls.clear()
-            calls.update(experts=0, linear=0)
+            calls.update(dict.fromkeys(("experts", "experts int8", "linear", "linear int8"), 0))
             parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": "--ep" in options}
             more = parallel if {"--tp", "--ep"} & options else {}
             if "--dp" in options:
                 more = {"enable_expert_parallel": True}
                 subprocess.Popen(second, env=os.environ | {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"})
-            found, ranks = generate(folder / name, eager="--eager" in options, **more)
+            found, ranks = generate(folder / name, eager="--eager" in options, int8="--int8" in options, **more)
             facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
             print(json.dumps(facts | compared(model, found)), flush=True)
 
