@@ -115,15 +115,6 @@ def test_mixed_types_are_counted_in_bytes_and_refused_where_not_read(monkeypatch
     assert "the experts are" in str(TorchCpuExperts.reasons_against(mixed)[0])
 
 
-def test_activations_in_int8_are_an_offer_of_the_settings() -> None:
-    asked = problem("int4_g32", activations="int8")
-    assert asked.activations is not None and asked.activations.name == "int8_1x32"
-    assert problem("int4_g32").activations is None
-    config = asked.config.with_(activations="checkpoint", experts="torch_cpu")
-    with pytest.raises(UnsupportedError, match="multiplies with plain activations only"):
-        oracle.select(replace(asked, config=config))
-
-
 @pytest.mark.parametrize("quant", ["int4_g32", "q4_k"])
 @pytest.mark.parametrize("backend", ["cpu_native", "triton", "torch_cpu", "reference"])
 def test_rounded_activations_are_used_where_products_with_these_weights_exist(backend: str, quant: str) -> None:

@@ -388,13 +388,12 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
-        int8 = "--int8" in options
-        assert calls["experts int8"] == calls["experts"] * int8
+        assert calls["experts int8"] == calls["experts"] * ("--int8" in options)
         if not torch.cpu._is_amx_tile_supported():
             of_bf16 = (3 if name in PLAIN else 1) * layers + 1 if vllm_linear.packs_bf16() else 0
             others = 0 if name in PLAIN else 2 * layers
             assert calls["linear"] == others + of_bf16, "q, k and v as one, o, and the router of each layer; the head"
-            assert calls["linear int8"] == others * int8
+            assert calls["linear int8"] == others * ("--int8" in options)
 
 
 @pytest.mark.timeout(300)  # as long as its process may take
