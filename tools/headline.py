@@ -49,11 +49,11 @@ FIRST = (
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, bf16", "vLLM, bf16"),
     ("`moe_mk` with AVX2, qwen3-30b-a3b, 3 layers, bf16", "vLLM, bf16"),
     ("`moe_mk`, qwen3-30b-a3b, 2 layers, fp8", "vLLM, bf16"),
-    ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4, tokens", "vLLM, bf16"),
+    ("`moe_mk`, qwen3-30b-a3b, 2 layers, int4 with INT8 tokens", "vLLM, bf16"),
     ("vLLM, zentorch and `moe_mk`", "vLLM with zentorch, bf16"),
     ("`moe_mk` with packed linear layers, qwen3-30b-a3b, 2 layers, bf16", "transformers, grouped_mm, bf16"),
     ("`cpu_native`, FP8", "vLLM's FP8 path"),
-    ("with AVX2, FP8", "vLLM's bf16 path"),
     ("with AMX, FP8", "vLLM's FP8 path"),
     ("INT4 g32 experts with AMX", "vLLM's INT4 path"),
     ("combine, 2 ranks", "an all-to-all over gloo"),
@@ -112,9 +112,11 @@ def _engines(results: Path) -> Iterator[Line]:
         for name, rate in rates.items():
             engine, _, form = name.partition(":")
             alone, ours, more = engine.partition("+moe_mk")
-            if ours and more in PARTS and alone in ENGINES and alone in rates:
-                with_ours = f"{ENGINES[alone][0]} and `moe_mk`{PARTS[more]}{where}"
-                what = f"{with_ours}, {model}, {form or 'bf16'}, tokens per second"
+            parts = more.removesuffix("+int8")
+            if ours and parts in PARTS and alone in ENGINES and alone in rates:
+                with_ours = f"{ENGINES[alone][0]} and `moe_mk`{PARTS[parts]}{where}"
+                rounded = "" if parts == more else " with INT8 tokens"
+                what = f"{with_ours}, {model}, {form or 'bf16'}{rounded}, tokens per second"
                 ratios = [rate[case] / rates[alone][case] for case in found["cases"]]
                 yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 

@@ -100,9 +100,10 @@ def test_damage_is_listed_with_its_layer(tiny_directory: Path, tmp_path: Path) -
     (tmp_path / "damaged" / "model.safetensors.index.json").write_text(json.dumps(index))
     facts = inspect_checkpoint(tmp_path / "damaged")
     assert not facts.sound
-    assert facts.problems == (f"{shards[1].name} is named by the index but does not exist",)
+    missing = f"{shards[1].name} is named by the index but does not exist in {tmp_path / 'damaged'}"
+    assert facts.problems == (missing,)
     reported = "\n".join(facts.layers[0].problems)
-    assert f"{shards[1].name} is named by the index but does not exist (" in reported
+    assert f"{missing} (" in reported
     assert f"{shards[0].name} does not hold tensors that the index looks for there (1 tensors" in reported
     assert "1 experts are half filled: expert 3 lacks experts.3.up_proj.weight" in reported
     assert "1 tensors are unexpected: surprise" in reported

@@ -139,7 +139,8 @@ class Proxy:
     @property
     def missing(self) -> list[int]:
         """Peers to which not every channel has ever had a link."""
-        have = {peer: sum(each == peer for each, _ in self._joined) for peer in self._peers}
+        joined = tuple(self._joined)  # at once: threads that work on channels add to it
+        have = {peer: sum(each == peer for each, _ in joined) for peer in self._peers}
         return [peer for peer, count in have.items() if count < len(self.channels)]
 
     @property

@@ -161,8 +161,8 @@ class Worker:
         finally:
             for exchange, peer in list(self._links.values()):
                 self._drop(exchange, peer)
-            for _, _, _, pipe, _ in self._adoptions:
-                pipe.close()
+            while self._adoptions:  # other threads may still add to it
+                self._adoptions.popleft()[3].close()
             self._epoll.close()
 
     def _turn(self) -> None:

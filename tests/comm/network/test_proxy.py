@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +67,19 @@ def test_order_is_kept_in_a_channel_and_free_between_channels(threads: int) -> N
         wait_for(lambda: all(channel.is_idle for channel in zero.channels[1:]))
         assert seen == sorted(seen) and flag_of(others[1], 2) == 199
         assert flag_of(others[0], 0) == 0 and not zero.channels[0].is_idle
+
+
+def test_missing_peers_are_counted_while_links_begin() -> None:
+    class Peer(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            joined.add((9, len(joined)))  # as a thread may at any moment
+            return int(self) == other
+
+    joined = {(1, 0), (1, 1)}
+    proxy = SimpleNamespace(_joined=joined, _peers=[Peer(1), Peer(2)], channels=[0, 1])
+    assert Proxy.missing.fget(proxy) == [2]  # type: ignore[attr-defined]
 
 
 def test_a_ring_that_is_full_makes_the_producer_wait() -> None:
