@@ -106,13 +106,13 @@ inline void to_bf16(const float* from, uint16_t* to, int64_t count) {
   }
 }
 
-// Inlined here, a row takes a third of two calls by pointer.
+// NOTE Zen 4: with two calls by pointer for each row, products of 512 rows of 2,048 inputs take 1.04 of the time.
 inline void write_terms(const float* totals, const float* scale, const float* bias, const float* weights, const int64_t* rows,
                         int num_rows, int64_t columns, uint16_t* out, int64_t stride) {
   for (int r = 0; r < num_rows; ++r, totals += 32) {
     float sum[32] = {};
     accumulate(totals, scale, bias, weights[r], sum);
-    if (columns == 32) to_bf16(sum, out + rows[r] * stride, 32);
+    if (columns == 32) to_bf16(sum, out + rows[r] * stride, 32);  // a constant, so without a loop
     else to_bf16(sum, out + rows[r] * stride, columns);
   }
 }

@@ -83,7 +83,7 @@ struct Avx512Int8Ops {
 };
 
 // sum += unsigned codes of weights, four k of 16 columns, times four signed codes of a row.
-// NOTE gcc 12 copies the sums at both ends of a loop over intrinsics: 0.9 of its time.
+// NOTE gcc 12 copies the sums at both ends of a loop over intrinsics. Zen 4, 256 rows: groups of 32 take 0.92 to 0.97 of its time.
 inline __attribute__((always_inline)) void add_quad(__m512i& sum, __m512i weights, const void* codes) {
   struct Quad {
     uint8_t bytes[4];
