@@ -77,7 +77,7 @@ def mixed(steps: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def route(load: np.ndarray, tokens: int, seed: int, groups: int = 8) -> np.ndarray:
-    """Ids [tokens, 8] of group-limited routing (4 of 8 groups by their two best) whose expert loads follow `load`."""
+    """Expert ids [tokens, 8] of grouped top-k routing (4 of 8 groups), with expert loads proportional to `load`."""
     rng = np.random.default_rng(seed)
     noise, bias = rng.gumbel(size=(tokens, len(load))), np.log(load / load.sum())
     for _ in range(12):

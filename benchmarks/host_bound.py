@@ -108,7 +108,7 @@ def measure(rounds: int, passes: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from common import about, parser_of, with_output, write  # a test has this module without those beside it
+    from common import about, parser_of, with_output, write  # tests import this module as part of a package
 
     options = with_output(parser_of(__doc__, rounds=100, passes=12)).parse_args()
     rows = measure(options.rounds, options.passes)

@@ -274,7 +274,7 @@ def _of_quark(stated: Any) -> Found:
         return {}, []
     weight, tokens = stated["weight"], stated.get("input_tensors") or {}
     if isinstance(weight, list) and any(isinstance(each, Mapping) and each.get("dtype") == "int4" for each in weight):
-        return {}, ["weight is int4 under a scale of FP8 (W4A8), whose FP8 tokens no experts multiply with integers; "
+        return {}, ["weight is int4 under FP8 scales (W4A8), which no experts backend supports; "
                     "export fp8_e4m3 per_channel"]  # fmt: skip
     if isinstance(weight, list) and isinstance(tokens or [], list):
         return _of_levels(stated, {"weight": weight, "input_tensors": list(tokens)})

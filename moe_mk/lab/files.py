@@ -44,7 +44,7 @@ def new_folders(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def partial_folder(root: Path, *, last: Sequence[str] = (), name: str | None = None) -> Iterator[Path]:
-    """A new folder whose files become those of `root`, or are removed on failure, and so are folders created for it.
+    """A temporary folder that is moved to `root` on success; on failure it and the parent folders created are removed.
 
     It is renamed to `root`. Where that exists (it may be the root of another file system), or with `name`, it is inside
     of it, and its files are moved, those of `last` after all others. Errors of the system name `root`. name: of the

@@ -25,7 +25,7 @@ FINER_THAN_FP8 = {n for n, s in GGUF.items() if s.blocks.bits > 4} | {n for n, s
 class Oracle:
     """Choices that depend on the quantisation type of the stored weights.
 
-    By default those of a type whose checkpoints define quantised activations, or keep the layer's dtype (weight-only).
+    The defaults are for types whose checkpoints define quantised activations, and for weight-only types.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Layers whose arithmetic is exact, so that outputs are bitwise equal wherever an expert is placed. Weights and
+"""Layers with exact arithmetic: outputs are bitwise equal for every placement of experts. Weights and
 tokens are small integers, the activation is relu(x)^2, routing weights are 1/2 and 1/4: every sum in f32 is an integer
 below 2^24 or a quarter of one. A wrong, missing or doubled expert changes it; an order of adding does not."""
 

@@ -148,7 +148,7 @@ class MatrixLayout:
     num_outputs: output columns of ONE half when gated (I), else all of them. num_inputs: k; even for four-bit codes.
     gated: packed from two sources, gate and up, whose tiles alternate.
     by_output: FP8 and INT8 with one f32 scale per output (or for all outputs) instead of blocks.
-    parts: the scales of integers in groups. block_type: packed from ggml blocks, whose inputs divide num_inputs.
+    parts: scales of grouped integers. block_type: the ggml blocks it is packed from; their size divides num_inputs.
     Raises ShapeError for a format with parts that has neither of them, and for partial blocks.
     """
 

@@ -46,7 +46,7 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `_codes`."""
+    """Codes in 32-bit words, lowest bits first."""
     return viewed(e2m1.pack(codes) if bits == 4 else codes, torch.int32)
 
 

@@ -129,7 +129,7 @@ def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def code_of(command: Callable[[], int | None]) -> int:
-    """The exit code of a call, whose errors are printed. Exceptions that are defects pass on."""
+    """Make a call, print its errors, and return the exit code. Unexpected exceptions propagate."""
     try:
         return command() or OK
     except MoEMKError as problem:

@@ -76,7 +76,7 @@ def packed_modules(model: nn.Module) -> list[PackedExperts]:
     return [module for module in model.modules() if isinstance(module, PackedExperts)]
 
 
-@pytest.mark.parametrize(("family", "quant"), quick_where(lambda family, _: family == "qwen3_moe", CASES))
+@pytest.mark.parametrize(("family", "quant"), quick_where(lambda *case: case == ("qwen3_moe", "int4_g32"), CASES))
 def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str, quant: str, written: Written) -> None:
     folder = written(family, quant)
     model = model_without_experts(folder, dtype=torch.float32)
