@@ -170,6 +170,35 @@ struct Packed {
   }
 };
 
+// One matrix times rows, in bf16 or rounded to INT8, which end with their last input.
+void product(const Shape& s, int rounding, int seed) {
+  const int inputs = has_super_blocks(s.format) ? 256 * pick(1, 2) : 32 * pick(1, 9), outputs = pick(1, 100), rows = pick(0, 40);
+  const int stride = inputs + pick(0, 3);
+  const Packed w(1, outputs, inputs, s, false, seed);
+  const Bytes x(rows == 0 ? 0 : (size_t(rows - 1) * stride + inputs) * 2);
+  for (size_t i = 0; i < x.size; i += 2) {
+    const uint16_t bf16 = to_bf16(normal());
+    std::memcpy(x.data + i, &bf16, 2);
+  }
+  std::vector<uint16_t> out(size_t(rows) * outputs), other(out.size()), scalar;
+  MoeMkExperts call = {};
+  call.w2 = w.matrix;
+  call.x_stride = stride, call.out_stride = outputs, call.top_k = 1, call.num_slots = 1, call.quantize = rounding;
+  for (int isa = 0; isa < kNumIsas; ++isa) {
+    if (!moe_mk_isa_supported(isa)) continue;
+    call.isa = isa;
+    if (moe_mk_product(&call, x.data, rows, out.data(), 1) != kOk) fail("product", seed);
+    if (moe_mk_product(&call, x.data, rows, other.data(), 3) != kOk || other != out) fail("same product for any number of threads", seed);
+    if (scalar.empty()) scalar = out;
+    double apart = 0, wanted = 0;
+    for (size_t i = 0; i < out.size(); ++i) {
+      apart += std::pow(double(to_f32(out[i])) - to_f32(scalar[i]), 2);
+      wanted += std::pow(double(to_f32(scalar[i])), 2);
+    }
+    if (apart > 1e-3 * wanted + 1e-12) fail("instruction sets agree on a product", seed);
+  }
+}
+
 void layer(int seed) {
   Shape s = {pick(1, 4), pick(1, 300), pick(1, 200), pick(0, 40), 1, pick(0, kNumFormats - 1), 32 << pick(0, 2), pick(0, 1),
              pick(0, 1), 0};
@@ -246,6 +275,7 @@ void layer(int seed) {
     const bool exact = rounding == kInt8PartRows && !s.gated && call.activation == kRelu2;
     if (exact && out != scalar) fail("integer sums have the same bits", seed);
   }
+  product(s, int8 || int8_parts ? rounding : kAsIs, seed);
 }
 
 void routing(int seed) {
