@@ -83,6 +83,7 @@ def test_names_of_files_need_not_be_utf8(verb: str, tiny: Path, tmp_path: Path) 
         printed("place", "--trace", names["out"].rename(inside / "trace.safetensors"), "--gpus", 2)
 
 
+@pytest.mark.thorough
 def test_what_is_no_regular_file_is_written_directly_and_named() -> None:
     assert "/dev/full: " in usage_error("plan", "timeline", "--trace", "/dev/full")
     command = [sys.executable, "-m", "moe_mk", "plan", "timeline", "--trace", "/dev/stdout"]

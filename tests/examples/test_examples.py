@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,9 @@ def test_every_example_is_run_here() -> None:
 
 
 @pytest.mark.thorough
-def test_the_layer_explains_itself_and_counts_the_load() -> None:
-    stated = run(example("01_layer.py"))
+def test_the_layer_explains_itself_and_counts_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(example("01_layer.py"), run_name="__main__")
+    stated = capsys.readouterr().out
     assert "rank 0: 16 experts" in stated
     assert re.search(r"^\* no_ep +\+ \w+ ", stated, re.MULTILINE)
     assert re.search(r"refused [^:]*all_to_all[^:]* \+ any: needs 2 ranks or more", " ".join(stated.split()))
@@ -63,8 +65,9 @@ def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
 
 
 @pytest.mark.thorough
-def test_the_oracle_plans_machines_that_are_not_here() -> None:
-    stated = run(example("03_explain_hypothetical.py"))
+def test_the_oracle_plans_machines_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(example("03_explain_hypothetical.py"), run_name="__main__")
+    stated = capsys.readouterr().out
     table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", stated, re.MULTILINE))
     assert [" ".join(row.split()) for row in table] == [
         "cpu 2 1", "h100 8 1", "h200 8 1", "h200 32 4", "h200 144 18", "b200 32 4",

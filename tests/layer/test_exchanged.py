@@ -109,6 +109,7 @@ def test_a_failure_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
             assert phase in failed["text"] or (where, rank) in (("slots", 1), ("slots", 2))
 
 
+@pytest.mark.thorough
 @TRANSPORTS
 def test_a_rank_that_makes_no_call_is_named_with_the_limit(world: RankWorld, transport: str) -> None:
     found = world.call(ranks.absent, transport)

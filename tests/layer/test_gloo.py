@@ -20,7 +20,7 @@ from moe_mk.layer import DeepseekV3MoE
 from tests.layer import gloo_ranks, test_fp16
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
-from tests.support.tiers import quick_where, thorough
+from tests.support.tiers import thorough
 from tests.support.worlds import world_of
 
 LIMIT = 1e-6
@@ -43,14 +43,11 @@ def forward(world: RankWorld, twin: Twin, inputs: list[Tensor], grid: str = "ep4
 
 @pytest.mark.parametrize(
     "transport,weights,activations",
-    quick_where(
-        lambda transport, weights, _: (transport, weights) == ("all_to_all", "fp32"),
-        [
-            (transport, *stored)
-            for stored in (("fp32", "plain"), ("fp8_block", "checkpoint"))
-            for transport in ("all_to_all", "all_gather", "replicated")
-        ],
-    ),
+    [
+        ("all_to_all", "fp32", "plain"),
+        *thorough(("all_to_all", "fp8_block", "checkpoint"), ("all_gather", "fp32", "plain")),
+        *thorough(("replicated", "fp8_block", "checkpoint")),
+    ],
 )
 def test_processes_give_the_bits_that_lockstep_gives(
     world: RankWorld, transport: str, weights: str, activations: str

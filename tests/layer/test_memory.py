@@ -73,6 +73,7 @@ EXPERTS, SIDE = 4, 256
 BACKENDS = [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu", "reference"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experts", BACKENDS)
 @torch.no_grad()
 def test_nothing_outlives_a_layer_that_was_used_in_every_way(

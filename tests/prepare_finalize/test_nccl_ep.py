@@ -22,6 +22,7 @@ from tests.support.tiers import thorough
 LL, HT = "nccl_ep", "nccl_ep_ht"
 
 
+@pytest.mark.thorough
 @pytest.mark.row(75)
 @pytest.mark.parametrize("name", [LL, *thorough(HT)])
 def test_calls_survive_a_collection_of_garbage_between_their_halves(name: str) -> None:

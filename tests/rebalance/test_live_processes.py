@@ -148,7 +148,7 @@ def with_managers_that_end(number: int, seed: int) -> Report:
     return story(rank) | {"ended": ended}
 
 
-@pytest.mark.parametrize("seed", [0, *thorough(1, 2, 3)])
+@pytest.mark.parametrize("seed", [0, *thorough(1)])
 def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, seed: int) -> None:
     reported = world.call(with_managers_that_end, seed)
     for each in reported:

@@ -74,10 +74,15 @@ def world(transport: str, fault: Fault | None, number: int = 0, **changes: objec
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """One run for all: each broken transport and a right one, each with the same kill, and a right one without."""
+    """One run for all: each broken transport and a right one, each with the same kill, a right one without, and with
+    other faults."""
     names = ("broken_hangs", "broken_changes_type", "broken_aborts", "broken_swallows", "right_after_all")
     plans = [world(name, KILL) for name in names]
-    return run_plans([*plans, world("right_after_all", None), world("right_after_all", replace(KILL, call=99))])
+    plans += [world("right_after_all", None), world("right_after_all", replace(KILL, call=99))]
+    proxy = Fault("proxy", "within dispatch", victim=1, call=1)
+    interrupt = Fault("raise", "time", victim=1, error="KeyboardInterrupt", at_ms=0)  # while its first tokens are drawn
+    plans.append(world("one_sided_network", proxy, recovers=True))
+    return run_plans([*plans, world("right_after_all", interrupt, recovers=True)])
 
 
 @pytest.mark.row("N9")
@@ -114,9 +119,8 @@ def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
 
 @pytest.mark.row(148, "N9")
 @pytest.mark.thorough
-def test_a_rank_that_loses_its_proxy_ends_calls_in_errors_in_time_and_the_group_recovers() -> None:
-    fault = Fault("proxy", "within dispatch", victim=1, call=1)
-    (result,) = run_plans([world("one_sided_network", fault, recovers=True)]).worlds
+def test_a_rank_that_loses_its_proxy_ends_calls_in_errors_in_time_and_the_group_recovers(report: Report) -> None:
+    result = report.worlds[7]
     assert result.fired and not result.bad, result.bad
     seen = {(row.rank, row.stage, row.call): row for row in result.rows}
     failed = [
@@ -141,9 +145,8 @@ def test_a_world_without_a_fault_is_right(report: Report) -> None:
 
 
 @pytest.mark.thorough
-def test_an_interrupt_that_comes_between_calls_is_raised_in_the_next_one() -> None:
-    fault = Fault("raise", "time", victim=1, error="KeyboardInterrupt", at_ms=0)  # while its first tokens are drawn
-    (result,) = run_plans([world("right_after_all", fault, recovers=True)]).worlds
+def test_an_interrupt_that_comes_between_calls_is_raised_in_the_next_one(report: Report) -> None:
+    result = report.worlds[8]
     assert result.fired and not result.bad, result.bad
     assert {row.outcome for row in result.rows if row.stage in ("recover", "again")} == {"right"}
 
@@ -164,7 +167,7 @@ def test_a_fault_that_is_not_reached_is_no_success(report: Report) -> None:
 def test_the_table_counts_what_the_worlds_saw(report: Report) -> None:
     lines = {line["key"]: line for line in report.table()}
     assert lines["broken_aborts"]["outcomes"]["abort"] == 1 and lines["broken_aborts"]["failed_worlds"] == 1
-    assert lines["right_after_all"]["worlds"] == 3 and lines["right_after_all"]["delay_max_s"] < TIMEOUT_S
+    assert lines["right_after_all"]["worlds"] == 4 and lines["right_after_all"]["delay_max_s"] < TIMEOUT_S
     assert json.loads(json.dumps(report.as_dict()))["failed"] == [one.plan.number for one in report.worlds if one.bad]
 
 

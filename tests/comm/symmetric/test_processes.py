@@ -59,7 +59,7 @@ def _delay(draw: random.Random) -> None:
 @pytest.mark.row(55)
 @pytest.mark.parametrize("use_libatomic", [False, True])
 def test_what_was_put_is_there_when_its_signal_is_seen(world: RankWorld, use_libatomic: bool) -> None:
-    for result in world.call(exchange_randomly, 5_000, use_libatomic):
+    for result in world.call(exchange_randomly, 2_000, use_libatomic):
         assert result == {"wrong": 0, "names of the file": 0}
 
 

@@ -27,7 +27,6 @@ def sized(tile: Tile) -> str:
     return f"{tile.rows} rows"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [RowTokens, GroupedTokens, BatchedTokens])
 @pytest.mark.parametrize(
     "compute,travelled",
@@ -40,7 +39,6 @@ def test_every_layout_equals_the_reference(layout: type, compute: QuantScheme, t
     assert backend.parameters() == "MXFP4 weights are multiplied as FP8, exactly"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [RowTokens, GroupedTokens])
 @pytest.mark.parametrize("tile", TILES, ids=sized)
 def test_every_tile_equals_the_reference(tile: Tile, layout: type) -> None:
