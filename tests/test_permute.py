@@ -60,34 +60,6 @@ def loop(tokens: RowTokens, y_of: dict[tuple[int, int], Tensor], *, weigh: bool 
     return total
 
 
-def test_grouping_by_hand() -> None:
-    # (e0,r0) (e0,r1) (e0,r2) (e1,r0) (e1,r2)
-    grouped = group(rows(EXAMPLE, 2))
-    assert grouped.row_N.tolist() == [0, 1, 2, 0, 2] and grouped.counts_L.tolist() == [3, 2]
-    assert grouped.x_NH.values[:, 0].tolist() == [1, 2, 3, 1, 3]
-    assert grouped.weights_N.tolist() == pytest.approx([1.1, 0.2, 1.3, 0.1, 0.3])
-    assert grouped.num_rows == 3 and grouped.handle == "home"
-    assert grouped.counts_L.dtype == grouped.row_N.dtype == torch.int64 and grouped.weights_N.dtype == torch.float32
-
-
-def test_batching_by_hand() -> None:
-    # [e0: r0 r1 r2] [e1: r0 r2 --]
-    batched = batch(group(rows(EXAMPLE, 2)))
-    assert batched.home is not None and batched.handle == "home" and batched.counts_L.tolist() == [3, 2]
-    assert batched.home.row_LS.tolist() == [[0, 1, 2], [0, 2, -1]] and batched.home.num_rows == 3
-    assert batched.x_LSH.shape == (2, 3, 4) and batched.x_LSH.values[1, :2, 0].tolist() == [1, 3]
-    assert batched.home.weights_LS[1].tolist() == pytest.approx([0.1, 0.3, 0.0])
-
-
-def test_weighing_and_summing_by_hand() -> None:
-    # Every assignment's output is its row, r + 1; row 0: 1 * (0.1 + 1.1), row 1: 2 * 0.2, row 2: 3 * (0.3 + 1.3)
-    for layout in LAYOUTS:
-        tokens = permute(rows(EXAMPLE, 2), into=[layout])
-        y = tokens.x_NH.values if isinstance(tokens, GroupedTokens) else blocks(tokens)
-        output = weight_and_reduce(ExpertOutput(y, RAW), tokens, until=REDUCED)
-        assert output.stage is REDUCED and output.y[:, 0].tolist() == pytest.approx([1.2, 0.4, 4.8])
-
-
 def blocks(tokens: Tokens) -> Tensor:
     """The blocks of a batch with NaN wherever nothing may look."""
     assert isinstance(tokens, BatchedTokens)
@@ -174,16 +146,6 @@ def test_scales_go_with_their_rows(layout: type, scheme: QuantScheme) -> None:
         assert isinstance(local, BatchedTokens) and local.x_LSH.scheme == scheme
         back = local.x_LSH.dequantize(torch.float32)
         assert torch.equal(back[0], plain) and torch.equal(back[1, :2], plain[[0, 2]])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ids", [[], [[-1, -1], [-1, -1]]])
-def test_nothing_to_do_gives_zero_rows(layout: type, ids: list[list[int]]) -> None:
-    local = permute(rows(ids, 3) if ids else rows_of_nothing(3), into=[layout])
-    assert not isinstance(local, RowTokens) and local.counts_L.tolist() == [0, 0, 0]
-    y = local.x_NH.values if isinstance(local, GroupedTokens) else blocks(local)
-    reduced = weight_and_reduce(ExpertOutput(y, RAW), local, until=REDUCED)
-    assert reduced.y.shape == (len(ids), 4) and not reduced.y.any()
 
 
 def test_sums_run_in_f32_and_are_rounded_once() -> None:

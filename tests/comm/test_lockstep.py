@@ -18,16 +18,6 @@ def rows(*numbers: int) -> Tensor:
     return torch.tensor([[number] for number in numbers], dtype=torch.int64).view(len(numbers), 1)
 
 
-def test_uneven_all_to_all_by_hand() -> None:
-    # rank 0 sends 1 | 2 3, rank 1 sends 4 5 | nothing  ->  rank 0 has 1 4 5, rank 1 has 2 3
-    first, second = LockstepWorld(2).communicators()
-    results = interleave([
-        first.all_to_all(rows(1, 2, 3), [1, 2], [1, 2], "dispatch"),
-        second.all_to_all(rows(4, 5), [2, 0], [2, 0], "dispatch"),
-    ])  # fmt: skip
-    assert [result.flatten().tolist() for result in results] == [[1, 4, 5], [2, 3]]
-
-
 def test_rows_are_those_of_the_moment_of_the_call() -> None:
     first, second = LockstepWorld(2).communicators()
     mine = rows(1, 2)

@@ -24,7 +24,7 @@ from tests.config.test_keys import FLOATS, ONE, QUANTS, TOKENS, full, grouped, s
 from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
 from tests.config.test_quant_values import KEYS, VALUES
-from tests.support.tiers import quick_where
+from tests.support.tiers import thorough
 from tests.weights.test_inspect import rewritten
 
 ALONE = {**ONE, "num_experts_per_tok": 1, "n_routed_experts": 2, "num_hidden_layers": 1}
@@ -99,15 +99,18 @@ def found(folder: Path, layer: int) -> tuple[list[torch.Tensor], object]:
     return [decoded(q) for slot in slots for _, q in matrices_of(slot)], config.model.quant.activation_scheme
 
 
-CASES = [(seed, family) for family in FAMILIES for seed in range(len(SECTIONS) if family == "deepseek_v3" else 6)]
-QUICK = {*CASES[:6], (0, "mixtral"), (1, "minimax_m2"), (2, "qwen2_moe"), (5, "mixtral")}
-EVERY = 41, pytest.param(23, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.slow)
+CASES: list[tuple[int | str, str]] = [
+    (seed, family) for family in FAMILIES for seed in range(len(SECTIONS) if family == "deepseek_v3" else 6)
+]
+CASES += [(name, "") for name in NAMES]
+QUICK = [*CASES[:6], (0, "mixtral"), (1, "minimax_m2"), (2, "qwen2_moe"), (5, "mixtral")]
+EVERY = [
+    *((*case, 41) for case in QUICK), *thorough(*((*case, 23) for case in CASES)),
+    *(pytest.param(*case, 3, marks=pytest.mark.slow) for case in CASES),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize(
-    ("seed", "family"), quick_where(lambda *case: case in QUICK, [*CASES, *((name, "") for name in NAMES)])
-)
+@pytest.mark.parametrize(("seed", "family", "every"), EVERY)
 def test_no_contradiction_is_read_silently(seed: int | str, family: str, every: int, tmp_path: Path) -> None:
     """Static scales of activations are tensors too: what is rounded changes only with a warning."""
     if isinstance(seed, str):

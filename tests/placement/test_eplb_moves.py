@@ -57,22 +57,12 @@ def test_an_assignment_costs_least():
             assert cost_NN[range(size), column_N].sum() == pytest.approx(cost_NN[linear_sum_assignment(cost_NN)].sum())
 
 
-def test_two_transfers_from_one_gpu_take_two_rounds():
-    # 0 -> 1, 0 -> 2 share a sender; 1 -> 2 shares a receiver with the second: it can join the first round.
-    rounds = colour_rounds(np.array([0, 0, 1]), np.array([1, 2, 2]))
-    assert rounds[0] != rounds[1] != rounds[2] and rounds.max() == 1
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 80), st.integers(0, 10_000))
 def test_rounds_are_as_many_as_the_busiest_gpu_needs(gpus: int, transfers: int, seed: int):
     rng = np.random.default_rng(seed)
     src, dst = rng.integers(0, gpus, transfers), rng.integers(0, gpus, transfers)
     check_rounds(src, dst, colour_rounds(src, dst))
-
-
-def test_no_transfers_need_no_round():
-    assert colour_rounds(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
 
 
 def test_sources_are_near_and_take_turns():

@@ -61,6 +61,7 @@ def test_ids_go_to_a_replica_of_their_expert_on_one_rank_alone(
     before, tables = ids_TK.clone(), placement.tables(CPU)
     physical_TK = tables.to_physical(ids_TK, salt)
     assert physical_TK.dtype == ids_TK.dtype and physical_TK.shape == ids_TK.shape and torch.equal(ids_TK, before)
+    assert torch.equal(tables.to_physical(ids_TK, salt), physical_TK), "no state, no draw"
     table2 = placement.physical_to_global()
     for logical, physical in zip(ids_TK.flatten().tolist(), physical_TK.flatten().tolist(), strict=True):
         assert (physical == -1) if logical == -1 else (table2[physical] == logical)

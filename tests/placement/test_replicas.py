@@ -2,28 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_mk import CommError, ConfigError, ExpertMap, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from tests.support.layers import config, layer
-
-
-@pytest.mark.row(107)
-def test_linear_placement_gives_neighbours_to_one_rank() -> None:
-    linear = ExpertMap.linear(8, 4)
-    assert linear.experts_of_rank == ((0, 1), (2, 3), (4, 5), (6, 7)) and linear.is_identity
-    assert ExpertMap.linear(10, 4).experts_of_rank == ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
-
-
-@pytest.mark.row(108)
-def test_round_robin_placement_deals_experts_out() -> None:
-    dealt = ExpertMap.round_robin(8, 4)
-    assert dealt.experts_of_rank == ((0, 4), (1, 5), (2, 6), (3, 7)) and not dealt.is_identity
-    # 10 = 3 + 3 + 2 + 2: the first ranks take what does not divide.
-    assert ExpertMap.round_robin(10, 4).experts_of_rank == ((0, 4, 8), (1, 5, 9), (2, 6), (3, 7))
 
 
 @pytest.mark.row(104, 105, 106)
@@ -56,19 +39,6 @@ def test_ranks_of_equal_maps_and_other_epochs_are_stopped_before_they_exchange()
         each.live.flip(each.live.stage(each.expert_map, epoch=epoch))
     with pytest.raises(CommError, match="epoch"):
         interleave([each.steps(x_TH) for each in layers])
-
-
-@pytest.mark.row(104, 105, 106)
-@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.integers(1, n))))
-def test_tables_undo_each_other_and_ranks_put_together_are_the_whole(drawn: tuple[list[int], int]) -> None:
-    order, ranks = drawn
-    size = -(-len(order) // ranks)
-    rows = [tuple(order[i : i + size]) for i in range(0, len(order), size)]
-    placed = ExpertMap(tuple(rows), len(order))
-    forth, back = placed.global_to_physical(), placed.physical_to_global()
-    assert sorted(forth) == list(range(len(order)))
-    assert [back[forth[e]] for e in range(len(order))] == list(range(len(order)))
-    assert [e for rank in range(placed.num_ranks) for e in placed.local_to_global(rank)] == back
 
 
 def test_shares_are_equal_unless_given() -> None:

@@ -19,21 +19,6 @@ def test_edges_by_hand() -> None:
     assert edges_of(0, [0.5, 0.0, 0.5, 0.0]) == [one // 2, one // 2, one, one]  # what takes nothing is never first
 
 
-def test_single_copies_are_looked_up() -> None:
-    ids_TK = torch.tensor([[0, 7], [3, -1]], dtype=torch.int32)
-    physical_TK = ExpertMap.round_robin(8, 4).tables(CPU).to_physical(ids_TK, salt=3)
-    assert physical_TK.tolist() == [[0, 7], [6, -1]] and physical_TK.dtype == torch.int32
-
-
-def test_minus_one_stays_and_every_choice_holds_the_expert() -> None:
-    tables, logical = SHARED.tables(CPU), torch.tensor(SHARED.physical_to_global())
-    ids_TK = torch.randint(-1, 4, (500, 3), dtype=torch.int64)
-    physical_TK = tables.to_physical(ids_TK, salt=1)
-    assert torch.equal(physical_TK == -1, ids_TK == -1)
-    assert torch.equal(logical[physical_TK[ids_TK >= 0]], ids_TK[ids_TK >= 0])
-    assert torch.equal(tables.to_physical(ids_TK, salt=1), physical_TK)  # no state, no draw
-
-
 def test_tokens_fall_on_replicas_in_proportion_to_shares() -> None:
     counts = torch.bincount(SHARED.tables(CPU).to_physical(torch.zeros(20_000, 1, dtype=torch.int32), 0).flatten())
     # Five standard deviations of 20000 draws at 1/2 are 354.

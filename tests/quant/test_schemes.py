@@ -21,7 +21,6 @@ from moe_mk.quant import (
     SCHEMES,
     BlockedScheme,
     INT8_128x128,
-    Plain,
     fp8_static,
     nvfp4_tokens,
 )
@@ -219,8 +218,3 @@ def test_a_stack_of_whole_matrices_keeps_their_scales_apart() -> None:
 def test_an_odd_number_of_four_bit_values_is_refused(scheme: BlockedScheme) -> None:
     with pytest.raises(ShapeError, match=rf"{scheme.name} holds 2 values a byte; 33 columns must be even"):
         scheme.quantize(normal(2, 33))
-
-
-def test_every_scheme_has_a_family() -> None:
-    families = {scheme.family for scheme in SCHEMES.values() if not isinstance(scheme, Plain)}
-    assert families == {"fp8", "int8", "mxfp8", "mxfp4", "nvfp4"}

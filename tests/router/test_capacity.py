@@ -48,16 +48,6 @@ def test_a_token_whose_choices_are_all_full_passes_through_and_is_counted() -> N
     assert (mixture[2] == 0).all() and torch.equal((x + mixture)[2], x[2]) and (mixture[:2] != 0).all()
 
 
-def test_first_choices_come_before_second_choices_by_hand() -> None:
-    # top-2, capacity 2.  Round 1: t0 -> 0, t1 -> 0, t2 -> 1.  Round 2: t0 -> 1, t1 -> 1 full, t2 -> 0 full.
-    # Round 3: t1 -> 2, t2 -> 2.
-    scores = torch.tensor([[0.5, 0.4, 0.1], [0.6, 0.3, 0.1], [0.3, 0.6, 0.1]])
-    routing = route_with_capacity(scores, 2, 2)
-    assert routing.ids_TK.tolist() == [[0, 1], [0, 2], [1, 2]]
-    unspilled = route_with_capacity(scores, 2, 2, num_choices=2)
-    assert unspilled.ids_TK.tolist() == [[0, 1], [0, -1], [1, -1]] and int(unspilled.num_dropped) == 2
-
-
 def loops(scores: list[list[float]], top_k: int, capacity: int, num_choices: int) -> list[list[int]]:
     """Plain Python: rounds of choices, tokens in order."""
     order = [[e for _, e in sorted((-score, e) for e, score in enumerate(token))] for token in scores]

@@ -14,18 +14,6 @@ from moe_mk.router.router import Simulation
 from moe_mk.router.topk import IDS
 from tests.support.draws import normal
 
-
-def test_mixtral_routing_by_hand() -> None:
-    # logits 0, ln 2, ln 5  ->  softmax 1/8, 2/8, 5/8  ->  top-2: e2, e1  ->  renormalised 5/7, 2/7
-    logits = torch.tensor([[0.0, math.log(2), math.log(5)]])
-    weights, ids = topk(logits, 2)
-    assert ids.tolist() == [[2, 1]] and weights.tolist()[0] == pytest.approx([5 / 7, 2 / 7])
-    weights, _ = topk(logits, 2, renormalize=False)
-    assert weights.tolist()[0] == pytest.approx([5 / 8, 2 / 8])
-    weights, _ = topk(logits, 2, "sigmoid", renormalize=False, routed_scaling_factor=3.0)
-    assert weights.tolist()[0] == pytest.approx([3 * 5 / 6, 3 * 2 / 3])
-
-
 # Softplus of these logits is 1, 4 and 1/4, so their roots are 1, 2 and 1/2.
 ROOTS_1_2_HALF = [math.log(math.e - 1), math.log(math.exp(4) - 1), math.log(math.exp(0.25) - 1)]
 
@@ -157,12 +145,6 @@ def test_ids_come_in_the_dtype_that_is_asked_for(groups: int, simulate: Simulati
     assert simulate is not None or made[1].ids_TK[3].tolist() == [-1, -1, -1]
     with pytest.raises(ConfigError, match=r"ids_dtype=torch\.int16 is not one of torch\.int32, torch\.int64"):
         Router(3, ids_dtype=torch.int16)
-
-
-def test_equal_logits_choose_the_lowest_ids_and_all_experts_can_be_chosen() -> None:
-    weights, ids = topk(torch.zeros(2, 6, dtype=torch.bfloat16), 6)
-    assert ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    assert weights.tolist() == [pytest.approx([1 / 6] * 6)] * 2
 
 
 def test_one_expert_no_tokens_and_nan() -> None:

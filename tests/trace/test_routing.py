@@ -127,13 +127,6 @@ def test_nodes_equal_what_a_layers_tables_choose() -> None:
     assert found == pytest.approx(trace.nodes_per_token(placed, Topology(ranks, nodes, 3)).remote)
 
 
-def test_a_plan_from_a_trace_is_a_plan_from_its_loads() -> None:
-    trace = drawn(16, 4, steps=5)
-    placed = plan(trace.loads(), Topology(4, 2, 5), groups=4)
-    assert placed.phy2log.shape == (len(trace.layers), 20)
-    assert 0 <= trace.nodes_per_token(placed, Topology(4, 2, 5)).remote <= 1
-
-
 @pytest.mark.row(134)
 def test_groups_at_home_reach_fewer_nodes_than_groups_anywhere() -> None:
     """8 groups on 5 nodes: they do not divide, so that the compatible policy spreads each over all nodes."""

@@ -117,11 +117,10 @@ def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(
     assert again.complete and again.resumed == result.measured and again.measured == 6 - result.measured
 
 
-def test_another_case_does_not_take_over_measurements(tmp_path: Path) -> None:
-    path = tmp_path / "case.json"
-    path.with_suffix(".part.jsonl").write_text(
-        json.dumps({"case": "another", "tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}) + "\n"
-    )
+def test_lines_of_another_case_and_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
+    path, found = tmp_path / "case.json", {"tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}
+    lines = [json.dumps({"case": name} | found) for name in ("another", CASE.name)]
+    path.with_suffix(".part.jsonl").write_text("\n".join([*lines, "[]", "3", ""]))
     assert run(path, tokens=(1,)).resumed == 0
 
 
@@ -192,13 +191,6 @@ def test_a_session_killed_before_the_rounds_of_the_best_goes_on_with_them(
     result = run(path, tokens=(4,))
     assert (result.complete, result.measured, result.resumed) == (True, 0, 3)
     assert result.points[0].parameters == {"threads": 1} and not path.with_suffix(".part.jsonl").exists()
-
-
-def test_lines_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "case.json"
-    line = {"case": CASE.name, "tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}
-    path.with_suffix(".part.jsonl").write_text(json.dumps(line) + "\n[]\n3\n")
-    assert run(path, tokens=(1,)).resumed == 0
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:

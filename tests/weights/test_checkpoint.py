@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
@@ -143,11 +142,3 @@ def test_progress_ends_at_all_bytes_of_weights(tiny: Shape, tiny_directory: Path
     load_layer(source, 3, tiny.layer_spec(), owned=ALL, on_progress=lambda *stated: reported.append(stated))
     assert {what for what, _, _ in reported} == {"check"}
     assert reported[-1][1] == reported[-1][2] == 512 + 16 + 5 * 3 * 2048
-
-
-def test_a_file_written_by_the_safetensors_library_loads_too(
-    tiny: Shape, tiny_state: StateDict, tmp_path: Path
-) -> None:
-    save_file(tiny_state, tmp_path / "model.safetensors")
-    weights = load_layer(SafetensorsSource(tmp_path / "model.safetensors"), 3, tiny.layer_spec(), owned=ALL)
-    assert torch.equal(weights.gate_EH, tiny_state[PREFIX + "gate.weight"])

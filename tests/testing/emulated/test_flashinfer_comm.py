@@ -67,20 +67,6 @@ def test_minus_one_lands_on_rank_0() -> None:
     assert first[1].item() == 1.0 and bool(second.isnan().all())
 
 
-@pytest.mark.parametrize("in_workspace", [False, True])
-@on_each_rank(2)
-def test_combine_adds_one_row_of_each_rank_in_f32(group: ThreadCommunicator, in_workspace: bool) -> None:
-    exchange = opened(group)
-    (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST)
-    sums = (10.0 ** (1 + group.rank) * window).to(torch.bfloat16)
-    if in_workspace:
-        region = exchange.get_combine_payload_tensor_in_workspace(MOST, HIDDEN, torch.bfloat16)
-        sums = region.copy_(sums)
-    # a = 1 went to both ranks: 10 + 100. b = 2 to rank 1 alone: 200. c = 3 to rank 0 alone: 30.
-    total = exchange.combine(sums, MOST, payload_in_workspace=in_workspace)
-    assert total[:, 0].tolist() == [[110.0, 200.0], [30.0]][group.rank]
-
-
 def test_rows_of_a_source_change_places_from_call_to_call() -> None:
     def job(group: ThreadCommunicator) -> set[tuple[float, ...]]:
         exchange, seen = opened(group), set()
@@ -218,15 +204,6 @@ def test_two_sided_rows_lie_behind_each_other_and_foreign_ids_become_the_number_
 def test_two_sided_filler_goes_nowhere_and_minus_one_to_rank_0(group: ThreadCommunicator) -> None:
     mine = [ids([4, 4]), ids([-1, -1])][group.rank]
     assert prepared(group, mine)[0].recv_rank_count_cumsum.tolist() == [[0, 1], [0, 0]][group.rank]
-
-
-@on_each_rank(2)
-def test_two_sided_combine_sums_over_the_places_of_a_token(group: ThreadCommunicator) -> None:
-    info, _, _, rows = prepared(group, IDS[group.rank])
-    x = MnnvlMoe.mnnvl_moe_alltoallv(X[group.rank], info, rows, group.rank, group.size)
-    y = 10.0 ** (1 + group.rank) * x
-    total = MnnvlMoe.mnnvl_moe_alltoallv_combine(y, info, rows, group.rank, group.size, TOP_K, len(IDS[group.rank]))
-    assert total[:, 0].tolist() == [[110.0, 200.0], [30.0]][group.rank]
 
 
 def test_two_sided_takes_slots_in_fours_rows_in_16_bytes_and_one_mapping_a_process() -> None:

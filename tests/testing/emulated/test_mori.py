@@ -71,13 +71,6 @@ def test_everything_returned_is_poison_after_the_next_call(group: ThreadCommunic
     assert [*after_combine, was_there, bool(out.isnan().all())] == [True] * 5
 
 
-@on_each_rank(2)
-def test_scales_travel_with_their_rows(group: ThreadCommunicator) -> None:
-    op = opened(group, scale_dim=1, scale_type_size=4)
-    x, _, scales, _, total = sent(op, group.rank, scales=10.0 * X[group.rank][:, :1])
-    assert [float(scales[row, 0] / x[row, 0]) for row in range(int(total))] == [10.0, 10.0]
-
-
 @pytest.mark.parametrize(
     "changed,error,message",
     [

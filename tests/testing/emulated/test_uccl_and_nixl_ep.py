@@ -28,16 +28,6 @@ def test_uccl_has_the_calls_of_v1_and_neither_masks_nor_v2() -> None:
         uccl.Buffer(None, enable_shrink=True)  # type: ignore[call-arg]
 
 
-@on_each_rank(2)
-def test_uccl_carries_what_deep_ep_carries(group: ThreadCommunicator) -> None:
-    buffer = uccl.Buffer(group, num_rdma_bytes=BYTES, low_latency_mode=True)
-    x, counts, handle, *_ = buffer.low_latency_dispatch(rows(group.rank), IDS[group.rank], MOST, EXPERTS, use_fp8=False)
-    assert counts.tolist() == [[2, 1], [1, 1]][group.rank] and len(handle) == 5
-    assert isinstance(x, torch.Tensor)
-    out, *_ = buffer.low_latency_combine(x, IDS[group.rank], WEIGHTS[group.rank], handle, overlap=True, block_m=64)
-    assert out[:, 0].tolist() == [[0.75, 2.0, 0.0], [4.375]][group.rank]
-
-
 def test_nixl_has_its_own_names_and_no_emulated_high_throughput() -> None:
     wrong, absent = differences("nixl_ep")
     assert wrong == []
