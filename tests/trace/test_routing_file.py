@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts, TraceFolder
 from tests.support.routing_cases import by_hand, drawn, equal
+from tests.support.trees import Runs
 
 
 def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
@@ -109,6 +110,12 @@ def test_what_is_no_trace_is_reported(tmp_path: Path) -> None:
         RoutingTrace.read(tmp_path / "new.safetensors")
     with pytest.raises(TraceError, match="cannot be written"):
         by_hand().write(tmp_path / "no folder" / "a.safetensors")
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    torch.save({"ids": Runs()}, tmp_path / "a.safetensors")
+    with pytest.raises(TraceError, match="no safetensors file"):
+        RoutingTrace.read(tmp_path / "a.safetensors")
 
 
 def test_a_file_that_was_made_to_deceive_is_refused(tmp_path: Path) -> None:

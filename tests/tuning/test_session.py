@@ -118,10 +118,14 @@ def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(
 
 
 def test_lines_of_another_case_and_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
-    path, found = tmp_path / "case.json", {"tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}
-    lines = [json.dumps({"case": name} | found) for name in ("another", CASE.name)]
-    path.with_suffix(".part.jsonl").write_text("\n".join([*lines, "[]", "3", ""]))
-    assert run(path, tokens=(1,)).resumed == 0
+    path, found = tmp_path / "case.json", {"tokens": 1, "parameters": {"threads": 1}}
+    lines = [
+        json.dumps(found | {"case": name, "rounds": [[1.0, 1.0]], "confirms": False}) for name in ("another", CASE.name)
+    ]
+    lines += [json.dumps(found | {"case": CASE.name, "microseconds": 1.0}), "[]", "3", ""]
+    for kept, resumed in ((lines, 1), ([lines[0], *lines[2:]], 0)):
+        path.with_suffix(".part.jsonl").write_text("\n".join(kept))
+        assert run(path, tokens=(1,)).resumed == resumed
 
 
 def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
