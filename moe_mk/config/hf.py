@@ -56,6 +56,7 @@ _OWN_KINDS: Mapping[str, Mapping[str, Kind]] = {
     "gpt_oss": {"hidden_act": _SILU, "swiglu_limit": FACTOR},
     "minimax_m3": {"hidden_act": one_of("swigluoai"), "swiglu_limit": FACTOR},
     "kimi_linear": {"hidden_act": one_of("silu", "situ")},
+    "phimoe": {"num_experts_per_tok": ("2", lambda v: v == 2)},
 }  # fmt: skip
 _READ: Mapping[str, Mapping[str, Kind]] = {
     family: {**{key: KINDS[key] for key in (*_COMMON.split(), *each["keys"])}, **_OWN_KINDS.get(family, {})}
@@ -238,15 +239,13 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     clamped = {}
     if family in ("gpt_oss", "minimax_m3"):
         activation, clamped = "swiglu_oai", {key: hf[key] for key in ("swiglu_limit", "swiglu_alpha")}
-    if family == "deepseek_v4" and (limit := _first(hf, where, "swiglu_limit")):  # 0: plain SwiGLU
-        activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
     if family == "kimi_linear" and hf.get("hidden_act") == "situ":
         activation = "situ"
         clamped = {"swiglu_limit": hf.get("activation_situ_linear_beta"), "swiglu_alpha": hf["activation_situ_beta"]}
     if family == "kimi_linear" and hf.get("moe_latent_size") and hf["latent_moe_use_norm"]:
         clamped["latent_norm"] = _first(hf, where, "rms_norm_eps")
-    if family in ("glm5_next", "hy_v4") and hf["swiglu_limit"]:
-        activation, clamped = "swiglu_limit", {"swiglu_limit": hf["swiglu_limit"]}
+    if family in ("deepseek_v4", "glm5_next", "hy_v4") and (limit := _first(hf, where, "swiglu_limit")):  # 0: SwiGLU
+        activation, clamped = "swiglu_limit", {"swiglu_limit": limit}
         if family == "hy_v4" and hf["n_shared_experts"]:
             clamped["shared_activation"] = "silu"
     if family in STEP:
@@ -279,8 +278,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         or (family != "llama4" and _first(hf, where, "norm_topk_prob")),
         "routed_scaling_factor": hf["routed_scaling_factor"] * hf["part"],
     }
-    is_stated = "use_routing_bias" in _READ[family]
-    biased = hf["use_routing_bias"] if is_stated else _TABLE[family].get("biased", False)
+    biased = hf.get("use_routing_bias", _TABLE[family].get("biased", False))
     scoring = _TABLE[family].get("scoring", "softmax")
     scoring = hf.get("scoring_func" if family == "bailing_moe" else "expert_selection_fn") or scoring
     router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}

@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
     "mlp_hidden_act": one_of("relu2"), "moe_router_dtype": one_of("float32"),
     "zero_expert_type": one_of("identity", "drop"), "enable_moe_block": TRUE,
     "shared_expert_combination_strategy": one_of("average", "sum"), "router_dtype": one_of("float32", "fp32"),
-    "expert_selection_fn": one_of("softmax", "sigmoid"),
+    "expert_selection_fn": one_of("softmax", "sigmoid"), "router_jitter_noise": ("0.01", lambda v: v == 0.01),
 }  # fmt: skip
 
 _CHANGES_LAYER = re.compile(

@@ -184,8 +184,12 @@ class RouterConfig(Settings):
     """topk: the best experts, in one group or several. For training only (`moe_mk.layer.TrainingMoE`): noisy_topk adds
     trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert."""
     top_k: int = Experts
-    scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
-    """The function from logits to scores; sqrtsoftplus, the root of ln(1 + exp(x)), is DeepSeek-V4's."""
+    scoring_func: Literal[
+        "sigmoid", "softmax", "sqrtsoftplus", "logit_sigmoid", "logit_softmax", "masked_softmax"
+    ] = "softmax"  # fmt: skip
+    """The function from logits to scores; sqrtsoftplus, the root of ln(1 + exp(x)), is DeepSeek-V4's. logit_sigmoid and
+    logit_softmax: logits with the correction bias select experts (Kolibri 1), scores weigh them. masked_softmax: logits
+    select, and a softmax over an expert and lower ones within two percent weighs it (PhiMoE)."""
     num_expert_group: int = Field(default=1, ge=1)
     topk_group: int = Field(default=1, ge=1)
     has_correction_bias: bool = False

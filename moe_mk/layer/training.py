@@ -11,6 +11,7 @@ Experts are trained in one place each (`TrainingExchange`), with f32 or bf16 par
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +186,7 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "router.weight_on_input": (router.weight_on_input, False), "parallel.tp": (parallel.tp, 1),
         "router.has_logit_bias": (router.has_logit_bias, False), "parallel.tokens": (parallel.tokens, "sharded"),
         "router.hash_vocabulary": (router.hash_vocabulary, None),
+        "router.scoring_func": (router.scoring_func, re.sub("^(logit|masked)_", "", router.scoring_func)),
         "router.first_image_token": (router.first_image_token, None),
         "model.num_fused_shared_experts": (model.num_fused_shared_experts, 0),
     }  # fmt: skip

@@ -18,7 +18,6 @@ from moe_mk.router.topk import (
     ids_problems,
     raise_all,
     scoring_problems,
-    topk,
 )
 from moe_mk.tokens import Routing
 
@@ -64,16 +63,10 @@ class Router:
             return self._simulated(router_logits, e_score_correction_bias)
         bias, score_dtype, ids_dtype = e_score_correction_bias, self._score_dtype(router_logits), self.ids_dtype
         weighed, groups = (self.renormalize, self.routed_scaling_factor), (self.num_expert_group, self.topk_group)
-        if groups[0] == 1:
-            weights_TK, ids_TK = topk(
-                router_logits, self.top_k, self.scoring_func, *weighed, bias, score_dtype=score_dtype,
-                ids_dtype=ids_dtype,
-            )  # fmt: skip
-        else:
-            weights_TK, ids_TK = grouped_topk(
-                router_logits, self.top_k, *groups, self.scoring_func, bias, *weighed, score_dtype=score_dtype,
-                ids_dtype=ids_dtype,
-            )  # fmt: skip
+        weights_TK, ids_TK = grouped_topk(
+            router_logits, self.top_k, *groups, self.scoring_func, bias, *weighed, score_dtype=score_dtype,
+            ids_dtype=ids_dtype,
+        )  # fmt: skip
         return Routing(ids_TK, weights_TK)
 
     def placed(

@@ -16,10 +16,11 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import profile_here
 from moe_mk.kernels.reference import grouped_topk as reference
+from moe_mk.kernels.reference.topk import BY_LOGIT
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
-SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus")
+SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus", *BY_LOGIT)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int32, torch.int64)
@@ -40,28 +41,8 @@ def topk(
 
     Meaning of every argument, ties and NaN: as in `grouped_topk`, with all experts in one group.
     """
-    check_tensors(router_logits, e_score_correction_bias)
-    problems = scoring_problems(scoring_func, routed_scaling_factor, score_dtype)
-    num_experts = router_logits.shape[1]
-    if not 1 <= top_k <= num_experts:
-        problems.append(
-            f"top_k={top_k} experts cannot be chosen among E={num_experts}; use top_k in [1, {num_experts}]"
-        )
-    raise_all("topk", problems + ids_problems(ids_dtype))
-    given = (scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor, score_dtype)
-    return _chosen(router_logits, top_k, 1, 1, *given, ids_dtype)
-
-
-def _chosen(
-    router_logits: Tensor, top_k: int, num_expert_group: int, topk_group: int, scoring_func: str, bias: Tensor | None,
-    renormalize: bool, factor: float, score_dtype: torch.dtype, ids_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights and ids by the kernels that compute this case, of checked arguments."""
-    fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, bias, score_dtype)
-    weights_TK, ids_TK = (fused or reference).grouped_topk(
-        router_logits, top_k, num_expert_group, topk_group, scoring_func, bias, renormalize, factor, score_dtype
-    )[:2]
-    return weights_TK, ids_TK.to(ids_dtype)
+    given = (scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor)
+    return grouped_topk(router_logits, top_k, 1, 1, *given, score_dtype=score_dtype, ids_dtype=ids_dtype)
 
 
 def fused_kernels(
@@ -156,8 +137,13 @@ def grouped_topk(
     problems = scoring_problems(scoring_func, routed_scaling_factor, score_dtype)
     problems += group_problems(router_logits.shape[1], top_k, num_expert_group, topk_group)
     raise_all("grouped_topk", problems + ids_problems(ids_dtype))
-    given = (scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor, score_dtype)
-    return _chosen(router_logits, top_k, num_expert_group, topk_group, *given, ids_dtype)
+    bias = e_score_correction_bias
+    fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, bias, score_dtype)
+    given = (scoring_func, bias, renormalize, routed_scaling_factor, score_dtype)
+    weights_TK, ids_TK = (fused or reference).grouped_topk(router_logits, top_k, num_expert_group, topk_group, *given)[
+        :2
+    ]
+    return weights_TK, ids_TK.to(ids_dtype)
 
 
 def group_problems(num_experts: int, top_k: int, num_expert_group: int, topk_group: int) -> list[str]:
@@ -179,7 +165,11 @@ def group_problems(num_experts: int, top_k: int, num_expert_group: int, topk_gro
         return problems
     per_group = num_experts // num_expert_group
     selectable = max(min(topk_group, num_expert_group), 0) * per_group
-    if not 1 <= top_k <= selectable:
+    if not 1 <= top_k <= selectable and num_expert_group == 1:
+        problems.append(
+            f"top_k={top_k} experts cannot be chosen among E={num_experts}; use top_k in [1, {num_experts}]"
+        )
+    elif not 1 <= top_k <= selectable:
         groups_needed = -(-max(top_k, 1) // max(per_group, 1))
         more_groups = f" or topk_group >= {groups_needed}" if topk_group < groups_needed <= num_expert_group else ""
         problems.append(

@@ -55,6 +55,7 @@ MORE = {
 CLASSES = {
     "glm5_next": ("Glm5NextTextMoE", "Text"), "hy_v4": ("HYV4MoE", ""), "mistral4": ("Mistral4MoE", ""),
     "bailing_hybrid": ("BailingHybridMoE", ""), "kimi_linear": ("KimiLinearMoE", ""),
+    "phimoe": ("PhimoeSparseMoeBlock", ""),
 }  # fmt: skip
 GROUPS = {"mistral4": {"n_group": 4, "topk_group": 2}}
 

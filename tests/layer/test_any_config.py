@@ -17,6 +17,7 @@ from moe_mk.lab.testing.bits import equal_bits
 from moe_mk.lab.verify import Answer, verify
 from moe_mk.lab.verify.dense import dense_layer
 from moe_mk.layer.settings import layer_spec_of
+from moe_mk.router.topk import SCORING_FUNCS
 from moe_mk.weights import MappingSource, load_layer
 from tests.layer.any_tensors import tensors_of
 
@@ -51,7 +52,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
         model["quant"]["shared"] = draw(st.sampled_from(["same", "same", "bf16", "fp8_block"]))
     router = {
         "top_k": draw(st.integers(1, kept * per_group)), "num_expert_group": groups, "topk_group": kept,
-        "scoring_func": draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])), "renormalize": draw(flag),
+        "scoring_func": draw(st.sampled_from(SCORING_FUNCS)), "renormalize": draw(flag),
         "group_score": draw(st.sampled_from(["auto", "two_best"])) if hashed is None else "auto",
         "has_correction_bias": draw(flag) and hashed is None, "has_logit_bias": draw(flag), "hash_vocabulary": hashed,
     }  # fmt: skip

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError
 from moe_mk.kernels.native.selfcheck import reasons_against
+from moe_mk.kernels.reference.topk import BY_LOGIT
 from moe_mk.layer.gate import route_natively
 from moe_mk.router import Router, gate_logits, topk
 from moe_mk.router.router import Simulation
@@ -50,19 +51,38 @@ def test_equal_logits_tie_wherever_they_stand() -> None:
         assert len(set(scores.flatten().tolist())) == 1 and ids[0].tolist() == list(range(1031))
 
 
-def test_sqrtsoftplus_routing_is_that_of_transformers() -> None:
-    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4", reason="needs transformers")
-    from transformers import DeepseekV4Config
+def test_a_masked_softmax_and_logits_that_choose_by_hand() -> None:
+    # e1 is within 2 % of e0, e2 is within 2 % of e1 alone: e0 weighs against e1, e1 against e2, e2 against none.
+    logits = torch.tensor([[10.0, 9.9, 9.75, -1.0]])
+    weights, ids = topk(logits, 4, "masked_softmax", renormalize=False)
+    near = [1 / (1 + math.exp(-0.1)), 1 / (1 + math.exp(-0.15)), 1.0, 1.0]
+    assert ids.tolist() == [[0, 1, 2, 3]] and weights.tolist()[0] == pytest.approx(near)
+    # A bias of 11 puts e3 first by its logit, which sigmoid alone would not; it weighs as it scored.
+    bias = torch.tensor([0.0, 0.0, 0.0, 11.5])
+    for scoring, least in (
+        ("logit_sigmoid", 1 / (1 + math.e)),
+        ("logit_softmax", float(logits.double().softmax(1)[0, 3])),
+    ):
+        weights, ids = topk(logits, 2, scoring, False, 1.0, bias, score_dtype=torch.bfloat16)
+        assert ids.tolist() == [[3, 0]] and float(weights[0, 0]) == pytest.approx(least)
+    for scoring in BY_LOGIT:  # ties go to the lowest id; what has no order goes nowhere, and -inf is not chosen
+        _, ids = topk(torch.tensor([[0.0, 0.0, -math.inf], [math.inf, 1, 2], [math.nan, 1, 2]]), 3, scoring)
+        assert ids.tolist() == [[0, 1, -1], [-1] * 3, [-1] * 3]
 
-    config = DeepseekV4Config(hidden_size=32, moe_intermediate_size=8, n_routed_experts=24, num_hidden_layers=1)
-    theirs = modeling.DeepseekV4TopKRouter(config)
+
+@pytest.mark.parametrize("scoring, family, name", [
+    ("sqrtsoftplus", "deepseek_v4", "DeepseekV4"), ("logit_sigmoid", "kolibri1", "Kolibri1"),
+    ("masked_softmax", "phimoe", "Phimoe")])  # fmt: skip
+def test_routing_is_that_of_transformers(scoring: str, family: str, name: str) -> None:
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason="needs transformers")
+    config = getattr(modeling, f"{name}Config")(hidden_size=32, num_local_experts=24, num_experts_per_tok=2)
+    theirs = getattr(modeling, f"{name}TopKRouter")(config).eval()
     x, theirs.weight.data = normal(300, 32), normal(24, 32, seed=1) / 4
-    theirs.e_score_correction_bias = normal(24, seed=2) / 2
+    bias = theirs.e_score_correction_bias = normal(24, seed=2) / 2
     with torch.no_grad():
         logits, their_weights, their_ids = theirs(x)
-    weights, ids = topk(
-        logits, 6, config.scoring_func, True, config.routed_scaling_factor, theirs.e_score_correction_bias
-    )
+    stated = getattr(config, "norm_topk_prob", False), getattr(config, "routed_scaling_factor", 1.0)
+    weights, ids = topk(logits, 2, scoring, *stated, None if name == "Phimoe" else bias)
     for mine, my_weights, other, other_weights in zip(ids.long(), weights, their_ids, their_weights, strict=True):
         assert sorted(mine.tolist()) == sorted(other.tolist())
         torch.testing.assert_close(my_weights[mine.argsort()], other_weights[other.argsort()], rtol=1e-5, atol=1e-6)
@@ -162,5 +182,3 @@ def test_errors_name_the_numbers() -> None:
         topk(normal(2, 4), 0, "softmx")
     with pytest.raises(ConfigError, match=r"score_dtype=torch.int8"):
         topk(normal(2, 4), 1, score_dtype=torch.int8)
-    with pytest.raises(ShapeError, match=r"E=3 \(axis 0\), expected E=4"):
-        topk(normal(2, 4), 1, e_score_correction_bias=normal(3))

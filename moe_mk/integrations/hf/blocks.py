@@ -29,6 +29,7 @@ from moe_mk.oracle.expected_error import ALL_TOKENS, error_of, experts_error
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.router.router import Router
+from moe_mk.router.topk import SCORING_FUNCS
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import SlotWeights
@@ -159,7 +160,7 @@ def _router_settings(parts: Parts) -> dict[str, Any]:
     }
     x_TH, bias_E = _probe(gate.weight.shape[1], gate.weight.device), parts.bias_E
     theirs, logits_TE = _route_in_f32(parts, x_TH), x_TH @ gate.weight.float().T
-    pairs = product(("sigmoid", "softmax"), (True, False))
+    pairs = product(SCORING_FUNCS, (True, False))
     found = [common | {"scoring_func": scoring, "renormalize": renormalize} for scoring, renormalize in pairs]
     agrees = (each for each in found if not _routing_reasons(Router(**each)(logits_TE, bias_E), theirs))
     return next(agrees, found[0]) | {"has_correction_bias": bias_E is not None}

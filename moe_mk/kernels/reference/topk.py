@@ -12,13 +12,19 @@ from torch import Tensor
 RENORMALIZE_EPSILON = 1e-20
 
 
+BY_LOGIT = ("logit_sigmoid", "logit_softmax", "masked_softmax")
+"""Scores that weigh experts which logits choose: a bias for selection is added to the logits."""
+
+
 def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:
-    """Turn logits into f32 scores: of softmax and sigmoid in [0, 1], of sqrtsoftplus at least 0.
+    """Turn logits into f32 scores: of softmax and sigmoid in [0, 1], of sqrtsoftplus at least 0, or the logits.
 
     score_dtype: what sigmoid and sqrtsoftplus are rounded to before they become f32. A softmax is always taken in f32.
     """
     if scoring_func == "softmax":
         return router_logits.softmax(-1, dtype=torch.float32)
+    if scoring_func in BY_LOGIT:
+        return router_logits.float().masked_fill(router_logits == torch.inf, torch.nan)
     score = sqrtsoftplus if scoring_func == "sqrtsoftplus" else sigmoid
     return score(router_logits.float()).to(score_dtype).float()
 
@@ -28,12 +34,27 @@ def exact_scores(router_logits: Tensor, scores_TE: Tensor, scoring_func: str, sc
 
     An f32 softmax is up to 24 ulps off: exp of a difference that was rounded, by half an ulp of a number of size 16.
     """
-    if scoring_func != "softmax" and score_dtype is not torch.float32:
+    if scoring_func in ("sigmoid", "sqrtsoftplus") and score_dtype is not torch.float32:
         return scores_TE
     logits_TE = router_logits.double()
-    if scoring_func == "softmax":
+    if scoring_func == "masked_softmax":
+        return masked_softmax(logits_TE)
+    if scoring_func.endswith("softmax"):
         return logits_TE.softmax(-1)
     return sqrtsoftplus(logits_TE) if scoring_func == "sqrtsoftplus" else sigmoid(logits_TE)
+
+
+def masked_softmax(x_TE: Tensor) -> Tensor:
+    """The weight of each expert in a softmax over itself and lower ones within two percent, as PhiMoE weighs experts.
+
+    A logit s is that near to a higher m where (m - s) / max(|s|, m) <= 0.02, in f32. Memory: E values per logit.
+    """
+    order_TE = x_TE.argsort(stable=True, dim=-1, descending=True)
+    x_TX = x_TE.gather(-1, order_TE)
+    high_TX1, low_T1X = x_TX.float()[:, :, None], x_TX.float()[:, None]
+    far_TXX = (high_TX1 - low_T1X) / low_T1X.abs().maximum(high_TX1) > 0.02
+    others_TXX = (x_TX[:, None] - x_TX[:, :, None]).exp().masked_fill(far_TXX, 0.0).triu()
+    return torch.empty_like(x_TE).scatter(-1, order_TE, others_TXX.sum(-1).reciprocal())
 
 
 def sqrtsoftplus(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import Act
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.router.router import Router
+from moe_mk.router.topk import SCORING_FUNCS
 from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import CONVENTIONS, Part, Role, layer_of
 
@@ -260,9 +261,11 @@ def routings(
                 if kept * size >= top_k and (kept == touched < min(top_k, count) or {count, kept} <= hints)
             ]
     for (count, kept), use, scoring, renormalize, two_best in itertools.product(
-        groups, uses, ("softmax", "sigmoid", "sqrtsoftplus"), (True, False), (False, True)
+        groups, uses, sorted(SCORING_FUNCS, key="softmax".__ne__), (True, False), (False, True)
     ):
         if two_best and (count == 1 or "correction" in use):
+            continue
+        if scoring.startswith("logit_") and "correction" not in use:  # the same as without
             continue
         biased = "correction" in use or two_best or tensors.sizes.fused
         bias = tensors.bias(use.get("correction"), FUSED_SHARED_BIAS).float() if biased else None

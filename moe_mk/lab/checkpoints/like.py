@@ -171,7 +171,12 @@ def _small_equation(equation: LayerEquation, hf: Mapping[str, Any]) -> LayerEqua
     sizes = {**widths, "num_experts": experts + fused, "num_zero_experts": experts}
     model = {key: sizes[key] if key in sizes and value else value for key, value in equation.model.items()}
     config = {key: text.get(key, value) for key, value in equation.config.items()}
-    return equation.model_copy(update={"model": model, "config": config})
+    names = equation.names
+    if fused and names is not None:  # shared experts follow the routed ones
+        after = {key: part for key, part in names.parts.items() if isinstance(part, TensorPart) and part.first}
+        after = {key: part.model_copy(update={"first": experts}) for key, part in after.items()}
+        names = names.model_copy(update={"parts": {**names.parts, **after}})
+    return equation.model_copy(update={"model": model, "config": config, "names": names})
 
 
 def _of_equation(
@@ -182,6 +187,8 @@ def _of_equation(
     for name, tensor in tensors.items():
         number = next((each for each in name.split(".") if each.isdigit()), "")
         general = name.replace(f".{number}.", ".{e}.") if number else name
+        if number and int(number) >= spec.num_experts - spec.num_fused_shared_experts:
+            general = f"shared_{general}"
         module, _, rest = general.rpartition(".") if general not in parts else (general, "", "")
         part = parts.get(module)
         if part is None or (isinstance(part, TensorPart) and rest not in ("", "weight")):
@@ -283,7 +290,9 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
             made[name] = _normal(random, each.shape, BIAS_STD) + BIAS_MEAN
         elif each.part.role in (Role.INPUT_NORM, Role.EXPERT_SCALE):
             scale = SMALL**0.5 if each.part.projection == "router" else 1.0  # logits of about 1
-            made[name] = (scale * (1 + _normal(random, each.shape, 0.2))).to(torch.bfloat16)
+            one_of_all = each.part.role is Role.EXPERT_SCALE and spec.num_fused_shared_experts  # as in Inkling
+            shape = (1,) if one_of_all else each.shape
+            made[name] = (scale * (1 + _normal(random, shape, 0.2))).to(torch.bfloat16)
         elif each.part.role is Role.LOGIT_BIAS:
             made[name] = _normal(random, each.shape, BIAS_STD).to(torch.bfloat16)
         else:

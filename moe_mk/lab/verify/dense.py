@@ -209,12 +209,12 @@ def dense_layer(
         x = x / torch.sqrt(x.pow(2).mean(1, keepdim=True) + config.model.input_norm)
         router_TH, x = x.to(x_TH.dtype), x * norm_H
         gate_EH = gate_EH * scale_H / config.model.hidden_size**0.5
-    scores_TE = _scores(router_TH, gate_EH, weights.logit_bias_E, config.router)
-    biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
+    choice_TE, scores_TE = _scores(router_TH, gate_EH, weights.logit_bias_E, config.router)
+    biased_TE = choice_TE if weights.bias_E is None else choice_TE + weights.bias_E.cpu().float().numpy()
     is_image_T, table_XK = np.zeros(len(scores_TE), dtype=bool), weights.table_XK
     if weights.image_bias_E is not None and token_ids_T is not None:
         is_image_T = token_ids_T.cpu().numpy() >= config.router.first_image_token
-        own_TE = scores_TE + weights.image_bias_E.cpu().float().numpy()
+        own_TE = choice_TE + weights.image_bias_E.cpu().float().numpy()
         biased_TE = np.where(is_image_T[:, None], own_TE, biased_TE)
     if ids_TK is None and table_XK is not None and token_ids_T is not None and is_image_T.any():
         by_id_TK = _chosen(
@@ -269,21 +269,40 @@ def _chosen(
     return np.array([table[token] for token in ids], dtype=np.int64).reshape(len(ids), table.shape[1])
 
 
-def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: RouterConfig) -> Array:
-    """Unbiased scores in f32; router_dtype "model" rounds logits and sigmoid to the dtype of the tokens."""
+def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: RouterConfig) -> tuple[Array, Array]:
+    """What selects, without a bias, and unbiased scores in f32.
+
+    router_dtype "model" rounds logits and sigmoid to the dtype of the tokens.
+    """
     logits = x_TH.double() @ gate_EH.T
     if logit_bias_E is not None:
         logits = logits + logit_bias_E.cpu().double()
     coarse = x_TH.dtype if router.router_dtype == "model" else torch.float32
     logits = logits.to(coarse).double()
-    if router.scoring_func == "softmax":
+    by_logit, kind = router.scoring_func.startswith(("logit_", "masked_")), router.scoring_func.removeprefix("logit_")
+    if kind == "masked_softmax":
+        scores = torch.stack([_masked_softmax(each) for each in logits]) if len(logits) else logits
+    elif kind == "softmax":
         exps = torch.exp(logits - logits.amax(dim=1, keepdim=True))
-        return np.asarray((exps / exps.sum(dim=1, keepdim=True)).float().numpy(), dtype=np.float32)
-    if router.scoring_func == "sqrtsoftplus":
-        root = torch.sqrt(torch.logaddexp(logits, torch.zeros_like(logits)))
-        return np.asarray(root.to(coarse).float().numpy(), dtype=np.float32)
-    sigmoid = 1.0 / (1.0 + torch.exp(-logits))
-    return np.asarray(sigmoid.to(coarse).float().numpy(), dtype=np.float32)
+        scores = exps / exps.sum(dim=1, keepdim=True)
+    elif kind == "sqrtsoftplus":
+        scores = torch.sqrt(torch.logaddexp(logits, torch.zeros_like(logits))).to(coarse)
+    else:
+        scores = 1.0 / (1.0 + torch.exp(-logits))
+        scores = scores if by_logit else scores.to(coarse)
+    exact = np.asarray(scores.float().numpy(), dtype=np.float32)
+    return np.asarray(logits.float().numpy(), dtype=np.float32) if by_logit else exact, exact
+
+
+def _masked_softmax(logits_E: Tensor) -> Tensor:
+    """The experts of one token one after the other, best first, each weighed among those that are left and near it."""
+    left, found = logits_E.clone(), torch.empty_like(logits_E)
+    for _ in range(len(left)):
+        expert = int(left.argmax())
+        most = logits_E[expert]
+        near = left[~((most - left) / logits_E.abs().clamp(min=float(most)) > 0.02)]
+        found[expert], left[expert] = 1 / torch.exp(near - most).sum(), -torch.inf
+    return found
 
 
 def num_counted(router: RouterConfig, num_experts: int) -> int:
