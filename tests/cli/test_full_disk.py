@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path): b"" if path.is_dir() else path.read_bytes() for path in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.parametrize("limit", quick_where(lambda limit: limit == 700, (0, 700, 20_000)))
-@pytest.mark.parametrize("verb", [*VERBS, *thorough(*LONG)])
+@pytest.mark.parametrize(
+    ("verb", "limit"),
+    [
+        *((verb, 700) for verb in VERBS), *thorough(*zip(VERBS, cycle((0, 20_000)), strict=False)),
+        *thorough(*zip(LONG, cycle((0, 700, 20_000)), strict=False)),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_written_is_named_and_nothing_is_left(
     verb: str, limit: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

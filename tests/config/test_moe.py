@@ -28,13 +28,6 @@ def config(**groups: Mapping[str, Any]) -> MoEConfig:
     return MoEConfig.parse(data, "test")
 
 
-def test_defaults_are_one_rank_and_a_free_choice() -> None:
-    made = config()
-    assert (made.parallel.ep, made.parallel.tp, made.parallel.dp, made.parallel.placement) == (1, 1, 1, "linear")
-    assert (made.kernel.prepare_finalize, made.kernel.experts, made.kernel.allow_emulated) == ("auto", "auto", False)
-    assert made.model.quant.weights == "bf16" and made.router.router_dtype == "float32"
-
-
 @pytest.mark.parametrize(
     "router, problem",
     [

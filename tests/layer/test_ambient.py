@@ -17,13 +17,14 @@ from tests.support.tiers import quick_where
 
 QUICK = ("autocast_bf16", "dtype_fp16", "device_meta", "inference_mode")
 BACKENDS = [
-    ("torch_cpu", torch.float32),
-    ("torch_cpu", torch.bfloat16),
-    ("torch_cpu", torch.float16),
-    ("reference", torch.float32),
-    ("reference_monolithic", torch.float32),
+    pytest.param("torch_cpu", torch.float32),
+    pytest.param("torch_cpu", torch.bfloat16),
+    pytest.param("torch_cpu", torch.float16),
+    pytest.param("reference", torch.float32),
+    pytest.param("reference_monolithic", torch.float32),
     pytest.param("cpu_native", torch.bfloat16, marks=NEEDS_COMPILER),
 ]
+"""Every second one for settings that are not QUICK."""
 
 
 def load(experts: str, dtype: torch.dtype) -> MoELayer:
@@ -72,8 +73,15 @@ def expected(experts: str, dtype: torch.dtype) -> tuple[MoELayer, EngineExperts 
     return made, engine, results(made, engine, dtype)
 
 
-@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, AMBIENT))
-@pytest.mark.parametrize("experts,dtype", BACKENDS)
+@pytest.mark.parametrize(
+    "experts,dtype,name",
+    [
+        pytest.param(*backend.values, name, marks=[*backend.marks, *[pytest.mark.thorough] * (name not in QUICK)])
+        for at, name in enumerate(AMBIENT)
+        for place, backend in enumerate(BACKENDS)
+        if name in QUICK or (at + place) % 2
+    ],
+)
 def test_settings_of_torch_change_no_bit(experts: str, dtype: torch.dtype, name: str) -> None:
     made, engine, wanted = expected(experts, dtype)
     with torch.no_grad(), AMBIENT[name]():

@@ -25,7 +25,7 @@ MOST_GROWTH, MOST_BYTES = 40, 1 << 20
 LONG = 20_000
 SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
 """Two minutes, the limit of every other test, are not enough where other work has the cores."""
-QUICK = {"all_to_all": 2000, "all_gather": 2000, "one_sided": 2000, "hierarchical": 300, "one_sided_network": 300}
+QUICK = {"all_to_all": 1000, "all_gather": 1000, "one_sided": 1000, "hierarchical": 300, "one_sided_network": 300}
 """Calls that take a second or two."""
 
 

@@ -26,7 +26,7 @@ from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
 from moe_mk.weights.loader import LayerLoader
-from moe_mk.weights.packed_layouts import Unpacked, packed_shapes, unpack
+from moe_mk.weights.packed_layouts import packed_shapes, unpack
 from tests.support.draws import normal
 from tests.support.strides import restrided
 from tests.weights.one_layer import load_written, wide
@@ -247,14 +247,6 @@ def test_a_zero_point_out_of_range_is_reported_with_its_tensor(bits: int) -> Non
     assert (unpack("gptq", scheme, named(most)).q.zeros == 2**bits - 1).all()
 
 
-def test_a_truncated_file_names_the_tensors_that_are_cut_off(written: Callable[[str], Path], tmp_path: Path) -> None:
-    file = next(written("awq").glob("*.safetensors"))
-    (tmp_path / file.name).write_bytes(file.read_bytes()[:-1000])
-    spec = inspect_checkpoint(written("awq")).layers[0].layer_spec()
-    with pytest.raises(WeightError, match=r"tensors are cut off, their file is truncated: .*proj"):
-        load_layer(SafetensorsSource(tmp_path), 1, spec, owned=range(EXPERTS))
-
-
 def ordered(q: QuantTensor, seed: int) -> tuple[dict[str, tuple[str, Tensor]], Tensor]:
     """GPTQ tensors whose columns are in another order than their groups, and the values in that order."""
     k = q.shape[1]
@@ -264,13 +256,6 @@ def ordered(q: QuantTensor, seed: int) -> tuple[dict[str, tuple[str, Tensor]], T
     tensors[""] = pack("gptq", shuffled)[""]
     tensors["order"] = tensors["order"][order_K]
     return named(tensors), q.dequantize(torch.float32)[:, order_K]
-
-
-def test_columns_ordered_by_activation_are_brought_into_groups() -> None:
-    tensors, values = ordered(grouped(4, 32).quantize(normal(8, 128)), 3)
-    found: Unpacked = unpack("gptq", grouped(4, 32), tensors)
-    assert found.order_K is not None and not torch.equal(found.q.dequantize(torch.float32), values)
-    assert torch.equal(found.q.dequantize(torch.float32), values[:, found.order_K])
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -321,11 +306,6 @@ def test_a_conversion_between_packings_of_the_same_groups_changes_no_value(
     assert MoEConfig.from_hf(tmp_path / "ct").model.quant.shared == "bf16"
     scale = SafetensorsSource(tmp_path / "ct").entry("model.layers.1.mlp.experts.0.up_proj.weight_scale")
     assert scale.dtype is torch.float16, "bf16 would round the scales of GPTQ and AWQ"
-
-
-def test_a_conversion_states_its_error(written: Callable[[str], Path], tmp_path: Path) -> None:
-    report = convert_checkpoint(written("int8_g64_zp"), tmp_path / "out", "int4_g32")
-    assert 0.05 < report.errors[0].worst < 0.2 and inspect_checkpoint(tmp_path / "out").sound
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -9,7 +9,7 @@ import pytest
 from moe_mk.comm.network.command import Op, TransferCommand
 from moe_mk.comm.network.frames import WINDOW, Frame, FrameError, Kind, LinkError
 from moe_mk.comm.network.link import Link, PipeLink
-from tests.support.network_ends import FLAG_BYTES, FLAGS, KINDS, End, add, an_end, joined, links, put, run, store
+from tests.support.network_ends import FLAGS, KINDS, End, add, joined, links, put, run, store
 from tests.support.network_shuffled import ShuffledLink
 
 
@@ -309,12 +309,6 @@ def test_a_peer_that_miscounts_what_it_has_applied_gets_no_new_link(applied: int
     run(zero, one)
     with pytest.raises(FrameError, match=f"it has applied {applied} groups (of 2 that were sent|after it confirmed 2)"):
         zero.exchange.channel.begin_anew(1, links("shuffled")[0], applied)
-
-
-def test_an_end_without_peers_or_commands_is_done() -> None:
-    alone = an_end(0, [])
-    run(alone, turns=1)
-    assert alone.is_done and FLAG_BYTES
 
 
 @pytest.mark.row(161)

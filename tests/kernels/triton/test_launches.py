@@ -85,7 +85,7 @@ def test_outputs_that_the_second_product_does_not_write_are_summed(launches: lis
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
+@pytest.mark.parametrize("tile", [*GEMMS][::3], ids=lambda tile: f"{tile.engine}-{tile.rows}")
 def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_batched
 
