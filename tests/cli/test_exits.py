@@ -10,7 +10,7 @@ import typer
 
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.lab.cli.app import main
-from moe_mk.lab.cli.exits import RanksFailed, code_of, leave_at_once, with_exit_code
+from moe_mk.lab.cli.exits import RanksFailed, leave_at_once, with_exit_code
 from moe_mk.lab.cli.world import world_of
 from tests.support.tiers import quick_where
 
@@ -129,7 +129,3 @@ def test_only_the_first_rank_of_a_launcher_speaks(
     monkeypatch.setenv("RANK", "0")
     assert raising(ConfigError("wrong")) == 2
     assert capsys.readouterr().err == "moe-mk: wrong\n"
-
-
-def test_results_are_codes() -> None:
-    assert [code_of(lambda result=result: result) for result in (None, 0, 1)] == [0, 0, 1]

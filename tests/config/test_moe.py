@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from moe_mk.config import ModelConfig, MoEConfig, QuantConfig, load_config
-from moe_mk.config.moe import place_overrides
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.explain import active_fraction
 from moe_mk.quant import BF16, FP16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, weight_scheme
@@ -222,28 +221,3 @@ def test_a_config_is_frozen_and_a_value() -> None:
 def test_values_out_of_range_are_refused_by_key(group: str, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"test: {group}\.{key}"):
         config(**{group: {key: value}})
-
-
-class Left(BaseModel):
-    a: int
-    b: int
-
-
-class Right(BaseModel):
-    c: int
-
-
-def test_each_key_is_written_where_it_lives() -> None:
-    data = {"left": {"a": 1, "b": 2}, "right": {"c": 3}}
-    place_overrides(data, {"b": 20, "c": 30}, {"left": Left, "right": Right, "name": str})
-    assert data == {"left": {"a": 1, "b": 20}, "right": {"c": 30}}
-
-
-def test_an_unknown_key_changes_nothing_it_can_mistake() -> None:
-    data = {"left": {"a": 1}, "right": {}}
-    place_overrides(data, {"left.a": 7}, {"left": Left, "right": Right, "name": str})
-    assert data["left"]["a"] == 7
-    with pytest.raises(ConfigError, match=r"unknown setting 'right.a'"):
-        place_overrides(data, {"right.a": 7}, {"left": Left, "right": Right, "name": str})
-    with pytest.raises(ConfigError, match=r"unknown setting 'left' \(known: a, b, c\)"):
-        place_overrides({"left": {}}, {"left": {"a": 5}}, {"left": Left, "right": Right})

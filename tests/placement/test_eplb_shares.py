@@ -12,7 +12,7 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
 from moe_mk.placement.balance.policies import cluster_fill, clusters_of
-from moe_mk.placement.balance.shares import balance_of, copies_of, equal_shares, gpu_time, poured_shares
+from moe_mk.placement.balance.shares import balance_of, copies_of, gpu_time, poured_shares
 from moe_mk.placement.balance.spread import fill_empty, imbalance, num_twins, spread, swap_refined
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import Topology, plan, resplit
@@ -215,10 +215,6 @@ def test_empty_slots_get_the_heaviest_expert_per_copy_that_is_not_there_yet():
     sites = Sites(np.array([2, 3]), np.ones(2), np.zeros(2, dtype=np.int64), np.arange(5))
     assert fill_empty(placed, load, sites).tolist() == [[0, 1, 1, 2, 0]]
     assert placed.tolist() == [[0, -1, 1, 2, -1]]
-
-
-def test_equal_shares_count_copies():
-    assert equal_shares(np.array([[0, 1, 0, 0, -1]]), 2).tolist() == [[1 / 3, 1, 1 / 3, 1 / 3, 0]]
 
 
 def test_imbalance_by_hand_and_of_no_load() -> None:

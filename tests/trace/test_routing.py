@@ -22,12 +22,6 @@ def test_loads_by_hand() -> None:
         trace.windows(0)
 
 
-def test_windows_add_up_to_the_loads() -> None:
-    trace = drawn(16, 4, steps=7)
-    for count in (1, 2, 3, 7):
-        assert (trace.windows(count).sum(0) == trace.loads()).all()
-
-
 def test_forwards_come_back_as_they_were_put_in() -> None:
     trace = by_hand()
     back = list(trace.forwards())
