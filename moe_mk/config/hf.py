@@ -58,7 +58,7 @@ _OWN_KINDS: Mapping[str, Mapping[str, Kind]] = {
     "kimi_linear": {"hidden_act": one_of("silu", "situ")},
     "phimoe": {"num_experts_per_tok": ("2", lambda v: v == 2)},
 }  # fmt: skip
-_READ: Mapping[str, Mapping[str, Kind]] = {
+READ: Mapping[str, Mapping[str, Kind]] = {
     family: {**{key: KINDS[key] for key in (*_COMMON.split(), *each["keys"])}, **_OWN_KINDS.get(family, {})}
     for family, each in _TABLE.items()
 }
@@ -106,18 +106,18 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
     hf = _of_mlx(hf, where)
     if hf.get(KEY) is not None:
         return _by_equation(hf, where, layer)
-    family = family_of(hf)
-    if (section := section_of(hf)) is not None:
+    family = family_of(text_of(hf))
+    if (section := section_of(hf)) is not None and family in FAMILIES:
         return settings_from_hf(_of_wrapper(hf, section, where), where, layer)
     if family not in FAMILIES:
         raise ConfigError(
             f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. Derive it from "
-            f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; or declare it "
-            "by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
+            f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; --as FAMILY "
+            "declares them to be one of these; by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
         )
     hf, problems = renamed(hf, family)
     harmless = keys.CONFIG_JSON | set(_TABLE[family].get("other_parts", ()))
-    problems += keys.wrong_types(hf, _READ[family]) + unread_keys(hf, _READ[family], harmless)
+    problems += keys.wrong_types(hf, READ[family]) + unread_keys(hf, READ[family], harmless)
     problems += _contradictions(hf, family)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
@@ -148,7 +148,8 @@ def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
     equation = held if isinstance(held, LayerEquation) else LayerEquation.parse(held, f"{where}: {KEY}")
     settings = equation.settings(text, where, layer)
     formats = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
-    settings["model"]["quant"] = _quant({**text, **formats}, where, layer)
+    family = settings["model"].get("name", "")  # whose names lists of modules have
+    settings["model"]["quant"] = _quant({**text, **formats, "model_type": family}, where, layer)
     return settings
 
 
@@ -189,7 +190,7 @@ def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, An
     """The text model of a multimodal wrapper, with the quantisation that the wrapper states."""
     text = text_of(hf)
     outer = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
-    read = _READ.get(family_of(text), {})
+    read = READ.get(family_of(text), {})
     differing = [
         f"{key} is {value!r} and {section} has {text[key]!r}"
         for key, value in hf.items()
@@ -205,14 +206,14 @@ def _of_wrapper(hf: Mapping[str, Any], section: str, where: str) -> dict[str, An
 def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
     problems = []
     for same in _SAME:
-        found = {key: hf[key] for key in same if key in _READ[family] and hf.get(key) is not None}
+        found = {key: hf[key] for key in same if key in READ[family] and hf.get(key) is not None}
         values = [str(value).removeprefix("torch.") for value in found.values()]
         if len(set(values)) > 1:
             problems.append(" and ".join(f"{key} is {value!r}" for key, value in found.items()) + ", which differ")
     others = {"n_group": "topk_group", "topk_group": "n_group", "routed_scaling_factor": "", "zero_expert_num": ""}
     for key, other in others.items():
         may_lack = "optional" in _TABLE[family] and key not in hf and hf.get(other) is None
-        if key not in _READ[family] or hf.get(key) is not None or may_lack:
+        if key not in READ[family] or hf.get(key) is not None or may_lack:
             continue
         default = DEFAULTS[family][key]
         if key in hf and other and default != 1:

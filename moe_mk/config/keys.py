@@ -106,11 +106,11 @@ _CALIBRATION = frozenset({
     "static_groups", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
     "meta", "backend", "batch_size", "pad_token_id", "max_input_length", "model_seqlen", "cache_block_outputs",
     "quantizer", "lm_head", "model_file_base_name", "model_name_or_path", "is_marlin_format", "pack_dtype",
-    "do_fuse", "fuse_max_seq_len",
-    "modules_to_fuse", "exllama_config", "use_exllama", "disable_exllama", "use_cuda_fp16", "max_memory",
-    "autoround_version", "iters", "seqlen", "nsamples", "lr", "minmax_lr", "amp", "enable_quanted_input", "model_free",
-    "enable_minmax_tuning", "enable_norm_bias_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "scale_dtype",
-    "supported_types", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "vllm_backend",
+    "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "use_exllama", "disable_exllama",
+    "use_cuda_fp16", "max_memory", "autoround_version", "iters", "seqlen", "nsamples", "lr", "minmax_lr", "amp",
+    "enable_quanted_input", "model_free", "enable_minmax_tuning", "enable_norm_bias_tuning", "low_gpu_mem_usage",
+    "gradient_accumulate_steps", "scale_dtype", "supported_types", "act_data_type", "act_group_size", "act_sym",
+    "act_dynamic", "vllm_backend",
 })  # fmt: skip
 """Of AutoGPTQ, AutoAWQ and AutoRound: how the weights were found, and with which kernels they were to run."""
 _METHOD: dict[str, Kind] = {"quant_method": ANY}

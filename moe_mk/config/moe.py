@@ -188,8 +188,8 @@ class RouterConfig(Settings):
         "sigmoid", "softmax", "sqrtsoftplus", "logit_sigmoid", "logit_softmax", "masked_softmax"
     ] = "softmax"  # fmt: skip
     """The function from logits to scores; sqrtsoftplus, the root of ln(1 + exp(x)), is DeepSeek-V4's. logit_sigmoid and
-    logit_softmax: logits with the correction bias select experts (Kolibri 1), scores weigh them. masked_softmax: logits
-    select, and a softmax over an expert and lower ones within two percent weighs it (PhiMoE)."""
+    logit_softmax: logits plus the correction bias select (Kolibri 1). masked_softmax: logits select, a softmax over the
+    expert and lower ones within two percent weighs it (PhiMoE)."""
     num_expert_group: int = Field(default=1, ge=1)
     topk_group: int = Field(default=1, ge=1)
     has_correction_bias: bool = False

@@ -4,6 +4,7 @@ refused; of each that is read a small layer in its own names and formats, loaded
 
 import importlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from inspect import signature
 from pathlib import Path
@@ -19,12 +20,13 @@ from moe_mk.config import MoEConfig
 from moe_mk.config.hf import FAMILIES, family_of, section_of
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.like import write_like
-from moe_mk.lab.cli.checkpoints import config_problems
+from moe_mk.lab.cli.checkpoints import config_problems, declared
 from moe_mk.lab.verify.dense import decoded, dense_layer
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_weights import LayerWeights, matrices_of
+from tests.cli.conftest import printed
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 REFUSED = {
@@ -87,6 +89,26 @@ def test_every_other_published_configuration_is_read_in_its_format(tmp_path: Pat
         (tmp_path / name).mkdir()
         quant = MoEConfig.from_hf(written(tmp_path / name, name), layer=3 if name in MORE else None).model.quant
         assert quant.weights == next((kind for part, kind in FORMATS.items() if part in name), "bf16"), name
+
+
+def test_layers_that_are_declared_to_be_those_of_a_family_are_read_like_them(tmp_path: Path) -> None:
+    for name in sorted(PUBLISHED.keys() - REFUSED.keys()):
+        (tmp_path / name).mkdir()
+        file, layer = written(tmp_path / name, name), 3 if name in MORE else None
+        expected = MoEConfig.from_hf(file, layer=layer)
+        file.write_text(re.sub(r'"model_type": "\w+"', '"model_type": "never_seen"', file.read_text()))
+        with pytest.raises(ConfigError, match="'never_seen'.*--as FAMILY"):
+            MoEConfig.from_hf(file)
+        equation = declared(file, expected.model.name, layer)
+        (tmp_path / name / "layer_equation.json").write_text(equation.model_dump_json())
+        assert MoEConfig.from_hf(file, layer=layer) == expected, name
+    like = tmp_path / "MiniMaxAI--MiniMax-M2.5" / "config.json"
+    like.write_text(like.read_text().replace('["gate", ', '["w2", '))
+    with pytest.raises(ConfigError, match="experts: w2 of layer 0 is left as it is"):
+        MoEConfig.from_hf(like)
+    printed("derive", tmp_path / "moonshotai--Kimi-K2-Instruct", "--as", "kimi_k2")
+    with pytest.raises(ConfigError, match=r"no family that is read; did you mean 'kimi_k2'"):
+        declared(file, "kimi_k3")
 
 
 @pytest.mark.thorough

@@ -94,13 +94,19 @@ def convert_command(
 @checkpoint_verbs.command("derive")
 @with_exit_code
 def derive_command(
-    config: Annotated[Path, typer.Argument(help="config.json of a model that transformers knows, or its folder")],
+    config: Annotated[Path, typer.Argument(help="config.json of a model, or its folder")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="file to write; default: layer_equation.json next to it")
     ] = None,
     layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
+    family: Annotated[
+        str | None, typer.Option("--as", help="model_type with the same keys and layers; nothing is measured")
+    ] = None,
 ) -> int:
-    """Derive what the MoE layers of a model compute from its class in transformers, and write layer_equation.json."""
+    """Derive what the MoE layers of a model compute from its class in transformers, and write layer_equation.json.
+
+    With --as, they are declared to be those of a family that is read without one.
+    """
     from moe_mk.config.equation import FILE
     from moe_mk.errors import UnsupportedError
     from moe_mk.files import write_text
@@ -108,7 +114,10 @@ def derive_command(
     from moe_mk.lab.cli.screen import Screen
 
     try:
-        from moe_mk.lab.checkpoints.derive import derive
+        if family is not None:
+            from moe_mk.lab.cli.checkpoints import declared
+        else:
+            from moe_mk.lab.checkpoints.derive import derive
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
             "moe-mk derive reads model classes of transformers",
@@ -116,10 +125,11 @@ def derive_command(
         ) from None
     target = out or (config if config.is_dir() else config.parent) / FILE
     expect_outputs({"--out": target})
-    found = derive(config, layer)
+    found = derive(config, layer) if family is None else declared(config, family, layer)
     write_text(target, found.model_dump_json(indent=2, exclude_none=True) + "\n")
     layers = len(found.layers or ())
-    Screen().fact("derived", f"{target}: {found.derived_from}, {layers} {'layer' if layers == 1 else 'layers'}")
+    which = f"{layers} {'layer' if layers == 1 else 'layers'}" if found.layers else "all layers with experts"
+    Screen().fact("derived", f"{target}: {found.derived_from}, {which}")
     Screen().fact("model", ", ".join(f"{key} {value}" for key, value in found.model.items()))
     Screen().fact("router", ", ".join(f"{key} {value}" for key, value in found.router.items()))
     return 0

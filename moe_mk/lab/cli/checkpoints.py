@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from moe_mk.config.equation import FILE, KEY
-from moe_mk.config.hf import family_of, read_config, renamed, settings_from_hf, text_of
+from moe_mk.config.equation import FILE, KEY, LayerEquation
+from moe_mk.config.hf import FAMILIES, READ, family_of, read_config, renamed, settings_from_hf, text_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
@@ -20,6 +20,7 @@ from moe_mk.lab.checkpoints.like import first_layer
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.layer.settings import config_of
+from moe_mk.registry import did_you_mean
 from moe_mk.text import amount
 from moe_mk.trace.clock import now
 from moe_mk.weights.gguf_metadata import hf_from_gguf
@@ -32,6 +33,27 @@ _READ_BY_ROUTERS = {
     "scoring_func": "scoring_func", "num_expert_group": "n_group", "topk_group": "topk_group",
     "renormalize": "norm_topk_prob", "routed_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
+
+
+def declared(path: Path, family: str, layer: int | None = None) -> LayerEquation:
+    """The equation of layers that are those of a family of the table: its keys are read as those of that family are.
+
+    path: a config.json, or its folder. layer: None, all layers alike. Raises ConfigError for a family that the table
+    lacks, and for what the family's configuration refuses.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"--as {family!r} is no family that is read{did_you_mean(family, FAMILIES)}")
+    file = path / "config.json" if path.is_dir() else path
+    hf = read_config(file)
+    text, formats = text_of(hf), {key: hf[key] for key in ("quantization_config", "compression_config") if hf.get(key)}
+    settings = settings_from_hf({**text, **formats, "model_type": family, KEY: None}, str(file), layer)
+    del settings["model"]["quant"]
+    plain = {key: value for key, value in text.items() if type(value) in (int, float, bool, str)}
+    plain = {key: value for key, value in plain.items() if READ[family].keys() & renamed({key: value}, family)[0]}
+    config = {key: value for key, value in plain.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    layers = None if layer is None else (layer,)
+    stated = {"model_type": text.get("model_type"), "derived_from": f"a declaration: --as {family}", "config": config}
+    return LayerEquation.parse({**stated, "layers": layers, **settings}, f"{file} as {family}")
 
 
 @dataclass(frozen=True)
