@@ -120,6 +120,7 @@ def late_for_its_peer(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.thorough
 def test_a_late_rank_learns_that_it_was_waited_for() -> None:
     with RankWorld(2) as world:
         (failed, closed), (late, *_) = world.call(late_for_its_peer)

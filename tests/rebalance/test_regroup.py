@@ -53,13 +53,6 @@ def test_disagreements_are_listed_by_rank() -> None:
 # What goes where.
 
 
-def test_slots_grow_where_there_are_fewest() -> None:
-    assert slots_for([2, 2, 2], 8) == [3, 3, 2]
-    assert slots_for([2, 4], 8) == [4, 4]
-    assert slots_for([4, 4], 8) == [4, 4]
-    assert slots_for([1], 3) == [3]
-
-
 def test_experts_stay_and_lost_ones_fill_what_has_grown() -> None:
     assert fit([[0, 1], [2, 3], [4, 5]], [3, 3, 2], 8, reads=True) == [[0, 1, 6], [2, 3, 7], [4, 5]]
     assert fit([[0, 1], [2, 3], [4, 5]], [3, 3, 2], 8, reads=False) == [[0, 1], [2, 3], [4, 5]]

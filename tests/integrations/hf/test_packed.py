@@ -407,6 +407,7 @@ def test_a_damaged_checkpoint_leaves_the_model_as_it_was(written: Written, tmp_p
     assert torch.equal(logits(model, prompt()), wanted) and not packed_modules(model)
 
 
+@pytest.mark.thorough
 def test_a_replaced_model_compiles_into_one_graph_and_runs_long_batches(written: Written) -> None:
     folder, ids = written("qwen3_moe", "int4_g32"), prompt()
     model = model_without_experts(folder, dtype=torch.float32)
