@@ -67,6 +67,8 @@ class EngineWeights:
     """The name of the format, such as fp8_block; "" for weights without scales."""
     block: tuple[int, int] = (128, 128)
     """(rows, columns) under one scale, of fp8_block and int8_block."""
+    tokens: str = "auto"
+    """What the format rounds tokens to, see `model.quant.activations`; done where the settings ask for it."""
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
     w13_global_scale: Tensor | None = None
@@ -336,7 +338,7 @@ def _problem(
 ) -> Problem:
     experts, hidden, inner = weights.w2.shape
     dtype = plain(weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16))
-    quant: dict[str, Any] = {"weights": weights.quant or scheme.name}
+    quant: dict[str, Any] = {"weights": weights.quant or scheme.name, "activations": weights.tokens}
     if weights.quant in BLOCK_KINDS:
         quant["block"] = weights.block
     if "ue8m0" in scheme.name:

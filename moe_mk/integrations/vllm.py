@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -104,15 +104,11 @@ def _no_kernel_selected() -> Iterator[None]:
             module = import_module(each.module)
             backend = reduce(getattr, each.backend.split("."), module) if each.backend else None
             replaced.append((module, each.selects, getattr(module, each.selects)))
-            setattr(module, each.selects, partial(_nothing, backend))
+            setattr(module, each.selects, lambda *_, backend=backend, **__: (backend, None))
         yield
     finally:
         for module, name, function in reversed(replaced):
             setattr(module, name, function)
-
-
-def _nothing(backend: Any, *_: object, **__: object) -> tuple[Any, None]:
-    return backend, None
 
 
 @cache
@@ -229,12 +225,9 @@ def kind_of(weight_name: str) -> str:
     """The kind of `LayerLoader.feed_shard` for the last part of a parameter's name, such as w13_weight_scale_inv."""
     last = weight_name.rpartition(".")[2]
     endings = {
-        "weight_scale_2": "global_scale",
-        "input_scale": "input_scale",
-        "scale": "scale",
-        "scale_inv": "scale",
+        "weight_scale_2": "global_scale", "input_scale": "input_scale", "scale": "scale", "scale_inv": "scale",
         "bias": "bias",
-    }
+    }  # fmt: skip
     return next((kind for ending, kind in endings.items() if last.endswith(ending)), "weight")
 
 

@@ -35,8 +35,8 @@ REQUANTISE, REQUANTISING = "requantize_with_max_scale", ("utils.w8a8_utils", "mo
 """vLLM's function that gives fused FP8 projections (q, k, v) one scale, and the modules that hold it."""
 UTILS, DISPATCH = "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"
 """The function that selects the product of a layer without quantisation, and its module, which users of it ask."""
-KEPT = "kv_b_proj"
-"""The projection whose weights vLLM reads again, to split them for MLA; they are not freed."""
+KEPT, GATHERED = "kv_b_proj", "_nvfp4_weight_for_gather"
+"""Of what vLLM reads again and is not freed: the projection that MLA splits, and a buffer over the weights."""
 
 
 def _fp8(config: Any) -> QuantScheme | str:
@@ -49,10 +49,27 @@ def _fp8(config: Any) -> QuantScheme | str:
     return weight_scheme(block) if block == (128, 128) else f"reads no FP8 blocks of {block[0]}x{block[1]}"
 
 
+CODES = {"uint4b8": (4, False), "uint8b128": (8, False), "int4": (4, False), "uint4": (4, True), "uint8": (8, True)}
+"""Bits of the integers that are read, and whether they have zero points; int4 is signed, one value a byte."""
+READ = frozenset(
+    "Fp8LinearMethod Fp8PerTensorOnlineLinearMethod Fp8PerBlockOnlineLinearMethod Fp8PtpcOnlineLinearMethod "
+    "Mxfp4OnlineLinearMethod Mxfp8OnlineLinearMethod FBGEMMFp8LinearMethod ModelOptLinearMethod AutoGPTQLinearMethod "
+    "AutoAWQMarlinLinearMethod CompressedTensorsW8A8Fp8 CompressedTensorsW8A8Int8 CompressedTensorsW4A8Int "
+    "CompressedTensorsWNA16 CompressedTensorsWNA8Int CompressedTensorsWNA4Int CompressedTensorsWNA8O8Int "
+    "CompressedTensorsW4A4Fp4 CompressedTensorsW4A4Mxfp4 CompressedTensorsW4A8Mxfp4 CompressedTensorsW8A8Mxfp8 "
+    "QuarkW8A8Fp8 QuarkW8A8Fp8PerBlock QuarkW8A8Int8 QuarkW4A16Int4 QuarkNVFP4 QuarkOCP_MX INCWNA16LinearScheme "
+    "INCFp8LinearScheme INCMxfp4LinearMethod INCMxfp8LinearScheme".split()
+)
+"""vLLM's schemes and methods whose parameters are read; others are refused."""
+
+
 def _grouped(config: Any) -> QuantScheme | str:
+    bits, has_zeros = CODES.get(str(config.weight_type), (0, None))
+    if has_zeros is not (zeros := bool(config.zero_points)):
+        return f"reads no {config.weight_type} {'with' if zeros else 'without'} zero points"
     try:
-        group = WHOLE if config.group_size == -1 else config.group_size
-        return grouped(config.weight_type.size_bits, group, zeros=config.zero_points)
+        group = WHOLE if config.group_size in (-1, config.partition_weight_shape[0]) else config.group_size
+        return grouped(bits, group, zeros=zeros)
     except MoEMKError as error:
         return str(error)
 
@@ -86,7 +103,7 @@ def _packed_integers(kernel: Any, layer: Any) -> QuantTensor:
     if kernel.config.zero_points:
         zeros = getattr(layer, kernel.w_zp_name)
         parts["zeros"] = "zeros", zeros.detach() if zeros.output_dim == 0 else zeros.detach().t()
-    return unpack("compressed_tensors", kernel.scheme, parts).q
+    return unpack("int_quantized" if words.dtype is torch.int8 else "compressed_tensors", kernel.scheme, parts).q
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], QuantScheme | str], Callable[[Any, Any], QuantTensor]]] = {
@@ -192,8 +209,7 @@ def kernel_over(
             found = scheme_of(config)
             assert not isinstance(found, str), "can_implement refuses it"
             stated, self.releases = settings()
-            wishes = ("int8", "checkpoint") if found is INT8_CHANNEL else ("int8",)
-            self.scheme, self.rounds = found, stated.get("activations") in wishes
+            self.scheme, self.shape, self.wish = found, _shape(config), stated.get("activations")
 
         @classmethod
         def get_min_capability(cls) -> int:
@@ -211,16 +227,20 @@ def kernel_over(
             return reason is None, reason
 
         def process_weights_after_loading(self, layer: Any) -> None:
+            name = type(getattr(layer, "scheme", getattr(layer.quant_method, "scheme", layer.quant_method))).__name__
+            if name not in READ:
+                raise _refused(layer, f"vLLM's {name} is not read")
             q = matrix_of(self, layer)
+            if self.shape is not None and tuple(self.shape) != q.shape:
+                raise _refused(layer, f"a matrix of {self.shape} is stored as {tuple(q.shape)}")
             if q.shape[1] % STEP:  # a configuration of INT8 has no shape
-                raise UnsupportedError(
-                    f"{layer.prefix} in moe_mk",
-                    [_inputs(q.shape[1]), f"start with VLLM_DISABLED_KERNELS={type(self).__name__}"],
-                )
-            self.linear = PackedLinear(q, layer.prefix, int8=self.rounds)
+                raise _refused(layer, _inputs(q.shape[1]))
+            of_format = self.scheme is INT8_CHANNEL or name.endswith(("W4A8Int", "WNA8Int"))
+            rounds = self.wish == "int8" or (self.wish == "checkpoint" and of_format)
+            self.linear = PackedLinear(q, layer.prefix, int8=rounds)
             layer.register_buffer(ENTRY, self.linear.entry, persistent=False)
             say("moe_mk: linear layers (%s) by cpu_native", self.scheme.name)
-            if self.releases and not layer.prefix.endswith(KEPT):
+            if self.releases and not (layer.prefix.endswith(KEPT) or hasattr(layer, GATHERED)):
                 for tensor in layer.parameters(recurse=False):
                     if tensor.dim() == 2 and tensor.untyped_storage().nbytes() == tensor.nbytes:
                         tensor.untyped_storage().resize_(0)
@@ -234,16 +254,24 @@ def kernel_over(
     return MoeMkLinearKernel
 
 
+def _refused(layer: Any, reason: str) -> UnsupportedError:
+    return UnsupportedError(f"{layer.prefix} in moe_mk", [reason, "start with VLLM_DISABLED_KERNELS=MoeMkLinearKernel"])
+
+
 def _against(config: Any) -> str | None:
     """Why a layer of this shape or dtype is not computed; None: it is."""
     dtype = getattr(config, "input_dtype", getattr(config, "act_type", torch.get_default_dtype()))  # the model's
-    shape = getattr(config, "partition_weight_shape", getattr(config, "weight_shape", None))
     if dtype is not torch.bfloat16:
         return f"multiplies tokens in bf16, they are {dtype}; start with --dtype bfloat16"
-    inputs = None if shape is None else shape[0 if hasattr(config, "partition_weight_shape") else 1]
-    if inputs is not None and inputs % STEP:
-        return _inputs(inputs)
-    return None
+    shape = _shape(config)
+    return _inputs(shape[1]) if shape is not None and shape[1] % STEP else None
+
+
+def _shape(config: Any) -> tuple[int, int] | None:
+    """(outputs, inputs) of the layer on this rank, where the configuration states them."""
+    if hasattr(config, "partition_weight_shape"):
+        return config.partition_weight_shape[1], config.partition_weight_shape[0]
+    return getattr(config, "weight_shape", None)
 
 
 def _inputs(number: int) -> str:

@@ -3,6 +3,7 @@
     compressed_tensors  weight_packed int32 (n, k/8): column 8j + i in bits 4i to 4i + 3 of word j, unsigned, 8 is zero.
                         Its bytes are the codes of our scheme, so that a view suffices. weight_scale (n, k/g),
                         weight_zero_point int32 (n/8, k/g): packed along the rows; weight_shape (n, k)
+    int_quantized       weight int8 (n, k), signed; weight_scale (n, k/g). In vLLM, for weights with INT8 tokens
     gptq                qweight int32 (k/8, n): column 8j + i of row r in bits 4i of word (j, r). scales (k/g, n);
                         qzeros int32 (k/g, n/8): row 8j + i in bits 4i of word j, minus one; g_idx int32 (k)
     awq                 qweight int32 (k, n/8): row 8j + ORDER[i] of column c in bits 4i of word (c, j), ORDER is
@@ -107,7 +108,7 @@ def packed_shapes(
 def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:
     """The matrix of the tensors of `packed_shapes`, of one expert. Raises WeightError naming the tensor at fault.
 
-    packing: one of PACKINGS, or gptq_v2, whose zero points are stored as they are and not less one.
+    packing: one of PACKINGS, int_quantized, or gptq_v2, whose zero points are stored as they are and not less one.
     """
     if packing == "gguf":
         return Unpacked(of_gguf(scheme, parts[""][1]))
@@ -156,6 +157,14 @@ def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpac
     return Unpacked(QuantTensor(values, parts["scale"][1], scheme, zeros=zeros))
 
 
+def _of_int_quantized(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
+    name, values = parts[""]
+    codes = values.view(torch.uint8) + scheme.middle
+    if bool((codes >= 2**scheme.bits).any()):
+        raise WeightError(f"{name} has {int(values.min())} to {int(values.max())}, beyond {scheme.bits} bits with sign")
+    return Unpacked(QuantTensor(e2m1.pack(codes) if scheme.bits == 4 else codes, parts["scale"][1], scheme))
+
+
 def _of_gptq(scheme: Grouped, parts: Mapping[str, Named], less: int = 1) -> Unpacked:
     """less: what zero points are stored less."""
     values = viewed(parts[""][1].T, torch.uint8)
@@ -198,6 +207,7 @@ def _of_awq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
 
 _UNPACK: Mapping[str, Callable[[Grouped, Mapping[str, Named]], Unpacked]] = {
     "compressed_tensors": _of_compressed_tensors,
+    "int_quantized": _of_int_quantized,
     "gptq": _of_gptq,
     "gptq_v2": partial(_of_gptq, less=0),
     "awq": _of_awq,

@@ -23,6 +23,8 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
     assert isinstance(q.scheme, Grouped)
     scheme, codes = q.scheme, q.scheme.codes(q)
     n, k = q.shape
+    if packing == "int_quantized":
+        return {"": (codes - scheme.middle).view(torch.int8), "scale": q.scales}
     zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, scheme.middle, dtype=torch.uint8)
     if packing == "compressed_tensors":
         out = {"": viewed(q.values, torch.int32), "scale": q.scales}

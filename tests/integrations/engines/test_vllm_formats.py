@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.engine_experts import EngineExperts
-from moe_mk.integrations.vllm_formats import FORMATS, weights_of
+from moe_mk.integrations.vllm_formats import FORMATS, format_of, weights_of
 from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant import NVFP4
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"weight_quant": SimpleNamespace(strategy="channel"), "weight_block_size": None},
     ),
     "CompressedTensorsW8A8Int8MoEMethod": ("int8", {}),
+    "CompressedTensorsW4A8Int8MoEMethod": ("int4_g32", {"group_size": 32}),
     "CompressedTensorsWNA16MoEMethod": ("int4_g32_zp", {"num_bits": 4, "group_size": 32, "symmetric": False}),
     "CompressedTensorsW4A4Nvfp4MoEMethod": ("nvfp4", {}),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", {}),
@@ -45,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GptOssMxfp4MoEMethod": ("mxfp4", {}),
     "Mxfp4MoEMethod": ("mxfp4", {}),
+    "CompressedTensorsW4A8Mxfp4MoEMethod": ("mxfp4", {}),
     "ModelOptFp8MoEMethod": ("fp8_tensor", {}),
     "ModelOptNvFp4FusedMoE": ("nvfp4", {}),
     "ModelOptMxFp8FusedMoE": ("mxfp8", {}),
@@ -59,9 +62,9 @@ def loaded(name: str, kind: str, matrices: list[Tensor], order: str) -> tuple[di
     decoded = [scheme.dequantize(q, torch.float32) for q in parts]
     if found.packing:
         given = [pack(found.packing, q) for q in parts]
-        across = 0 if found.packing == "compressed_tensors" else 1  # the axis of outputs
-        sides = {"": "", "scale": "scale", "zeros": "zeros"}
-        return {side: torch.cat([each[part] for each in given], across) for part, side in sides.items()}, decoded
+        across = 1 if found.zeros == "qzeros" else 0  # the axis of outputs
+        sides = given[0].keys() & {"", "scale", "zeros"}
+        return {side: torch.cat([each[side] for each in given], across) for side in sides}, decoded
     out = {"": torch.cat([q.values for q in parts])}
     scales = [q.scales for q in parts if q.scales is not None]
     if scales:
@@ -76,6 +79,31 @@ def loaded(name: str, kind: str, matrices: list[Tensor], order: str) -> tuple[di
             part: tensor.reshape(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1) for part, tensor in out.items()
         }
     return out, decoded
+
+
+def test_what_is_not_known_of_a_method_is_refused_by_name() -> None:
+    known = type("CompressedTensorsWNA16MoEMethod", (), {"num_bits": 4, "group_size": None, "symmetric": True})
+    assert format_of(known()).kind(known()) == "int4_row"
+    with pytest.raises(UnsupportedError, match=r"no experts of vLLM's WNA16V2\n.*it computes those of .*Fp8MoEMethod"):
+        format_of(type("WNA16V2", (known,), {})())
+    three: Any = type(known.__name__, (), {"num_bits": 3, "group_size": 32, "symmetric": True})()
+    with pytest.raises(UnsupportedError, match=r"WNA16MoEMethod\n.*3-bit weights with groups of 32 are not supported"):
+        format_of(three)
+    layer: Any = nn.Module()
+    vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
+    for side in ("w13", "w2"):
+        layer.register_parameter(f"{side}_weight", nn.Parameter(torch.full((2, 32, 32), 8, dtype=torch.int8), False))
+        layer.register_parameter(f"{side}_weight_scale", nn.Parameter(torch.ones((2, 32, 1)), False))
+    method = type("CompressedTensorsW4A8Int8MoEMethod", (), {"moe": moe_config(), "group_size": -1})()
+    with pytest.raises(WeightError, match=r"layers.1.w13_ has 8 to 8, beyond 4 bits with sign"):
+        weights_of(layer, method, format_of(method))
+    layer.w13_weight.data.fill_(7)
+    layer.w2_weight.data.fill_(-8)
+    given = weights_of(layer, method, format_of(method))
+    assert (given.quant, given.tokens, given.w13[0, 0, 0], given.w2[0, 0, 0]) == ("int4_row", "int8", 0xFF, 0)
+    layer.w13_g_idx = nn.Parameter(torch.zeros(32), False)
+    with pytest.raises(UnsupportedError, match=r"layers.1\n.*w13_g_idx of CompressedTensorsW4A8Int8MoEMethod is not"):
+        weights_of(layer, method, format_of(method))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,9 +1,9 @@
 """Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER [--eager] [--alone] [--int8] [--tp] [--ep] [--dp] NAME...
+python vllm_host.py FOLDER [--eager] [--alone] [--int8] [--checkpoint] [--tp] [--ep] [--dp] NAME...
 
 Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
---int8: with tokens rounded to INT8.
+--int8: with tokens rounded to INT8; --checkpoint: where the checkpoint states it.
 --tp, --ep: on two ranks, each with a part of every expert, or with half of the experts. --dp: on two engines, each with
 half of the experts and prompts of its own; --second: the other of the two, with one prompt, which ends early.
 """
@@ -34,16 +34,16 @@ def experts_of(model: Any) -> list[tuple[str, int, int, bool]]:
     ]
 
 
-def generate(folder: Path, *, eager: bool, int8: bool = False, **more: Any) -> tuple[Made, Any]:
+def generate(folder: Path, *, eager: bool, wish: str = "auto", **more: Any) -> tuple[Made, Any]:
     """What it generates, and the experts of each rank."""
     import vllm
 
     from tests.integrations.engines import vllm_host  # by a name that processes of vLLM can import
 
-    settings = {"experts": "cpu_native"} | ({"activations": "int8"} if int8 else {})
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", max_model_len=128, enforce_eager=eager, skip_tokenizer_init=True,
-        max_num_batched_tokens=512, additional_config={"moe_mk": settings}, **more,
+        max_num_batched_tokens=512, **more,
+        additional_config={"moe_mk": {"experts": "cpu_native", "activations": wish}},
     )  # fmt: skip
     sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     made = []
@@ -131,11 +131,12 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
             calls.clear()
             calls.update(dict.fromkeys(("experts", "experts int8", "linear", "linear int8"), 0))
             parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": "--ep" in options}
-            more = parallel if {"--tp", "--ep"} & options else {}
+            more: dict[str, Any] = parallel if {"--tp", "--ep"} & options else {}
             if "--dp" in options:
                 more = {"enable_expert_parallel": True}
                 subprocess.Popen(second, env=os.environ | {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"})
-            found, ranks = generate(folder / name, eager="--eager" in options, int8="--int8" in options, **more)
+            (more["wish"],) = [each[2:] for each in ("--int8", "--checkpoint") if each in options] or ["auto"]
+            found, ranks = generate(folder / name, eager="--eager" in options, **more)
             facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
             print(json.dumps(facts | compared(model, found)), flush=True)
 

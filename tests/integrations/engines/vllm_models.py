@@ -96,6 +96,16 @@ def _grouped(kind: str, packing: str, names: Mapping[str, str]) -> Layout:
     return Layout(kind, _packed(packing, names), config | skipped)
 
 
+def _w4a8(kind: str, strategy: str, group: int | None) -> Layout:
+    weights = {"num_bits": 4, "type": "int", "strategy": strategy, "symmetric": True, "group_size": group}
+    tokens = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    return Layout(
+        kind,
+        _packed("int_quantized", {"": "weight", "scale": "weight_scale"}),
+        _compressed("int-quantized", weights, tokens),
+    )
+
+
 _TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": PLAIN}
 _INT8 = quantization_config("int8", (128, 128)) | {"ignore": PLAIN}
 LAYOUTS: Mapping[str, Layout] = {
@@ -112,6 +122,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "int4 groups": _grouped("int4_g32", "compressed_tensors", _CT),
     "int4 groups with zeros": _grouped("int4_g32_zp", "compressed_tensors", _CT),
     "int8 groups": _grouped("int8_g128", "compressed_tensors", _CT),
+    "int4 groups, int8 tokens": _w4a8("int4_g32", "group", 32),
+    "int4 channels, int8 tokens": _w4a8("int4_row", "channel", None),
     "gptq": _grouped("int4_g64", "gptq", _GPTQ),
     "awq": _grouped("int4_g64_zp", "awq", _GPTQ),
     "nvfp4": Layout(
