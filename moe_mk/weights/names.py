@@ -307,6 +307,7 @@ LLAMA4_WHOLE = replace(
 )  # fmt: skip
 """Stacks in FP8 with one scale, as modelopt writes them."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
+XVERSE = replace(OFFICIAL, name="xverse", router="router.weight", bias="router.e_score_correction_bias")
 _LONGCAT = tuple(
     replace(
         like, name="longcat" if like is OFFICIAL else f"longcat_{like.name}", router="router.classifier.weight",
@@ -342,7 +343,7 @@ CONVENTIONS: dict[str, Convention] = {
     for c in (
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, GPT_OSS_PLAIN, *_PACKED, PACKED, _MIXTRAL_PACKED,
         GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
-        LING, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED, *_MLX,
+        LING, XVERSE, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED, *_MLX,
     )
 }  # fmt: skip
 

@@ -274,6 +274,43 @@ def test_a_layer_computes_what_the_block_of_transformers_does(name: str, tmp_pat
     assert float((y_TH.double() - expected).norm() / expected.norm()) < 1e-5
 
 
+EQUATIONS = {
+    "Snowflake--snowflake-arctic-instruct": ("block_sparse_moe.gate", "block_sparse_moe.experts.0.w1 w3 w2", "", True),
+    "xverse--XVERSE-MoE-A4.2B": (
+        "mlp.router", "mlp.experts.0.gate_proj up_proj down_proj", "mlp.shared_experts", False,
+    ),
+    "stepfun-ai--step3": ("moe.gate", "moe.gate_proj up_proj down_proj", "share_expert", False),
+}  # fmt: skip
+"""The router, the matrices of experts or stacks of them, the shared experts, and whether weights are renormalised."""
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_a_layer_computes_its_published_equation(name: str, tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    number = write_like(folder := tmp_path / "small", written(tmp_path / "published", name))
+    layer = DeepseekV3MoE.from_checkpoint(folder, number, dtype=torch.float32)
+    held, (router, experts, shared, renormalised) = open_source(folder), EQUATIONS[name]
+    path, _, first = experts.rpartition(".")
+    words = first.split()
+    x_TH = torch.randn((33, 256), generator=torch.Generator().manual_seed(1)).double()
+
+    def matrix(path: str) -> Tensor:
+        return held.open(f"model.layers.{number}.{path}.weight").double()
+
+    def mlp(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (torch.nn.functional.silu(x_TH @ gate.T) * (x_TH @ up.T)) @ down.T
+
+    scores_TE = (x_TH @ matrix(router).T).softmax(1)
+    best = scores_TE.topk(layer.config.router.top_k)
+    weights_TE = torch.zeros_like(scores_TE).scatter(1, best.indices, best.values)
+    weights_TE /= weights_TE.sum(1, keepdim=True) if renormalised else 1
+    y_TH = mlp(*(matrix(f"{shared}.{each}_proj") for each in ("gate", "up", "down"))) if shared else 0 * x_TH
+    for e in range(scores_TE.shape[1]):
+        parts = (matrix(f"{path.replace('.0', f'.{e}')}.{word}") for word in words)
+        y_TH = y_TH + weights_TE[:, e, None] * mlp(*(each if each.dim() == 2 else each[e] for each in parts))
+    assert float((layer(x_TH.float()) - y_TH).norm() / y_TH.norm()) < 1e-5
+
+
 def fill(block: torch.nn.Module, weights: LayerWeights) -> None:
     """Set every parameter and buffer of a block of transformers, or fail on one that has no counterpart."""
 
