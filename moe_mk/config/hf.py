@@ -137,8 +137,8 @@ def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return hf
     if not is_empty(other) and other != section:
         raise ConfigError(f"{where}: quantization and quantization_config differ; remove the one that is wrong")
-    modules = {key: each for key, each in section.items() if isinstance(each, Mapping | bool)}
-    stated = {key: each for key, each in section.items() if key not in modules}
+    modules = {k.replace(".experts.", ".switch_mlp."): v for k, v in section.items() if isinstance(v, Mapping | bool)}
+    stated = {key: each for key, each in section.items() if not isinstance(each, Mapping | bool)}
     return {**hf, "quantization": None, "quantization_config": {"quant_method": "mlx", **stated, "modules": modules}}
 
 

@@ -219,9 +219,7 @@ def _packed(packing: str, like: Convention) -> Convention:
 
 # AWQ first: its names are a part of GPTQ's.
 COMPRESSED, AWQ, GPTQ = (_packed(packing, OFFICIAL) for packing in ("compressed_tensors", "awq", "gptq"))
-_PACKED = (
-    COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")),
-)  # fmt: skip
+_PACKED = (COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")))
 MLX = _packed("mlx", OFFICIAL)
 PACKED_GATES = tuple(
     each for role in (Role.ROUTER, Role.SHARED_GATE) for each in (Part(role, is_scale=True), Part(role, extra="zeros"))
@@ -255,6 +253,8 @@ _MLX = (
     MLX, _renamed("mlx_stacked", MLX, _STACK),
     _renamed("mlx_stacked_one_shared", MLX, {**_STACK, "shared_experts.": "shared_expert."}),
     _renamed("mlx_stacked_mixtral", _packed("mlx", MIXTRAL), _STACK, expert_words=_PROJ, shared_words=_PROJ),
+    _renamed("mlx_stacked_gpt_oss", MLX, {"experts.{e}.": "experts."},
+             router=GPT_OSS.router, bias=GPT_OSS.bias, logit_bias=GPT_OSS.logit_bias),
 )  # fmt: skip
 _FLOATS = {".weight": ".weight_packed", "weight_packed_scale_2": "weight_global_scale",
            "weight_packed_scale": "weight_scale", "input_scale": "input_global_scale"}  # fmt: skip

@@ -30,8 +30,11 @@ V3 = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "num_hidden_layers": 1,
     "hidden_act": "silu", "first_k_dense_replace": 0,
 }  # fmt: skip
+OSS = QWEN3 | {"model_type": "gpt_oss", "intermediate_size": 2880, "swiglu_limit": 7.0}
+OSS = {key: value for key, value in OSS.items() if key not in ("moe_intermediate_size", "norm_topk_prob")}
 MLP, EIGHT, G64 = "model.layers.0.mlp.", {"group_size": 64, "bits": 8}, {"weights": "int4_g64_affine"}
 GATED, GATED_SHARED, DOWN = ({f"{MLP}{n}": EIGHT} for n in ("gate", "shared_expert_gate", "switch_mlp.down_proj"))
+FLOATS = {f"{MLP}experts.{p}_proj": {"group_size": 32, "bits": 4, "mode": "mxfp4"} for p in ("gate", "up", "down")}
 PLAIN_SHARED = {f"{MLP}shared_experts.{projection}_proj": False for projection in ("gate", "up", "down")}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "4 bits": (QWEN3, {"group_size": 64, "bits": 4, **GATED}, G64),
@@ -40,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "one shared": (NEXT, {"group_size": 32, "bits": 4, **GATED, **GATED_SHARED}, {"weights": "int4_g32_affine"}),
     "plain shared": (V3, {"group_size": 64, "bits": 4, **PLAIN_SHARED}, {"shared": "bf16", **G64}),
     "mxfp4": (QWEN3, {"group_size": 32, "bits": 4, "mode": "mxfp4", **GATED}, {"weights": "mxfp4"}),
+    "gpt-oss": (OSS, {**EIGHT, f"{MLP}router": EIGHT, **FLOATS}, {"weights": "mxfp4"}),
     "mxfp8": (QWEN3, {"group_size": 32, "bits": 8, "mode": "mxfp8"}, {"weights": "mxfp8"}),
     "nvfp4": (QWEN3, {"group_size": 16, "bits": 4, "mode": "nvfp4"}, {"weights": "nvfp4"}),
 }  # fmt: skip
@@ -77,14 +81,15 @@ def test_every_weight_is_that_of_an_independent_decoder_and_layers_compute_with_
     quant, spec = MoEConfig.from_hf(folder).model.quant, facts.layers[0].layer_spec()
     assert {key: getattr(quant, key) for key in kinds} == kinds and facts.layers[0].kind == kinds["weights"]
     layer = load_layer(SafetensorsSource(folder), 0, spec, owned=range(spec.num_experts))
-    taken, held = list[LayerWeights](), {f"{MLP}gate": layer.gate_EH}
+    gate, stack = ("router", "experts") if model is OSS else ("gate", "switch_mlp")
+    taken, held = list[LayerWeights](), {f"{MLP}{gate}": layer.gate_EH}
     loader = LayerLoader("layer", spec, taken.append, owned=range(spec.num_experts), prefix=MLP)
     assert all(loader.feed(name, tensors[name]) for name in sorted(tensors, reverse=True))
     loader.finish()
     assert digest(taken[0].experts) == digest(layer.experts) and torch.equal(taken[0].gate_EH, layer.gate_EH)
     for projection in ("gate", "up", "down"):
-        stack = [dict(matrices_of(slot))[projection].dequantize(torch.float32) for slot in layer.experts.slots]
-        held[f"{MLP}switch_mlp.{projection}_proj"] = torch.stack(stack)
+        each = [dict(matrices_of(slot))[projection].dequantize(torch.float32) for slot in layer.experts.slots]
+        held[f"{MLP}{stack}.{projection}_proj"] = torch.stack(each)
         if layer.shared is not None:
             q, shared = dict(matrices_of(layer.shared))[projection], "shared_expert" + "s" * (model is V3)
             held[f"{MLP}{shared}.{projection}_proj"] = q.dequantize(torch.float32)

@@ -239,7 +239,7 @@ def convention_of(config: MoEConfig, style: str = "") -> Convention:
     name, quant = _NAMES.get(config.model.name, "official"), config.model.quant
     scheme = quant.weight_scheme
     if style == "mlx" and not isinstance(scheme, Plain):
-        end = "_one_shared" if name.endswith("one_shared") else "_mixtral" if name == "mixtral" else ""
+        end = "_one_shared" if name.endswith("one_shared") else f"_{name}" if name in ("mixtral", "gpt_oss") else ""
         return CONVENTIONS[f"mlx_stacked{end}"]
     if scheme.family == "wna16":
         one_shared = "_one_shared" if name.endswith("one_shared") else ""
