@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN, error_of, experts_error
+from moe_mk.oracle.expected_error import error_of, experts_error
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import FP32
 from tests.support.tiers import quick_where
@@ -84,14 +84,6 @@ def test_sums_of_the_second_product_have_as_many_terms_as_experts_are_wide() -> 
     assert experts_error(FP32, FP32, FP32, 8) == experts_error(FP32, FP32, FP32, 8, 8)
 
 
-def test_limits_are_multiples_of_the_expected_error(bench: Callable[[Case], Bench]) -> None:
-    ours = bench(Case("bf16"))
-    judged = ours.judge(ours.answer(inputs(ours.case, 256, 0)))
-    e = error_of(ours.first.decision)
-    assert judged.limit == ALL_TOKENS * e and judged.worst_token_limit == ONE_TOKEN * e
-    assert judged.as_dict()["passed"] is True and judged.cosine > 0.9999
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_fails(bench: Callable[[Case], Bench], bad: float) -> None:
     ours = bench(Case("bf16"))
@@ -125,14 +117,6 @@ def test_no_tokens_pass_and_say_so(bench: Callable[[Case], Bench]) -> None:
     ours = bench(Case("bf16"))
     judged = ours.judge(ours.answer(torch.empty(0, 256, dtype=torch.bfloat16)))
     assert judged.passed and judged.num_tokens == 0 and judged.worst_token == -1
-
-
-def test_a_token_without_any_output_fails(bench: Callable[[Case], Bench]) -> None:
-    ours = bench(Case("bf16"))
-    answer = ours.answer(inputs(ours.case, 256, 0))
-    y_TH = answer.y_TH.clone()
-    y_TH[0] = 0
-    assert not ours.judge(answer._replace(y_TH=y_TH)).passed
 
 
 def test_progress_counts_the_experts_that_are_hit(bench: Callable[[Case], Bench]) -> None:
