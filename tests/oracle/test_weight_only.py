@@ -96,13 +96,6 @@ def test_blocks_of_a_fallback_fit_the_slices_of_tensor_parallel_ranks() -> None:
         assert in_fp8(asked).quant.block == (side, side), (inner, tp)
 
 
-@pytest.mark.usefixtures("only_blocks")
-def test_without_fallback_only_the_reference_is_left() -> None:
-    config = problem("int4_g128_zp").config.with_(fallback=False)
-    decision = oracle.select(replace(problem("int4_g128_zp"), config=config))
-    assert decision.chosen.experts == "reference" and decision.effect is None
-
-
 def test_mixed_types_are_counted_in_bytes_and_refused_where_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, alone = problem("q4_k", down="q6_k"), problem("q4_k")
     model = mixed.config.model

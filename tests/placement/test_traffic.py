@@ -10,14 +10,6 @@ from moe_mk.placement.eplb import Topology
 from moe_mk.placement.expert_map import ExpertMap, seen_from
 
 
-def test_near_copies_are_filled_first_by_hand() -> None:
-    # Four ranks on two nodes; copies on ranks 0 and 2 with halves. Each rank wants a quarter. Rank 0 serves itself
-    # (.25 of .5 used), rank 1 takes the rest of its node's copy; ranks 2 and 3 likewise: nobody crosses.
-    assert flows([0.5, 0.5], np.array([0, 2]), np.array([0, 0, 1, 1])).tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
-    # Shares .75 .25: node 1 needs .5 and finds .25; its rank 2 fills it alone, rank 3 has to cross.
-    assert flows([0.75, 0.25], np.array([0, 2]), np.array([0, 0, 1, 1])).tolist() == [[1, 0], [1, 0], [0, 1], [1, 0]]
-
-
 @given(st.integers(0, 500))
 def test_flows_are_those_of_the_layers_tables(seed: int) -> None:
     draw = np.random.default_rng(seed)

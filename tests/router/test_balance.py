@@ -27,10 +27,6 @@ def test_variation_is_population_deviation_over_mean(shares: tuple[float, ...], 
     assert float(coefficient_of_variation(torch.tensor(shares))) == pytest.approx(expected, abs=6e-4)
 
 
-def test_variation_of_one_expert_that_has_everything() -> None:
-    assert float(coefficient_of_variation(torch.tensor([5.0] + [0.0] * 9))) == pytest.approx(3.0)
-
-
 @pytest.mark.row(15)
 def test_loss_is_weight_times_variation_to_the_exponent() -> None:
     shares = torch.tensor([0.8, 0.15, 0.1, 0.05])

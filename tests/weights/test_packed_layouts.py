@@ -317,19 +317,6 @@ def test_what_we_write_into_config_json_is_what_we_read(name: str, packing: str)
     assert read == {"weights": name} | ({"shared": "bf16"} if packing == "compressed_tensors" else {})
 
 
-@pytest.mark.parametrize(
-    "stated,problem",
-    [
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits in groups of 128"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "4 bits in groups of 48"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
-    ],
-)
-def test_what_is_not_supported_is_named(stated: dict[str, object], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        quant_from_hf(stated, "here")
-
-
 def test_compressed_tensors_packs_the_same_words() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     for bits in (4, 8):
