@@ -373,7 +373,7 @@ COMPILED = [["bf16"], ["fp8 blocks"], ["int4 groups"]]
 EAGER = [
     ["fp8 tensors", "fp8 channels", "int4 groups with zeros", "int8 groups"],
     ["gptq", "awq", "int8", "gpt-oss", "int4 groups, int8 tokens"],
-    ["nvfp4", "nvfp4 of modelopt", "mxfp4"],
+    ["nvfp4", "nvfp4 of modelopt", "mxfp4", "mxfp4, fp8 tokens"],
 ]
 PLAIN = frozenset({"bf16", "gpt-oss"})
 """Models whose linear layers are all in bf16: vLLM's with AMX. Others have a router and the head in bf16."""

@@ -106,6 +106,7 @@ def _w4a8(kind: str, strategy: str, group: int | None) -> Layout:
     )
 
 
+_MXFP4 = _float("group", 4, 32) | {"scale_dtype": "torch.uint8"}
 _TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": PLAIN}
 _INT8 = quantization_config("int8", (128, 128)) | {"ignore": PLAIN}
 LAYOUTS: Mapping[str, Layout] = {
@@ -133,10 +134,9 @@ LAYOUTS: Mapping[str, Layout] = {
             "nvfp4-pack-quantized", _float("tensor_group", 4, 16), _float("tensor_group", 4, 16, dynamic=True)
         ),
     ),
-    "mxfp4": Layout(
-        "mxfp4",
-        _mxfp4,
-        _compressed("mxfp4-pack-quantized", _float("group", 4, 32) | {"scale_dtype": "torch.uint8"}, None),
+    "mxfp4": Layout("mxfp4", _mxfp4, _compressed("mxfp4-pack-quantized", _MXFP4, None)),
+    "mxfp4, fp8 tokens": Layout(
+        "mxfp4", _mxfp4, _compressed("mxfp4-pack-quantized", _MXFP4, _float("token", 8, dynamic=True))
     ),
     "nvfp4 of modelopt": Layout(
         "nvfp4",
