@@ -110,7 +110,7 @@ class Registry(Generic[T]):
             return
         self._discovered = True  # first: a plugin may look into the registry while it is imported
         try:
-            for point in entry_points(group=self.group):
+            for point in sorted(entry_points(group=self.group), key=_wheel_of):  # folders list wheels in any order
                 self._load(point)
         except BaseException:  # interrupted, or warnings are errors: the rest is loaded at the next look-up
             self._discovered = False
@@ -118,7 +118,7 @@ class Registry(Generic[T]):
 
     def _load(self, point: EntryPoint) -> None:
         """Register what an entry point names, once, or keep the reason why not; only KeyboardInterrupt passes."""
-        origin = f"{point.dist.name if point.dist else '?'} ({point.value})"
+        origin = _wheel_of(point)
         if (point.name, origin) in self._tried:
             return
         try:
@@ -127,14 +127,19 @@ class Registry(Generic[T]):
             raise
         except BaseException as problem:  # a foreign wheel may fail in any way, SystemExit too: the host goes on
             self._tried.add((point.name, origin))
-            self.broken[point.name] = _in_words(problem)
+            words = _in_words(problem)
+            self.broken[point.name] = f"{origin}: {words}"
             warnings.warn(
-                f"{self.kind} plugin {point.name!r} of {origin} skipped: {self.broken[point.name]}",
+                f"{self.kind} plugin {point.name!r} of {origin} skipped: {words}",
                 PluginWarning,
                 stacklevel=4,
             )
         else:
             self._tried.add((point.name, origin))
+
+
+def _wheel_of(point: EntryPoint) -> str:
+    return f"{point.dist.name if point.dist else '?'} ({point.value})"
 
 
 def _in_words(problem: BaseException) -> str:

@@ -144,6 +144,9 @@ class FakeEntryPoint:
     value: str = "my_wheel.transport:Mine"
 
 
+WHEEL = "my-wheel (my_wheel.transport:Mine)"
+
+
 def fail() -> object:
     raise OSError("libnothing.so: cannot open shared object file")
 
@@ -170,9 +173,17 @@ def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     known = discovering(monkeypatch, FakeEntryPoint("mine", lambda: Mine), FakeEntryPoint("lost", lambda: Good, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert list(known) == ["all_gather", "mine", "lost"] and known["mine"] is Mine
-    assert known.origin("mine") == "my-wheel (my_wheel.transport:Mine)"
+        assert list(known) == ["all_gather", "lost", "mine"] and known["mine"] is Mine
+    assert known.origin("mine") == WHEEL
     assert known.origin("lost") == "? (my_wheel.transport:Mine)"
+
+
+def test_of_two_wheels_with_one_name_the_same_one_serves_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = [FakeEntryPoint("mine", lambda: Good, FakeDistribution(name)) for name in ("b", "a")]
+    for points in (two, two[::-1]):
+        known = discovering(monkeypatch, *points)
+        with pytest.warns(PluginWarning, match=r"'mine' of b \(.*'mine' is registered twice: by a \(.* and by b \("):
+            assert known.origin(list(known)[1]).startswith("a (")
 
 
 @pytest.mark.row("N21")
@@ -180,8 +191,10 @@ def test_a_broken_wheel_is_skipped_and_reported_by_name(monkeypatch: pytest.Monk
     known = discovering(monkeypatch, FakeEntryPoint("broken", fail), FakeEntryPoint("mine", lambda: Good))
     with pytest.warns(PluginWarning, match=r"transport plugin 'broken' of my-wheel \(.*\) skipped: OSError: lib"):
         assert list(known) == ["all_gather", "mine"]
-    assert known.broken == {"broken": "OSError: libnothing.so: cannot open shared object file"}
-    with pytest.raises(ConfigError, match="transport 'broken' is installed but could not be loaded: OSError: libnot"):
+    assert known.broken == {"broken": f"{WHEEL}: OSError: libnothing.so: cannot open shared object file"}
+    with pytest.raises(
+        ConfigError, match=r"'broken' is installed but could not be loaded: my-wheel \(.*\): OSError: lib"
+    ):
         known["broken"]
     assert "broken" not in known
 

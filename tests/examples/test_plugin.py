@@ -17,12 +17,13 @@ from moe_mk.experts import EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples/04_custom_backend_plugin"
+GROUPS = ("prepare_finalize", "experts", "oracles", "eplb_policies", "residency_policies", "network_links")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def with_plugin(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs python with the wheel installed; the wheel is built from a copy, so that the example stays as it is."""
+    """Runs python with the wheel, built from a copy, so that the example stays as it is, and one that cannot load."""
     folder = tmp_path_factory.mktemp("plugin")
     copied, wheels, site = folder / "src", folder / "wheels", folder / "site"
     shutil.copytree(PLUGIN, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -34,6 +35,9 @@ def with_plugin(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (wheel,) = wheels.glob("moe_mk_sample-*.whl")
     with ZipFile(wheel) as archive:  # what pip would do in a process of its own
         archive.extractall(site)
+    (lost := site / "lost-1.0.dist-info").mkdir()
+    (lost / "METADATA").write_text("Name: lost")
+    (lost / "entry_points.txt").write_text("".join(f"[moe_mk.{group}]\nlost = lost:Lost\n" for group in GROUPS))
     environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,6 +75,7 @@ def test_doctor_lists_both_and_the_wheel_they_come_from(stated: list[tuple[int, 
     assert code == 0, err
     reported = json.dumps(json.loads(out))
     assert "one_by_one" in reported and "matmul_loop" in reported and "moe-mk-sample" in reported
+    assert reported.count("lost (lost:Lost): ModuleNotFoundError") == len(GROUPS)
 
 
 def test_explain_prices_them_or_states_what_is_against_them(stated: list[tuple[int, str, str]]) -> None:

@@ -11,11 +11,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_mk.comm.network.links import LINKS
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import load_config
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.experts.residency import POLICIES
 from moe_mk.external.device import describe, profile_here, usable_device
 from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
 from moe_mk.kernels.native.threads import described
@@ -97,12 +99,12 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
             )
-        for name, reason in registry.broken.items():
-            rows.append(_row(registry.kind, name, "", [reason], "plugin", broken=True))
     for name, policy in EPLB_POLICIES.items():
         rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
-    for name, reason in EPLB_POLICIES.broken.items():
-        rows.append(_row(EPLB_POLICIES.kind, name, "", [reason], "plugin", broken=True))
+    for registry in (PREPARE_FINALIZE, EXPERTS, EPLB_POLICIES, ORACLES, POLICIES, LINKS):
+        list(registry)  # loads its plugins
+        for name, reason in registry.broken.items():
+            rows.append(_row(registry.kind, name, "", [reason], "plugin", broken=True))
     return rows
 
 

@@ -46,7 +46,7 @@ def certify(
     cannot run here at all.
     """
     kind = kind_of(name)
-    if name in KINDS[kind].broken:
+    if name not in KINDS[kind]:
         return _not_loaded(name, kind, KINDS[kind].broken[name])
     traits: Traits = KINDS[kind][name].traits
     _must_run_here(name, traits)
