@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from moe_mk.text import terminal_width, wrapped
+from moe_mk.text import shortened, terminal_width, wrapped
 
 
 class MoEMKError(Exception):
@@ -19,6 +19,9 @@ class MoEMKError(Exception):
 
     harmless_to_peers: bool = False
     """Whether no other rank waits for a call that ended in this: raised on all ranks, or before anything was sent."""
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class ConfigError(MoEMKError, ValueError):
@@ -49,7 +52,7 @@ class UnsupportedError(MoEMKError, RuntimeError):
         """What was requested and every reason, one a line, wrapped if standard error is a terminal."""
         width = terminal_width(sys.stderr)
         lines = (self.what, *(f"  - {reason}" for reason in self.reasons))
-        return "\n".join(wrapped(line, width, hanging=4) for line in lines)
+        return "\n".join(wrapped(shortened(line), width, hanging=4) for line in lines)
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
         return type(self), (self.what, self.reasons)

@@ -43,7 +43,6 @@ class Registry(Generic[T]):
         """By name; the module of a built-in one that has not been asked for."""
         self._imported: dict[str, T] = {}
         self._origin: dict[str, str] = {}
-        self._tried: set[tuple[str, str]] = set()
         self._discovered = not group
 
     def builtin(self, modules: Mapping[str, str]) -> None:
@@ -119,23 +118,16 @@ class Registry(Generic[T]):
     def _load(self, point: EntryPoint) -> None:
         """Register what an entry point names, once, or keep the reason why not; only KeyboardInterrupt passes."""
         origin = _wheel_of(point)
-        if (point.name, origin) in self._tried:
+        if self._origin.get(point.name) == origin or self.broken.get(point.name, "").startswith(f"{origin}: "):
             return
         try:
             self.register(point.name, origin)(point.load())
         except KeyboardInterrupt:
             raise
         except BaseException as problem:  # a foreign wheel may fail in any way, SystemExit too: the host goes on
-            self._tried.add((point.name, origin))
-            words = _in_words(problem)
-            self.broken[point.name] = f"{origin}: {words}"
-            warnings.warn(
-                f"{self.kind} plugin {point.name!r} of {origin} skipped: {words}",
-                PluginWarning,
-                stacklevel=4,
-            )
-        else:
-            self._tried.add((point.name, origin))
+            self.broken[point.name] = f"{origin}: {_in_words(problem)}"
+            text = f"{self.kind} plugin {point.name!r} of {origin} skipped: {_in_words(problem)}"
+            warnings.warn(text, PluginWarning, stacklevel=4)
 
 
 def _wheel_of(point: EntryPoint) -> str:

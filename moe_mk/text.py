@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from typing import TextIO
@@ -37,3 +38,9 @@ def wrapped(text: str, width: int | None, hanging: int) -> str:
     return textwrap.fill(
         text, width, subsequent_indent=" " * min(hanging, width // 2), break_long_words=False, break_on_hyphens=False
     )
+
+
+def shortened(text: str) -> str:
+    """A text without the middle of words above 500 characters, nor its own above 16,000."""
+    text = re.sub(r"(?<!\S)(\S{200})\S{300,}(?<=(\S{200}))", r"\1...\2", text)
+    return re.sub(r"(?s)^(.{12000}).{4000,}(.{1000})$", r"\1...\2", text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.text import amount, terminal_width, wrapped
 
 
@@ -20,6 +20,13 @@ from moe_mk.text import amount, terminal_width, wrapped
 )
 def test_amounts_for_a_person(number: float, text: str) -> None:
     assert amount(number) == text
+
+
+def test_values_of_any_length_leave_an_error_short_with_its_beginning_and_its_end() -> None:
+    for value, most in (("x" * 10**6, 600), ("x " * 10**6, 16_000), (f"{'y' * 450} " * 10**5, 16_000)):
+        for kind in (ConfigError, UnsupportedError):
+            text = str(kind(f"config.json: no {value} is known; name another"))
+            assert text.startswith("config.json: no ") and text.endswith(" name another") and len(text) < most
 
 
 def test_only_a_terminal_has_a_width(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.config.traits import Traits, runs_emulated
+from moe_mk.config.traits import runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC
@@ -36,11 +36,8 @@ def libraries_of(device: DeviceProfile) -> frozenset[str]:
     """
     entries = (PREPARE_FINALIZE.items(), EXPERTS.items(), MONOLITHIC.items())
     traits = [backend.traits for registry in entries for _, backend in registry]
-    return frozenset(each.library for each in traits if each.library and _fits(each, device))
-
-
-def _fits(traits: Traits, device: DeviceProfile) -> bool:
-    return device.kind in traits.kinds and (device.arch is None or device.arch >= traits.min_arch)
+    here = [each for each in traits if device.kind in each.kinds]
+    return frozenset(each.library for each in here if each.library and (device.arch or each.min_arch) >= each.min_arch)
 
 
 def reasons_against_pair(

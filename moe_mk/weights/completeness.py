@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from moe_mk.errors import ShapeError, WeightError
+from moe_mk.text import shortened
 from moe_mk.weights.layer_spec import Expected
 from moe_mk.weights.names import Convention, Role
 from moe_mk.weights.safetensors_header import TensorEntry
@@ -20,7 +21,7 @@ def some(examples: Iterable[object]) -> str:
     """Up to five examples and the number of further ones."""
     texts = [str(each) for each in examples]
     more = f" and {len(texts) - EXAMPLES} more" if len(texts) > EXAMPLES else ""
-    return ", ".join(texts[:EXAMPLES]) + more
+    return ", ".join(map(shortened, texts[:EXAMPLES])) + more
 
 
 def name_problems(present: Iterable[str], expected: Mapping[str, Expected], convention: Convention) -> list[str]:

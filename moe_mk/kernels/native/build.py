@@ -199,10 +199,6 @@ class _Holder:
     process: Process
 
     @classmethod
-    def this(cls) -> _Holder:
-        return cls(platform.node(), Process.this())
-
-    @classmethod
     def recorded(cls, handle: int) -> _Holder | None:
         """The holder recorded in a lock file; None if there is none."""
         try:
@@ -278,7 +274,7 @@ def _try_lock(lock: Path, handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_UN)
         return False
     os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(asdict(_Holder.this())).encode(), 0)
+    os.pwrite(handle, json.dumps(asdict(_Holder(platform.node(), Process.this()))).encode(), 0)
     return True
 
 

@@ -147,17 +147,12 @@ def object_commands(compiler: str, units: Sequence[Unit], folder: Path) -> dict[
     return {target: [compiler, *arguments, "-o", str(target)] for target, arguments in made.items()}
 
 
-def headers() -> tuple[Path, ...]:
-    """List the headers the sources include."""
-    return tuple(sorted(SOURCES.glob("*.h")))
-
-
 def digest(units: Sequence[Unit]) -> str:
     """Hash names, flags and contents of the sources, headers included."""
     hashed = hashlib.sha256()
     for unit in units:
         hashed.update("\0".join((unit.source.name, *unit.flags)).encode() + b"\0" + unit.source.read_bytes())
-    for header in headers():
+    for header in sorted(SOURCES.glob("*.h")):
         hashed.update(header.name.encode() + b"\0" + header.read_bytes())
     return hashed.hexdigest()[:24]
 
