@@ -61,18 +61,13 @@ def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Pr
         have, want = experts.emits[layout].name.lower(), transport.wants.name.lower()
         yield Reason("reduce", f"the experts return {have} output, the transport reduces {want} output itself")
     permuted = layout is not None and layout is not transport.produces
-    if permuted and problem.config.kernel.graphs and not _grouped_on_device(layout, problem):
+    device = problem.device
+    able = device.kind == "cuda" and device.arch is not None and device.arch >= (9, 0) and "triton" in problem.installed
+    if permuted and problem.config.kernel.graphs and not (able and layout is GroupedTokens):  # as `permute` decides
         yield Reason("graphs", "permuting rows synchronises with the host to read counts", "kernel.graphs = false")
     if problem.config.kernel.invariant and transport.partial:
         yield Reason("invariant", "adds the parts of all ranks in one all-reduce", "kernel.invariant = false")
     yield from wire_reasons(transport.wire, problem)
-
-
-def _grouped_on_device(layout: type | None, problem: Problem) -> bool:
-    """Whether rows are brought into this layout without reading counts on the host, as `permute` decides it."""
-    device = problem.device
-    able = device.kind == "cuda" and device.arch is not None and device.arch >= (9, 0)
-    return layout is GroupedTokens and able and "triton" in problem.installed
 
 
 def wire_reasons(carries: frozenset[str], problem: Problem) -> Iterator[Reason]:
@@ -143,7 +138,8 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     if chosen is None:
         wanted = [verdict for verdict in attempts[0].verdicts if _is_wanted(verdict, problem)]
         lines = refusal_lines(wanted, in_full=bool(_pins(problem)))
-        raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
+        inside = f"{', '.join(MONOLITHIC)} route internally, with transport {INSIDE!r}, which only they have"
+        raise UnsupportedError(_nothing_serves(problem), lines or [f"no such pair is registered: {inside}"])
     winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
     decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
     passed = tuple(_rejected_format(each) for each in attempts if each is not chosen)
@@ -329,11 +325,6 @@ def _because(problem: Problem, rivals: int) -> str:
     if not rivals:
         return "the only eligible pair"
     return f"lowest cost of {rivals + 1} eligible pairs" + (f", pinned by {pins}" if pins else "")
-
-
-def _no_such_pair() -> str:
-    inside = ", ".join(MONOLITHIC)
-    return f"no such pair is registered: {inside} route internally, with transport {INSIDE!r}, which only they have"
 
 
 def _nothing_serves(problem: Problem) -> str:
