@@ -54,6 +54,8 @@ NO_COMPILER = (
 
 LOCK_TIMEOUT_S = 900.0
 """Seconds a process waits for another one that compiles, which may take minutes on a loaded machine."""
+QUIET_S = 300.0
+"""Seconds in which no compiler ends or writes, after which all are ended; the slowest source takes 20 s alone."""
 POLL_S, GONE_POLLS = 0.05, 20
 """Seconds between attempts to take the lock, and attempts that find its holder ended before it is taken over."""
 LEFTOVER_S = 86_400.0
@@ -398,7 +400,7 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
     """Begin commands in their order, as many at a time as there are cores.
 
     They and their children end when this returns, raises, or the process ends.
-    Raises UnsupportedError with the output of each failed command.
+    Raises UnsupportedError with the output of each failed command, and if none ends or writes for QUIET_S.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     running: list[subprocess.Popen[bytes]] = []
@@ -412,7 +414,11 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
                     errors = running[-1].stderr
                     assert errors is not None
                     outputs.register(errors, selectors.EVENT_READ, (running[-1], bytearray()))
-                for key, _ in outputs.select():
+                if not (ready := outputs.select(QUIET_S)):
+                    hangs = " ".join(next(each.args for each in running if each.poll() is None))
+                    failed.append(f"`{hangs}` was ended: it wrote nothing for {QUIET_S:g} s")
+                    break
+                for key, _ in ready:
                     process, written = key.data
                     if part := os.read(key.fd, 1 << 16):
                         written += part

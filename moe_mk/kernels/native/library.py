@@ -170,17 +170,17 @@ def open_library(path: Path) -> dict[str, Callable[..., int]]:
 
     Raises UnsupportedError if the file has another interface version.
     """
+    functions: dict[str, Callable[..., int]] = {}
     try:
         library = ctypes.CDLL(str(path))
-    except unless_signalled(OSError) as error:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"moe_mk_{name}")
+            function.restype, function.argtypes = result, arguments
+            functions[name] = function
+    except unless_signalled(OSError, AttributeError) as error:  # no library, or one without a function
         raise UnsupportedError(
             f"the compiled kernels {path} cannot be loaded", [str(error), "delete the file"]
         ) from error
-    functions: dict[str, Callable[..., int]] = {}
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, f"moe_mk_{name}")
-        function.restype, function.argtypes = result, arguments
-        functions[name] = function
     version = functions["abi_version"]()
     if version != ABI_VERSION:
         raise UnsupportedError(f"the compiled kernels {path} speak interface {version}, not {ABI_VERSION}")

@@ -28,6 +28,7 @@ from moe_mk.oracle.base import ORACLES
 from moe_mk.placement.eplb import EPLB_POLICIES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
+from moe_mk.registry import Registry
 
 
 def examine(screen: Screen, overrides: Mapping[str, Any], *, as_json: bool) -> int:
@@ -101,10 +102,11 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
     for name, policy in EPLB_POLICIES.items():
         rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
-    for registry in (PREPARE_FINALIZE, EXPERTS, EPLB_POLICIES, ORACLES, POLICIES, LINKS):
-        list(registry)  # loads its plugins
-        for name, reason in registry.broken.items():
-            rows.append(_row(registry.kind, name, "", [reason], "plugin", broken=True))
+    plugins: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, EPLB_POLICIES, ORACLES, POLICIES, LINKS)
+    for each in plugins:
+        list(each)  # loads them
+        for name, reason in each.broken.items():
+            rows.append(_row(each.kind, name, "", [reason], "plugin", broken=True))
     return rows
 
 

@@ -325,6 +325,33 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+CALLED = "while [ $# -gt 1 ]; do shift; [ $1 = -o ] && "
+ON_REAL_SOURCES = f'case "$*" in *empty.cpp*) exec {shutil.which("c++")} "$@";; esac; '
+ONE_FUNCTION = f"{shutil.which('c++')} -shared -fPIC -x c++ -o $2 - <<< 'int f() {{ return 0; }}'"
+WRONG_COMPILERS = {
+    "crashes": ("kill -SEGV $$", "ended with -11"),
+    "crashes on real sources": (f"{ON_REAL_SOURCES} kill -SEGV $$", "ended with -11"),
+    "writes nothing": ("exit 0", "No such file"),
+    "writes garbage": (f"{CALLED} head -c 5000 /dev/urandom > $2; done; exit 0", "invalid ELF header"),
+    "writes garbage for real sources": (f"{ON_REAL_SOURCES} {CALLED} echo x > $2; done; exit 0", "file too short"),
+    "leaves functions out": (f"{ON_REAL_SOURCES} {CALLED} {ONE_FUNCTION}; done; exit 0", "undefined symbol: moe_mk_"),
+    "hangs": ("sleep 100", "was ended: it wrote nothing for 2 s"),
+    "hangs on real sources": (f"{ON_REAL_SOURCES} sleep 100", "was ended: it wrote nothing for 2 s"),
+}
+
+
+@pytest.mark.parametrize("does,words", WRONG_COMPILERS.values(), ids=WRONG_COMPILERS)
+def test_whatever_a_compiler_does_ends_in_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, words: str
+) -> None:
+    monkeypatch.setattr(build_module, "QUIET_S", 2.0)
+    (compiler := tmp_path / "c++").write_text(f"#!/bin/bash\n[ $1 = --version ] && exec printf 'x\\xff'\n{does}\n")
+    compiler.chmod(0o700)
+    with pytest.raises(UnsupportedError, match=words):
+        load(tmp_path / "cache", which=lambda name: str(compiler))
+    assert not [*tmp_path.glob("cache/build-*"), *tmp_path.glob("cache/try-*")]
+
+
 @dataclass
 class SlowCompiler:
     """A driver that starts another program, as compilers do, which would take a minute for slow.cpp."""
