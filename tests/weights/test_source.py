@@ -43,15 +43,19 @@ def test_a_directory_without_an_index_and_a_single_file_work_too(tmp_path: Path)
     assert list(SafetensorsSource(tmp_path / "y.safetensors").names()) == ["b"]
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "", ".."])
+@pytest.mark.parametrize("shard", ["../x", "/etc/x", "a/../../x", "", "..", "circle", "\ud800", "a\0b"])
 def test_an_index_cannot_point_outside_its_directory(tmp_path: Path, shard: str) -> None:
+    (tmp_path / "circle").symlink_to("circle")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard, "b": "fine.safetensors"}}))
     with pytest.raises(WeightError, match=r"names 1 files that are not inside the directory: .*; put the files"):
         SafetensorsSource(tmp_path)
 
 
-def test_a_symbolic_link_cannot_lead_outside_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [True, False])
+def test_a_symbolic_link_cannot_lead_outside_either(tmp_path: Path, index: bool) -> None:
     save(tmp_path / "model", {"a": "one.safetensors"})
+    if not index:
+        (tmp_path / "model" / INDEX).unlink()
     (tmp_path / "model" / "one.safetensors").rename(tmp_path / "secret")
     (tmp_path / "model" / "one.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(WeightError, match=r"not inside the directory: 'one.safetensors'"):
@@ -113,36 +117,14 @@ def test_a_truncated_file_states_how_much_is_missing(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path).open("b")
 
 
-def header_file(path: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
-    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + data)
-    return path
-
-
-@pytest.mark.parametrize(
-    "header, length, words",
-    [
-        (b"{}", 1 << 60, "is not a safetensors file"),
-        (b"{}", 100, "is truncated: 10 bytes, its header alone has 108"),
-        (b"{nonsense", None, "header is not JSON"),
-        (b"[]", None, "header is not a JSON object"),
-        (b'{"a": 3}', None, "the entry of a is 3"),
-        (b'{"a": {"dtype": "F32", "shape": [2]}}', None, "the entry of a is"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', None, r"a of shape \[2\] F32 needs 8 bytes"),
-        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}', None, "is damaged"),
-    ],
-)
-def test_a_damaged_header_is_reported(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
-    with pytest.raises(WeightError, match=words):
-        read_header(header_file(tmp_path / "x.safetensors", header, length=length))
-
-
-def test_a_dtype_that_torch_lacks_is_kept_by_name(tmp_path: Path) -> None:
-    both = (
-        b'"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}, "b": {"dtype": "F4", "shape": [2], "data_offsets"'
-    )
-    tensors = read_header(header_file(tmp_path / "x.safetensors", b"{" + both + b": [2, 3]}}", b"abc")).tensors
-    for entry, num_bytes in ((tensors["a"], 2), (tensors["b"], 1)):
-        assert (entry.dtype, entry.dtype_name, entry.num_bytes) == (None, "F4", num_bytes)
+def test_a_file_that_does_not_begin_with_the_size_of_its_header_is_reported(tmp_path: Path) -> None:
+    for size, words in (
+        (1 << 60, "is not a safetensors file"),
+        (100, "is truncated: 10 bytes, its header alone has 108"),
+    ):
+        (tmp_path / "x.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}")
+        with pytest.raises(WeightError, match=words):
+            read_header(tmp_path / "x.safetensors")
 
 
 def test_a_state_dict_is_a_source_too() -> None:

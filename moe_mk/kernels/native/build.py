@@ -415,8 +415,8 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
                     assert errors is not None
                     outputs.register(errors, selectors.EVENT_READ, (running[-1], bytearray()))
                 if not (ready := outputs.select(QUIET_S)):
-                    hangs = " ".join(next(each.args for each in running if each.poll() is None))
-                    failed.append(f"`{hangs}` was ended: it wrote nothing for {QUIET_S:g} s")
+                    hangs = next(at for at, each in enumerate(running) if each.poll() is None)
+                    failed.append(f"`{' '.join(commands[hangs])}` was ended: it wrote nothing for {QUIET_S:g} s")
                     break
                 for key, _ in ready:
                     process, written = key.data
