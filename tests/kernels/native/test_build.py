@@ -331,8 +331,7 @@ ONE_FUNCTION = f"{shutil.which('c++')} -shared -fPIC -x c++ -o $2 - <<< 'int f()
 WRONG_COMPILERS = {
     "crashes": (f"{ON_REAL_SOURCES} kill -SEGV $$", "ended with -11"),
     "writes nothing": ("exit 0", "No such file"),
-    "writes garbage": (f"{CALLED} head -c 5000 /dev/urandom > $2; done; exit 0", "invalid ELF header"),
-    "writes garbage for real sources": (f"{ON_REAL_SOURCES} {CALLED} echo x > $2; done; exit 0", "file too short"),
+    "writes garbage": (f"{ON_REAL_SOURCES} {CALLED} echo x > $2; done; exit 0", "file too short"),
     "leaves functions out": (f"{ON_REAL_SOURCES} {CALLED} {ONE_FUNCTION}; done; exit 0", "undefined symbol: moe_mk_"),
     "hangs": (f"{ON_REAL_SOURCES} sleep 100", "was ended: it wrote nothing for 2 s"),
 }
