@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, spread
+from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, divided, spread
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 WHOLE = 2**31 - 1
@@ -126,10 +126,10 @@ class BlockedScheme(QuantScheme):
 
         scales_of: scales of the largest magnitudes of the blocks, in f32. Raises ShapeError, see `expect_even`.
         """
-        n, k = x.shape[-2:]
-        self.expect_even(k)
+        self.expect_even(x.shape[-1])
+        x = x.to(torch.float32)
         scales = scales_of(block_amax(x, self.block))
-        values = self.element.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
+        values = self.element.encode(divided(x, scales, self.block))
         return QuantTensor(values.contiguous(), scales.to(self.scale_dtype), self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
+from moe_mk.kernels.reference.scaled_blocks import block_amax, divided
 
 FP8_MAX = 448.0
 
@@ -25,8 +25,9 @@ def quantize_rows(x: Tensor, group: int, *, power_of_two: bool = False) -> tuple
     even. An amax never clips: the rounded scale is at least the exact one.
     Source: DeepSeek-V3 technical report, section 3.3.2 (fine-grained quantisation, 1x128 tiles).
     """
+    x = x.to(torch.float32)
     scales = scales_of(block_amax(x, (1, group)), power_of_two=power_of_two)
-    values = (x.to(torch.float32) / spread(scales, x.shape[0], x.shape[1], (1, group))).clamp(-FP8_MAX, FP8_MAX)
+    values = divided(x, scales, (1, group)).clamp(-FP8_MAX, FP8_MAX)
     return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 

@@ -33,6 +33,16 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     return size.reshape(*leading, tall, rows, wide, columns).amax(dim=(-3, -1))
 
 
+def divided(x: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """f32 x over the f32 scale of its block; whole blocks need no scale for each number."""
+    *leading, n, k = x.shape
+    (rows, columns), (tall, wide) = fitted(n, k, block), scales.shape[-2:]
+    if (tall * rows, wide * columns) != (n, k):
+        return x / spread(scales, n, k, block)
+    blocks = x.reshape(*leading, tall, rows, wide, columns)
+    return (blocks / scales[..., :, None, :, None]).reshape(x.shape)
+
+
 def spread(scales: Tensor, n: int, k: int, block: Block) -> Tensor:
     """(..., tall, wide) scales as f32 that broadcast over (..., n, k): a scale of whole rows keeps one column."""
     rows, columns = fitted(n, k, block)
