@@ -19,17 +19,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import parser_of, processor, versions, write, write_between
 from experts_cpu_candidates import format_candidates, ours, packed
-from experts_cpu_clock import FEW, PAUSE, clocked, settle
+from experts_cpu_clock import FEW, PAUSE, Yardsticks, clocked, settle
 from experts_cpu_peers import (
     Experts,
     KtKernel,
     Weights,
+    errors_of,
     left_out,
     load_vllm,
     vllm_bf16,
@@ -37,14 +39,12 @@ from experts_cpu_peers import (
     without_wrong,
     wrong_results,
 )  # fmt: skip
-from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
-from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.kernels.native.selfcheck import load
 from moe_mk.lab.cli.outputs import output_file
 
@@ -55,7 +55,7 @@ PROBED_PRODUCTS, PROBED_BYTES = 2_000, 1 << 20
 """Of each thread: about 60 us of tile products on a core of its own, and 50 us of reads."""
 SETTLE_S = 0.002
 """Pause before the second probe, at least; it begins when the threads of other libraries have stopped spinning."""
-READ_WAYS = 2
+READ_WAYS = Yardsticks.WAYS
 OURS = "ours"
 AMX = Isa.AMX_BF16
 LEAST_ROUNDS = 3
@@ -135,13 +135,6 @@ def sample(probe: Probe, call: Callable[[], object], awake: Callable[[], object]
     return Sample(wall_ms, cpu_ms, before, probe.rates())
 
 
-def read_weights(native: Native, weights: Sequence[PackedMatrix], threads: int, way: int) -> None:
-    folded = ctypes.c_uint64(0)
-    for matrix in weights:
-        pointer, size = matrix.values_LB.data_ptr(), matrix.values_LB.numel()
-        native.call("read_rate", pointer, size, way, threads, int(AMX), ctypes.byref(folded))
-
-
 def measure(
     probe: Probe, calls: Mapping[str, Callable[[], object]], few: bool, until: float
 ) -> dict[str, list[Sample]]:
@@ -193,19 +186,13 @@ def one_case(
     x = torch.randn(tokens, hidden).bfloat16()
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(torch.int32)
     shares = torch.rand(tokens, top_k) + 0.5
-    batch: tuple[Tensor, Tensor, Tensor] = (x, ids, shares / shares.sum(1, keepdim=True))
-    judged = min(tokens, 8)
-    wanted = layer.reference(*(part[:judged] for part in batch))
+    batch = x, ids, shares / shares.sum(1, keepdim=True)
     candidates = {name: run for name, run in candidates.items() if tokens <= MOST_ROWS.get(name, tokens)}
-    errors = {}
-    for name, run in candidates.items():
-        own = references[name](*(part[:judged] for part in batch)) if name in references else wanted
-        errors[name] = ((run(*batch)[:judged].float() - own).norm() / own.norm()).item()
+    errors = errors_of(candidates, references, layer, batch, 8)
     candidates = without_wrong(candidates, errors)
-    calls: dict[str, Callable[[], object]] = {
-        f"read {way}": (lambda way=way: read_weights(native, weights, probe.threads, way)) for way in range(READ_WAYS)
-    }
-    calls |= {name: (lambda run=run: run(*batch)) for name, run in candidates.items()}
+    reads = Yardsticks(native, weights, probe.threads)
+    calls: dict[str, Callable[[], object]] = {f"read {way}": partial(reads.read, 1.0, way) for way in range(READ_WAYS)}
+    calls |= {name: partial(run, *batch) for name, run in candidates.items()}
     seen = measure(probe, calls, tokens <= FEW, until)
     lines = [
         {"candidate": name, "states": by_state(samples, probe.alone)}
@@ -339,8 +326,10 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
     stored, references = format_candidates(
         native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, kt=kt
     )
-    others = {OURS: candidates[OURS], "ours fp8 rows": rounded(native, weights, options.threads)} | bf16 | stored
-    references["ours fp8 rows"] = lambda *batch: rounded(native, weights, options.threads, Isa.SCALAR)(*batch).float()
+    mode = ExpertsMode(quantize=Rounding.FP8)  # tokens rounded to FP8 as the checkpoint defines
+    rounded, exact = (ours(native, weights, options.threads, mode, isa) for isa in (AMX, Isa.SCALAR))
+    others = {OURS: candidates[OURS], "ours fp8 rows": rounded} | bf16 | stored
+    references["ours fp8 rows"] = lambda *batch: exact(*batch).float()
     steps: list[tuple[str, int, float]] = [("cases", rows, 2 / len(options.rows)) for rows in options.rows]
     of_formats = [rows for rows in FORMAT_ROWS if rows <= max(options.rows)]
     steps += [("formats", rows, 1 / len(of_formats)) for rows in of_formats]
@@ -359,12 +348,6 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
         "alone": probe.alone,
         **cases,
     }
-
-
-def rounded(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, isa: Isa = AMX) -> Experts:
-    """The native experts with tokens rounded to FP8 as the checkpoint defines."""
-    mode = ExpertsMode(quantize=Rounding.FP8)
-    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=isa)
 
 
 def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> int:

@@ -27,7 +27,7 @@ import torch
 from common import command, parser_of, processor, versions, with_output, write
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
-from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
+from experts_cpu_peers import Experts, Weights, errors_of, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
 from torch import Tensor
 
@@ -144,13 +144,7 @@ def one_case(
     """Everybody's error and time on one batch. references: of those that have other weights than the layer."""
     x = torch.randn(tokens, options.hidden).bfloat16()
     batch = (x, *routing(tokens, options.experts, options.top_k, skew))
-    judged = 2 if options.ours_only else 16
-    few = (batch[0][:judged], batch[1][:judged], batch[2][:judged])
-    own = {reference: reference(*few) for reference in {layer.reference, *references.values()}}
-    errors = {}
-    for name, run in candidates.items():
-        got, wanted = run(*batch)[:judged].float(), own[references.get(name, layer.reference)]
-        errors[name] = ((got - wanted).norm() / wanted.norm()).item()
+    errors = errors_of(candidates, references, layer, batch, 2 if options.ours_only else 16)
     candidates = without_wrong(candidates, errors)
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)

@@ -90,11 +90,6 @@ class Stored:
         """f32 throughout, with the weights as they are stored."""
         return weighted_experts(x, ids, weights, self.exact)
 
-    def run(self, native: Native, threads: int, rounding: Rounding) -> Experts:
-        packed: tuple[PackedMatrix, PackedMatrix] = (self.w13, self.w2)
-        mode = ExpertsMode(quantize=rounding)
-        return lambda x, ids, w: experts_rows(native, x, ids, w, *packed, mode=mode, threads=threads)
-
 
 def format_candidates(
     native: Native,
@@ -114,7 +109,8 @@ def format_candidates(
         kind = quant[:-5] if quant.endswith(INTEGERS) else quant
         stored = held[kind] = held.get(kind) or Stored(native, layer, kind)
         name = f"ours {quant.replace('_', ' ')}"
-        calls[name] = stored.run(native, threads, rounding_of(quant, kind))
+        mode = ExpertsMode(quantize=rounding_of(quant, kind))
+        calls[name] = ours(native, (stored.w13, stored.w2), threads, mode)
         references[name] = stored.reference
     for kind, stored in held.items():
         others: dict[str, Experts] = {}
@@ -151,11 +147,14 @@ def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tup
     return w13, w2
 
 
-def ours(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, **options: object) -> Experts:
-    isa = options.get("isa")
-    mode = ExpertsMode(batch_invariant=bool(options.get("batch_invariant")))
-    chosen = isa if isinstance(isa, Isa) else None
-    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=chosen)
+def ours(
+    native: Native,
+    weights: tuple[PackedMatrix, PackedMatrix],
+    threads: int,
+    mode: ExpertsMode | None = None,
+    isa: Isa | None = None,
+) -> Experts:
+    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=isa)
 
 
 def gather_candidates(
@@ -171,7 +170,7 @@ def gather_candidates(
     fp8 = packed(native, layer, Format.FP8, options.threads)
     candidates = {"ours fp8": ours(native, fp8, options.threads)}
     if not options.formats_only:
-        candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, batch_invariant=True)
+        candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, ExpertsMode(batch_invariant=True))
         if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
             candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
         if not options.ours_only:

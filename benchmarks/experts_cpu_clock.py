@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from experts_cpu_peers import Experts
-from torch import Tensor
+from experts_cpu_peers import Batch, Experts
 
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import PackedMatrix
 
 Times = dict[str, float]
-Batch = tuple[Tensor, Tensor, Tensor]
 Clocks = tuple[float, float]
 
 PAUSE = 0.03

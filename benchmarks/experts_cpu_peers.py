@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moe_mk.kernels.native.library import Isa
 
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, ids and weights."""
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -88,6 +90,19 @@ def weighted_experts(
         y = (torch.nn.functional.silu(gate) * up) @ w2.T
         out.index_add_(0, rows, y * weights[rows, places, None])
     return out
+
+
+def errors_of(
+    candidates: Mapping[str, Experts], references: Mapping[str, Experts], layer: Weights, batch: Batch, judged: int
+) -> dict[str, float]:
+    """L2 errors of some tokens against f32. references: of candidates that have other weights than the layer."""
+    x, ids, weights = (part[:judged] for part in batch)
+    own = {reference: reference(x, ids, weights) for reference in {layer.reference, *references.values()}}
+    errors = {}
+    for name, run in candidates.items():
+        wanted = own[references.get(name, layer.reference)]
+        errors[name] = ((run(*batch)[:judged].float() - wanted).norm() / wanted.norm()).item()
+    return errors
 
 
 def without_wrong(candidates: Mapping[str, Experts], errors: Mapping[str, float]) -> dict[str, Experts]:

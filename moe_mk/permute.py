@@ -201,5 +201,4 @@ def _blocks(x_NH: QuantTensor, expert_N: Tensor, place_N: Tensor, num_slots: int
             blocks[expert_N, place_N] = part
         return blocks
 
-    scales = None if x_NH.scales is None else spread(x_NH.scales)
-    return replace(x_NH, values=spread(x_NH.values), scales=scales)
+    return x_NH.changed(spread)

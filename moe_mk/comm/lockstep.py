@@ -80,28 +80,32 @@ class LockstepCommunicator(Communicator):
 
     def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
         self.check(phase)
+        epoch = self.status.epoch
+        with self.abort_on_error(drops=False):
+            call = self._post(outgoing, phase)
+            yield InFlight(phase)
+            self.check_epoch(epoch, phase)
+            inbox = self._inbox(phase, call)
+            for peer in range(self.size):
+                if inbox[peer][0] != phase:
+                    raise CommError(f"is in phase {inbox[peer][0]!r} instead", rank=self.rank, phase=phase, peer=peer)
+                if len(inbox[peer][1]) != expected[peer]:
+                    text = f"sent {len(inbox[peer][1])} rows, expected {expected[peer]}"
+                    raise CommError(text, rank=self.rank, phase=phase, peer=peer)
+            return [inbox[peer][1] for peer in range(self.size)]
+
+    def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
+        """Put a part into the box of each peer; returns the number of the call."""
         call, self._calls = self._calls, self._calls + 1
         for peer, part in enumerate(outgoing):
             self.world.boxes[call, peer][self.rank] = (phase, part.clone())
-        epoch = self.status.epoch
-        with self.abort_on_error(drops=False):
-            yield InFlight(phase)
-            self.check_epoch(epoch, phase)
-            self.check(phase)
-            return self._collected(call, expected, phase)
+        return call
 
-    def _collected(self, call: int, expected: Sequence[int], phase: str) -> list[Tensor]:
+    def _inbox(self, phase: str, call: int) -> dict[int, tuple[str, Tensor]]:
+        """What all ranks have sent in a call."""
+        self.check(phase)
         inbox = self.world.boxes.pop((call, self.rank))
         for peer in range(self.size):
             if peer not in inbox:
                 raise CommError(f"made no such call (number {call})", rank=self.rank, phase=phase, peer=peer)
-        return self._opened(inbox, expected, phase)
-
-    def _opened(self, inbox: dict[int, tuple[str, Tensor]], expected: Sequence[int], phase: str) -> list[Tensor]:
-        for peer in range(self.size):
-            if inbox[peer][0] != phase:
-                raise CommError(f"is in phase {inbox[peer][0]!r} instead", rank=self.rank, phase=phase, peer=peer)
-            if len(inbox[peer][1]) != expected[peer]:
-                text = f"sent {len(inbox[peer][1])} rows, expected {expected[peer]}"
-                raise CommError(text, rank=self.rank, phase=phase, peer=peer)
-        return [inbox[peer][1] for peer in range(self.size)]
+        return inbox

@@ -71,8 +71,7 @@ class ThreadCommunicator(LockstepCommunicator):
         """Give each peer a list of tensors of any sizes, all lists of one length; return theirs by rank. Waits."""
         received: list[list[Tensor]] = [[] for _ in parts]
         for column in zip(*parts, strict=True):
-            self._post(column, phase)
-            inbox = self._inbox(phase)
+            inbox = self._inbox(phase, self._post(column, phase))
             for peer, mail in enumerate(received):
                 mail.append(inbox[peer][1])
         return received
@@ -98,25 +97,15 @@ class ThreadCommunicator(LockstepCommunicator):
                 raise CommError("did not call recover()", rank=self.rank, phase="recovery", peer=missing)
         self._calls = 0
 
-    def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
-        self.check(phase)
-        epoch = self.status.epoch
-        with self.abort_on_error(drops=False):
-            call = self._post(outgoing, phase)
-            yield InFlight(phase)
-            self.check_epoch(epoch, phase)
-            return self._opened(self._inbox(phase, call), expected, phase)
-
     def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
-        call, self._calls = self._calls, self._calls + 1
         with self.world.changed:
-            for peer, part in enumerate(outgoing):
-                self.world.boxes[call, peer][self.rank] = (phase, part.clone())
+            call = super()._post(outgoing, phase)
             self.world.changed.notify_all()
         return call
 
-    def _inbox(self, phase: str, call: int | None = None) -> dict[int, tuple[str, Tensor]]:
-        box = (self._calls - 1 if call is None else call, self.rank)
+    def _inbox(self, phase: str, call: int) -> dict[int, tuple[str, Tensor]]:
+        """Wait until all ranks have sent."""
+        box = call, self.rank
         with self.world.changed:
             world = self.world
             world.changed.wait_for(

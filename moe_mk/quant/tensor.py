@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,7 +86,17 @@ class QuantTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and zero points, each element counted once."""
-        return sum(part.nbytes for part in self._parts().values() if part is not None)
+        return sum(part.nbytes for part in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Values, then what there is of scales, global scales and zero points."""
+        return tuple(part for part in self._parts().values() if part is not None)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
+        """The same with each of its tensors changed."""
+        made = {name: None if part is None else change(part) for name, part in self._parts().items()}
+        return replace(self, **made)  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; plain values of that dtype come back as they are."""
@@ -93,14 +104,11 @@ class QuantTensor:
 
     def __getitem__(self, index: int | slice | Tensor) -> QuantTensor:
         """Pick along the first dimension: an expert of a stack, or rows by index. Rows of a block cannot be picked."""
-        parts = [part for part in self._parts().values() if part is not None]
-        assert all(len(part) == len(self.values) for part in parts), "the first dimension is cut into blocks"
-        picked = {name: None if part is None else part[index] for name, part in self._parts().items()}
-        return replace(self, **picked)  # type: ignore[arg-type]
+        assert all(len(part) == len(self.values) for part in self.tensors), "the first dimension is cut into blocks"
+        return self.changed(lambda part: part[index])
 
     def to(self, device: torch.device) -> QuantTensor:
-        move = {name: None if part is None else part.to(device) for name, part in self._parts().items()}
-        return replace(self, **move)  # type: ignore[arg-type]
+        return self.changed(lambda part: part.to(device))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle only the elements, as bytes: a view would include the whole mapped file, and torch 2.13 writes FP8
@@ -111,8 +119,7 @@ class QuantTensor:
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantTensor:
         """Copy only the elements, not the storage behind a view."""
-        copied = {name: None if part is None else part.clone() for name, part in self._parts().items()}
-        return replace(self, **copied)  # type: ignore[arg-type]
+        return self.changed(Tensor.clone)
 
     def _parts(self) -> dict[str, Tensor | None]:
         return {"values": self.values, "scales": self.scales, "global_scale": self.global_scale, "zeros": self.zeros}

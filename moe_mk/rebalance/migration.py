@@ -23,7 +23,6 @@ from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.slot_bytes import num_bytes
 from moe_mk.rebalance.status import IncidentLog
 from moe_mk.rebalance.transfer import ExpertTransfer, LayerMoves, Link
 from moe_mk.weights.expert_weights import SlotWeights
@@ -74,7 +73,7 @@ class Migration:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that will travel from rank to rank, all slices of experts counted."""
-        whole = {x: num_bytes(self.layers[x].live.export_slot(0)) * self.peers.tp.size for x in self.moves}
+        whole = {x: self.layers[x].live.export_slot(0).num_bytes * self.peers.tp.size for x in self.moves}
         return sum(each.links * whole[x] for x, each in self.moves.items())
 
     def steps(self, step: int) -> Flight[int]:

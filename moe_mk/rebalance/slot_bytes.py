@@ -5,32 +5,17 @@ A backend's own layout is made anew from what arrives, so that nothing derived f
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import SlotBiases, SlotWeights
-
-
-def tensors_of(slot: SlotWeights) -> list[Tensor]:
-    """All tensors of an expert, in the order they travel."""
-    matrices = [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
-    biases = () if slot.biases is None else slot.biases.tensors
-    return [*(t for q in matrices for t in (q.values, q.scales, q.zeros, q.global_scale) if t is not None), *biases]
-
-
-def num_bytes(slot: SlotWeights) -> int:
-    """Bytes of one expert; the same for all experts of a layer."""
-    return sum(t.numel() * t.element_size() for t in tensors_of(slot))
+from moe_mk.weights.expert_weights import SlotWeights
 
 
 def read_bytes(slot: SlotWeights, start: int, stop: int) -> Tensor:
     """Bytes [start, stop) of an expert, copied."""
     pieces = []
-    for tensor in tensors_of(slot):
-        size = tensor.numel() * tensor.element_size()
+    for tensor in slot.tensors:
+        size = tensor.nbytes
         if start < size and stop > 0:
             pieces.append(flat_bytes(tensor)[max(start, 0) : stop])
         start, stop = start - size, stop - size
@@ -47,18 +32,13 @@ class ReceivedExpert:
 
     def __init__(self, like: SlotWeights) -> None:
         """like: any expert of the layer; gives shapes and formats."""
-        self.slot = SlotWeights(
-            None if like.gate_IH is None else _empty(like.gate_IH),
-            _empty(like.up_IH),
-            _empty(like.down_HI),
-            None if like.biases is None else _empty_biases(like.biases),
-        )
+        self.slot = like.changed(lambda part: torch.empty(part.shape, dtype=part.dtype, device=part.device))
         self.received = 0
 
     def write(self, piece: Tensor) -> None:
         start = self.received
         stop = start + len(piece)
-        for tensor in tensors_of(self.slot):
+        for tensor in self.slot.tensors:
             target = flat_bytes(tensor)
             low, high = max(start, 0), min(stop, len(target))
             if low < high:
@@ -75,17 +55,3 @@ def checksum(data: Tensor) -> int:
     odd = 2 * torch.arange(len(words), dtype=torch.int64, device=data.device) + 1
     # Odd factors can be undone modulo 2^64, so that no single change cancels; the constant distinguishes lengths.
     return int((words * odd * 0x5851F42D4C957F2D).sum()) ^ len(data)
-
-
-def _empty_biases(like: SlotBiases) -> SlotBiases:
-    gate_I = None if like.gate_I is None else torch.empty_like(like.gate_I)
-    return SlotBiases(gate_I, torch.empty_like(like.up_I), torch.empty_like(like.down_H))
-
-
-def _empty(q: QuantTensor) -> QuantTensor:
-    def like(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-    values = like(q.values)
-    assert values is not None
-    return replace(q, values=values, scales=like(q.scales), zeros=like(q.zeros), global_scale=like(q.global_scale))

@@ -18,7 +18,7 @@ from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.rebalance.background import BackgroundJob, Done, Failed
-from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes
+from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights.expert_weights import SlotWeights
 
 PHASE = "rebalance weights"
@@ -71,7 +71,7 @@ class ExpertTransfer:
 
     def __post_init__(self) -> None:
         self._round, self._offset = 0, 0
-        self._size = num_bytes(self.layer.live.export_slot(0))
+        self._size = self.layer.live.export_slot(0).num_bytes
         self._incoming: ReceivedExpert | None = None
         self._flight: Flight[Tensor] | None = None
         wanted = [(slot, expert) for rank, slot, expert in self.moves.reads if rank == self.comm.rank]
@@ -102,7 +102,7 @@ class ExpertTransfer:
             self.trouble = f"reading {self.layer.name!r} failed: {type(outcome.error).__name__}: {outcome.error}"
         elif isinstance(outcome, Done):
             self.arrived |= outcome.value
-            self.read_bytes += sum(map(num_bytes, outcome.value.values()))
+            self.read_bytes += sum(slot.num_bytes for slot in outcome.value.values())
         return False
 
     def post(self) -> None:

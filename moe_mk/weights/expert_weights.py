@@ -6,7 +6,7 @@ layout converts to it in `relayout()` and sets `layout`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from typing import NoReturn, Protocol
@@ -43,9 +43,9 @@ class SlotBiases:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
 
-    def to(self, device: torch.device) -> SlotBiases:
-        gate_I = None if self.gate_I is None else self.gate_I.to(device)
-        return SlotBiases(gate_I, self.up_I.to(device), self.down_H.to(device))
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SlotBiases:
+        """The same with each bias changed."""
+        return SlotBiases(None if self.gate_I is None else change(self.gate_I), change(self.up_I), change(self.down_H))
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,20 @@ class SlotWeights:
 
     @property
     def num_bytes(self) -> int:
-        matrices = sum(q.num_bytes for q in (self.gate_IH, self.up_IH, self.down_HI) if q is not None)
-        return matrices + sum(t.numel() * t.element_size() for t in (self.biases.tensors if self.biases else ()))
+        """The same for all experts of a layer."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the expert: those of gate, up and down, then the biases."""
+        matrices = [q for q in (self.gate_IH, self.up_IH, self.down_HI) if q is not None]
+        return *(part for q in matrices for part in q.tensors), *(self.biases.tensors if self.biases else ())
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SlotWeights:
+        """The same with each of its tensors changed."""
+        gate_IH = None if self.gate_IH is None else self.gate_IH.changed(change)
+        biases = None if self.biases is None else self.biases.changed(change)
+        return SlotWeights(gate_IH, self.up_IH.changed(change), self.down_HI.changed(change), biases)
 
 
 @dataclass(frozen=True)
@@ -294,13 +306,8 @@ def digest(weights: Weights) -> str:
     """
     total = sha256(f"{weights.scheme.name} {weights.num_slots}".encode())
     for index in range(weights.num_slots):
-        slot = weights.slot(index)
-        for q in (slot.gate_IH, slot.up_IH, slot.down_HI):
-            for part in () if q is None else (q.values, q.scales, q.global_scale, q.zeros):
-                if part is not None:
-                    total.update(as_bytes(part).cpu().numpy().data)
-        for bias in slot.biases.tensors if slot.biases else ():
-            total.update(as_bytes(bias[None]).cpu().numpy().data)
+        for tensor in weights.slot(index).tensors:
+            total.update(as_bytes(tensor if tensor.dim() == 2 else tensor[None]).cpu().numpy().data)
     return total.hexdigest()
 
 
@@ -310,11 +317,7 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
         return replace(weights, w13=weights.w13.to(device), w2=weights.w2.to(device))
     if not isinstance(weights, MappedExpertWeights) or device.type == "cpu":
         return weights
-    moved = [
-        [None if part is None else part.to(device) for part in (slot.gate_IH, slot.up_IH, slot.down_HI, slot.biases)]
-        for slot in weights.slots
-    ]
-    return replace(weights, slots=tuple(SlotWeights(*parts) for parts in moved))  # type: ignore[arg-type]
+    return replace(weights, slots=tuple(slot.changed(lambda part: part.to(device)) for slot in weights.slots))
 
 
 def _expect_order(order: str, scheme: QuantScheme) -> None:

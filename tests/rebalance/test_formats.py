@@ -13,7 +13,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.flight import interleave
 from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.rebalance import RebalanceManager
-from moe_mk.rebalance.slot_bytes import flat_bytes, tensors_of
+from moe_mk.rebalance.slot_bytes import flat_bytes
 from tests.support.rebalance_world import PLACEMENT, RANKS, settings
 from tests.support.tiers import thorough
 
@@ -73,7 +73,7 @@ def test_after_moving_live_a_layer_is_one_that_was_loaded_so(checkpoint: tuple[s
         twin.load_from_safetensors(checkpoint[1], 0)
     for mine, theirs in zip(layers, twins, strict=True):
         for slot in range(len(mine.expert_map.local_to_global(mine.ep.rank))):
-            pairs = zip(tensors_of(mine.live.export_slot(slot)), tensors_of(theirs.live.export_slot(slot)), strict=True)
+            pairs = zip(mine.live.export_slot(slot).tensors, theirs.live.export_slot(slot).tensors, strict=True)
             assert all(torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in pairs)
     moved, loaded = (
         interleave([each.steps(tokens(rank)) for rank, each in enumerate(group)]) for group in (layers, twins)

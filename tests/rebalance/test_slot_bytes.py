@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_mk.quant.fp8_block import FP8_128x128_UE8M0, weight_scheme
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
+from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights import SlotWeights
 from moe_mk.weights.expert_weights import SlotBiases
 
@@ -24,7 +24,7 @@ def expert(scheme: QuantScheme, *, gated: bool = True, biased: bool = False, see
 
 def test_size_by_hand() -> None:
     # 3 matrices of 960 e4m3 codes; blocks of 16 x 8 cut 24 x 40 into 2 x 5 and 40 x 24 into 3 x 3 f32 scales.
-    assert num_bytes(expert(weight_scheme((16, 8)))) == 3 * 960 + (10 + 10 + 9) * 4
+    assert expert(weight_scheme((16, 8))).num_bytes == 3 * 960 + (10 + 10 + 9) * 4
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -34,11 +34,11 @@ def test_what_lands_is_equal_to_the_bit_and_owns_its_memory(
     scheme: QuantScheme, gated: bool, biased: bool, chunk: int
 ) -> None:
     sent = expert(scheme, gated=gated, biased=biased)
-    size, incoming = num_bytes(sent), ReceivedExpert(expert(scheme, gated=gated, biased=biased, seed=1))
+    size, incoming = sent.num_bytes, ReceivedExpert(expert(scheme, gated=gated, biased=biased, seed=1))
     for start in range(0, size, chunk):
         incoming.write(read_bytes(sent, start, min(start + chunk, size)))
     assert incoming.received == size
-    for mine, theirs in zip(tensors_of(incoming.slot), tensors_of(sent), strict=True):
+    for mine, theirs in zip(incoming.slot.tensors, sent.tensors, strict=True):
         assert mine.dtype == theirs.dtype and mine.data_ptr() != theirs.data_ptr()
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -48,7 +48,7 @@ def test_a_slice_of_a_wider_matrix_travels_as_its_own_bytes() -> None:
     narrow = SlotWeights(None, BF16.quantize(torch.randn(4, 6)), wide)
     narrow = SlotWeights(None, narrow.up_IH, type(wide)(wide.values[:, 3:9], None, BF16))
     incoming = ReceivedExpert(narrow)
-    incoming.write(read_bytes(narrow, 0, num_bytes(narrow)))
+    incoming.write(read_bytes(narrow, 0, narrow.num_bytes))
     assert torch.equal(incoming.slot.down_HI.values, wide.values[:, 3:9])
 
 

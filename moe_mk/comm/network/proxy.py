@@ -12,8 +12,7 @@ rank that connected reconnects for a while (`RESUME_S`), and both continue where
     called    drops its old link, then answers with the number it has applied       nor over this one
     both      number on from there, and send what the other has not applied         each group is applied exactly once
 
-A frame that is refused ends a link for good, and so does a peer that does not come back. The same holds for threads
-that were stopped and are restarted: all state of commands and peers is in the exchanges. A thread that an exception
+A frame that is refused ends a link for good, and so does a peer that does not come back. A thread that an exception
 ends within a step leaves a fault, which ends the calls of this rank; its peers lose their links to it.
 """
 
@@ -106,7 +105,6 @@ class Proxy:
         """How often a link has ended with the same two counts, and these: groups applied, and confirmed."""
         self._attempts: dict[tuple[int, int], int] = {}
         """Of this rank where it calls, else the last of the peer that was admitted."""
-        self._restarts = [0] * settings.threads
         self._changing, self._closing = Lock(), Event()
         self._door = Acceptor(*listening, clock, self._admit, self._awaited)
         self._num_awaited = sum(peer > rank for peer in peers)
@@ -176,26 +174,6 @@ class Proxy:
         """Whether everything committed has been confirmed."""
         return all(channel.is_idle for channel in self.channels)
 
-    def stop(self) -> None:
-        """End the threads between two of their steps, without a goodbye: commands wait, and links end."""
-        for worker in self._workers:
-            worker.stop()
-
-    def restart(self) -> None:
-        """Replace threads that have ended: links are resumed, and what no peer has applied is sent again.
-
-        Peers wait for it as long as for a link that has ended. A thread that was ended within a step by an exception
-        cannot be replaced, since what it had applied is not certain.
-        Raises LinkError after such a fault, and after `close`.
-        """
-        if self.fault is not None:
-            raise LinkError(f"the proxy of rank {self.rank} has failed: {self.fault!r}")
-        if self._closing.is_set():
-            raise LinkError(f"the proxy of rank {self.rank} was closed")
-        for number, worker in enumerate(self._workers):
-            if not worker.is_alive:
-                self._replace(number)
-
     def close(self, patience_s: float) -> None:
         """Wait a while until all is confirmed by the peers that are still there, then end."""
         until = self._clock() + patience_s
@@ -228,19 +206,6 @@ class Proxy:
             worker.listen(self._door)
         return worker
 
-    def _replace(self, number: int) -> None:
-        """Serve the channels of a thread that has ended by another one; their links ended with it."""
-        self._workers[number].stop()  # it may not have begun yet
-        with self._changing:
-            self._restarts[number] += 1
-            self._workers[number] = self._worker(number)
-        self._workers[number].start()
-        ended = LinkEnded("the thread that served it has ended")
-        for channel in self.channels[number :: self.settings.threads]:
-            for peer in self._peers:
-                if (peer, channel.number) in self._joined and peer not in self.left:
-                    self._note_link(peer, channel.number, ended)
-
     def _worker_of(self, channel: int) -> Worker:
         return self._workers[channel % self.settings.threads]
 
@@ -256,15 +221,12 @@ class Proxy:
 
     def _call(self, peer: int, channel: int, timeout_s: float) -> None:
         """Bring a peer a new link for a channel that has none; so what was applied stays as it is meanwhile."""
-        key, address, restarts = (peer, channel), self._addresses[peer], self._restarts[channel % self.settings.threads]
+        key, address = (peer, channel), self._addresses[peer]
         self._attempts[key] = self._attempts.get(key, 0) + 1
         applied = self.channels[channel].streams[peer].inbox.applied
         hello = Hello(address.token, self.rank, channel, self._attempts[key], applied)
         pipe, theirs = call(address, hello, self.address.token, timeout_s, self._clock)
         with self._changing:
-            if self._restarts[channel % self.settings.threads] != restarts:
-                pipe.close()  # another call was begun, whose number applied this link would make too low
-                raise LinkEnded("the thread that serves the channel was replaced")
             if self._closing.is_set() or not self._workers:
                 pipe.close()
             else:
@@ -317,16 +279,11 @@ class Proxy:
         """Let a link be resumed; one that ends again before it is adopted has no more time for that."""
         self._outages.setdefault(key, Outage(self._clock(), cause))
         if key[0] < self.rank:
-            arguments = (*key, self._restarts[key[1] % self.settings.threads])
-            Thread(target=self._resume, args=arguments, name="moe-mk proxy link", daemon=True).start()
+            Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
 
-    def _resume(self, peer: int, channel: int, restarts: int) -> None:
-        """Call until a link is adopted; a call for a thread that was replaced since is another one's."""
-        while (
-            not self._closing.is_set()
-            and self._restarts[channel % self.settings.threads] == restarts
-            and (outage := self._outages.get((peer, channel))) is not None
-        ):
+    def _resume(self, peer: int, channel: int) -> None:
+        """Call until a link is adopted."""
+        while not self._closing.is_set() and (outage := self._outages.get((peer, channel))) is not None:
             left_s = outage.began_s + self._resume_s - self._clock()
             if left_s <= 0:
                 return

@@ -114,7 +114,6 @@ int32_t moe_mk_route(const MoeMkRoute* call);
 // ue8m0: scales are powers of two, stored as f32.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);
-int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threads, int32_t isa, int64_t* num_nans);
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes);
 int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32_t threads, int32_t isa, uint64_t* checksum);
 int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);

@@ -53,7 +53,7 @@ const Kernels* amx_kernels() {
       "amx", 0, true, false, false, true, leave_tiles, nullptr, multiply_pipelined,
       has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8,
       has_amx_int8() ? multiply_int8_parts_amx : kMultiplyInt8Parts, round_row, activate, accumulate, to_bf16, write_terms, quantize, decode,
-      count_nans, gate_dots, read, peak_amx,
+      gate_dots, read, peak_amx,
   };
   return &table;
 }

@@ -10,7 +10,7 @@ const Kernels* avx2_kernels() {
   static const Kernels table = {
       "avx2", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_int8<Avx2Int8Ops>,
       quantize_int8, multiply_int8_parts_avx2, round_row,
-      activate, accumulate, to_bf16, write_terms, quantize, decode, count_nans, gate_dots, read, portable_peak,
+      activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read, portable_peak,
   };
   return &table;
 }

@@ -232,7 +232,7 @@ const Kernels* avx512bf16_kernels() {
   static const Kernels table = {
       "avx512bf16", kFewRows, true, false, true, false, nothing, multiply_few_avx512bf16, multiply_many,
       multiply_int8_avx512, quantize_int8, multiply_int8_parts_avx512, round_row,
-      activate, accumulate, to_bf16, write_terms, quantize, decode, count_nans, gate_dots,
+      activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots,
       read_avx512, peak_avx512bf16,
   };
   return &table;

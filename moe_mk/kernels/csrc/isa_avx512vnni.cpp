@@ -38,7 +38,7 @@ const Kernels* avx512vnni_kernels() {
   static const Kernels table = {
       "avx512vnni", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_int8_avx512,
       quantize_int8, multiply_int8_parts_avx512, round_row,
-      activate, accumulate, to_bf16, write_terms, quantize, decode, count_nans, gate_dots, read_avx512, peak_avx512vnni,
+      activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read_avx512, peak_avx512vnni,
   };
   return &table;
 }

@@ -143,7 +143,6 @@ struct Kernels {
   // 128 bf16 or fewer -> e4m3 codes and their scale, with ue8m0 a power of two.
   float (*quantize)(const float* x, int count, bool ue8m0, uint8_t* codes);
   void (*decode)(const uint8_t* codes, uint16_t* bf16, int64_t count);
-  int64_t (*count_nans)(const uint8_t* codes, int64_t count);
   // dots[t * stride + e] = x[t] . gate[e], f32
   void (*gate_dots)(const uint16_t* const* x, int num_tokens, const void* const* gate, int num_experts, bool gate_f32,
                     int hidden, float* dots, int64_t stride);

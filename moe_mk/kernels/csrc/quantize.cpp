@@ -1,4 +1,4 @@
-// Per-token 1x128 quantisation of a batch (defined in quantize.h) and the search for NaN codes at memory speed.
+// Per-token 1x128 quantisation of a batch (defined in quantize.h) and loops that measure the machine.
 // Reads x [rows][columns] bf16 or f32 once; writes codes [rows][columns] and scales [rows][ceil(columns / 128)].
 #include <algorithm>
 #include <atomic>
@@ -54,18 +54,6 @@ int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, in
       quantize_row(*kernels, static_cast<const uint8_t*>(x) + row * x_stride * element, num_columns, x_is_f32 != 0,
                    ue8m0 != 0, values + row * num_columns, scales + row * blocks);
   });
-  return kOk;
-}
-
-int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threads, int32_t isa, int64_t* num_nans) {
-  const Kernels* kernels = kernels_of(isa);
-  if (kernels == nullptr) return kNoIsa;
-  std::atomic<int64_t> nans{0};
-  each_piece((num_codes + kBytesAPiece - 1) / kBytesAPiece, threads, [&](int64_t piece) {
-    const int64_t first = piece * kBytesAPiece;
-    nans += kernels->count_nans(codes + first, std::min(kBytesAPiece, num_codes - first));
-  });
-  *num_nans = nans;
   return kOk;
 }
 

@@ -65,19 +65,5 @@ inline void decode(const uint8_t* codes, uint16_t* bf16, int64_t count) {
   }
 }
 
-inline int64_t count_nans(const uint8_t* codes, int64_t count) {
-  typedef uint8_t u8x64 __attribute__((vector_size(64)));
-  typedef int8_t i8x64 __attribute__((vector_size(64)));
-  int64_t nans = 0, i = 0;
-  while (i + 64 <= count) {
-    // A byte counter holds at most 127, then it is added to the total.
-    i8x64 hits{};
-    for (int round = 0; round < 127 && i + 64 <= count; ++round, i += 64) hits -= (load<u8x64>(codes + i) & 0x7f) == 0x7f;
-    for (int lane = 0; lane < 64; ++lane) nans += hits[lane];
-  }
-  for (; i < count; ++i) nans += (codes[i] & 0x7f) == 0x7f;
-  return nans;
-}
-
 }  // namespace
 }  // namespace moe_mk

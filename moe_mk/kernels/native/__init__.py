@@ -26,8 +26,6 @@
     ProductCall(native, w)(x_RK, threads=n)                               # one plain matrix of one slot
     NativeLayer(RowsOfExperts(...), shared, Gating(...), Places(...))(x_TH, load_E)        # a whole layer on one rank
     ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
-    quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
-    count_nans(native, codes, threads=n) -> int
     release(native)                                                       # the kernels' own memory, kept between calls
 
 `threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).

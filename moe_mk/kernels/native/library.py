@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 
 class Isa(IntEnum):
@@ -105,7 +105,6 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),
     ),
-    "count_nans": (c_int32, (c_void_p, c_int64, c_int32, c_int32, POINTER(c_int64))),
     "advise_huge": (c_int32, (c_void_p, c_int64)),
     "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, c_int32, POINTER(c_uint64))),
     "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),

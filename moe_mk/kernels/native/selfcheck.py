@@ -63,24 +63,22 @@ def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | 
 
     The kernels are not compiled for it; where they are in no cache, an empty source is, once per process.
     """
-    if prebuilt_here() is not None:
-        return []
-    compiler = find_compiler(which)
-    if compiler is None:
-        return [NO_COMPILER]
-    library, against = usable_library(_recipe_with(compiler), cache_dir)
+    library, against = _search(cache_dir, which)
     return list(against) if library is None else []
 
 
 def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> bool:
     """Whether load() would find the library undamaged in the wheel or in the cache instead of compiling it."""
-    if prebuilt_here() is not None:
-        return True
+    library, _ = _search(cache_dir, which)
+    return library is not None and (library == prebuilt_here() or not reason_against(library))
+
+
+def _search(cache_dir: Path | None, which: Callable[[str], str | None]) -> tuple[Path | None, tuple[str, ...]]:
+    """The library of the wheel, else that of the cache, which may not exist yet; None with reasons without any."""
+    if (library := prebuilt_here()) is not None:
+        return library, ()
     compiler = find_compiler(which)
-    if compiler is None:
-        return False
-    library, _ = usable_library(_recipe_with(compiler), cache_dir)
-    return library is not None and not reason_against(library)
+    return (None, (NO_COMPILER,)) if compiler is None else usable_library(_recipe_with(compiler), cache_dir)
 
 
 @cache

@@ -86,10 +86,9 @@ class VirtualCommunicator(ThreadCommunicator):
                 self.world.sent.setdefault((call, peer), {})[self.rank] = number
         return call
 
-    def _inbox(self, phase: str, call: int | None = None) -> dict[int, tuple[str, Tensor]]:
-        number = self._calls - 1 if call is None else call
+    def _inbox(self, phase: str, call: int) -> dict[int, tuple[str, Tensor]]:
         inbox = super()._inbox(phase, call)
-        self.world.recording.wait(self.rank, sorted(self.world.sent.pop((number, self.rank), {}).values()), phase)
+        self.world.recording.wait(self.rank, sorted(self.world.sent.pop((call, self.rank), {}).values()), phase)
         return inbox
 
 

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_mk.comm.network import proxy as network_proxy
 from moe_mk.comm.network import worker as network_worker
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.events import Key, Step
 from moe_mk.comm.network.frames import Frame, Kind, LinkError
 from moe_mk.comm.network.proxy import MOST_FUTILE, Proxy, ProxySettings
-from moe_mk.comm.network.tcp import Hello, TcpPipe, call
+from moe_mk.comm.network.tcp import Hello
 from moe_mk.comm.network.worker import Doorbell
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
@@ -177,28 +176,8 @@ def test_links_of_three_ranks_that_are_cut_again_and_again_miss_and_repeat_nothi
             assert not any(proxy.lost for proxy in made), [proxy.lost for proxy in made]
 
 
-@pytest.mark.row(148)
-@pytest.mark.parametrize("ranks,threads", [(2, 1), (3, 2)])
-def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeats_nothing(
-    ranks: int, threads: int
-) -> None:
-    """All ranks send to all at once while the threads of one proxy after another end, and others take their place."""
-    draw = random.Random(ranks)
-    with proxies(ranks, ProxySettings(channels=2, threads=threads)) as made, all_send_to_all(made):
-        for _ in range(20):
-            proxy = draw.choice(made)
-            proxy.stop()
-            assert not any(worker.is_alive for worker in proxy._workers)
-            time.sleep(draw.choice((0.0, 0.01, 0.05)))
-            proxy.restart()
-            before = [each.window.counters.value(0) for each in made]
-            wait_for(lambda b=before: all(p.window.counters.value(0) > n for p, n in zip(made, b, strict=True)))
-            assert not any(each.lost for each in made), [each.lost for each in made]
-
-
-@pytest.mark.parametrize("then", ["close", "restart"])
 def test_a_thread_whose_start_was_interrupted_is_not_waited_for_and_does_nothing_later(
-    then: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the system's start of a thread and its first step the handler of a signal may raise."""
     start, held = threading.Thread.start, []
@@ -209,61 +188,17 @@ def test_a_thread_whose_start_was_interrupted_is_not_waited_for_and_does_nothing
         held.append(thread)
         raise KeyboardInterrupt
 
-    with proxies(2, ProxySettings(channels=1)) as (zero, one):
-        zero.stop()
+    with proxies(2, ProxySettings(channels=1)) as (zero, _):
+        zero._workers[0].stop()
+        zero._workers = [zero._worker(0)]
         with monkeypatch.context() as patched:
             patched.setattr(network_worker.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                zero.restart()
-        if then == "close":
-            zero.close(0.0)
-        else:
-            zero.restart()
+                zero._workers[0].start()
+        zero.close(0.0)
         start(held[0])
         held[0].join(20.0)
         assert not held[0].is_alive() and zero.fault is None
-        if then == "restart":
-            commit(zero, add(1, 0, 7))
-            wait_for(lambda: one.window.counters.value(0) == 7 and zero.is_idle)
-
-
-@pytest.mark.row(148)
-def test_a_call_in_flight_across_a_restart_is_dropped_and_its_connection_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The peer's count of applied groups that came with it is out of date: resuming there would repeat commands."""
-    calls: list[TcpPipe] = []
-    is_answered, may_return = threading.Event(), threading.Event()
-
-    def held(*arguments: object) -> tuple[TcpPipe, int]:
-        pipe, applied = call(*arguments)  # type: ignore[arg-type]
-        calls.append(pipe)
-        if len(calls) == 1:
-            is_answered.set()
-            assert may_return.wait(20.0)
-        return pipe, applied
-
-    with proxies(2, ProxySettings(channels=1)) as (zero, one):
-        monkeypatch.setattr(network_proxy, "call", held)
-        one.stop()
-        one.restart()
-        assert is_answered.wait(20.0), "rank 1 calls rank 0, and the first call is held"
-        wait_for(lambda: cut(zero, 0, 1))  # rank 0 takes calls again
-        one.stop()
-        one.restart()
-        for number in range(1, 6):  # confirmed over the link of the second call
-            commit(one, add(0, 0, number))
-        wait_for(lambda: one.is_idle)
-        adopted, link = one._workers[0].adopt, one.channels[0].streams[0].link
-        late: list[object] = []
-        monkeypatch.setattr(one._workers[0], "adopt", lambda *given: (late.append(given), adopted(*given)))
-        may_return.set()
-        wait_for(lambda: calls[0].fileno() < 0 or late)
-        assert calls[0].fileno() < 0 and not late
-        commit(one, add(0, 0, 10))
-        wait_for(lambda: one.is_idle)
-        assert one.channels[0].streams[0].link is link and len(calls) == 2
-        assert zero.window.counters.value(0) == 25 and not one.lost and not zero.lost
 
 
 def end_thread(thread: threading.Thread) -> None:
@@ -273,17 +208,13 @@ def end_thread(thread: threading.Thread) -> None:
 
 
 @pytest.mark.row(148)
-def test_a_proxy_whose_thread_was_killed_reports_a_fault_and_is_not_restarted() -> None:
+def test_a_proxy_whose_thread_was_killed_reports_a_fault() -> None:
     with proxies(2, ProxySettings(channels=1), resume_s=0.5) as (zero, one):
         commit(zero, store(1, 0, 1))
         wait_for(lambda: zero.is_idle)
         end_thread(zero._workers[0]._thread)
         wait_for(lambda: zero.fault is not None and 0 in one.lost)
         assert isinstance(zero.fault, SystemExit)
-        with pytest.raises(LinkError, match=r"the proxy of rank 0 has failed: SystemExit"):
-            zero.restart()
-    with pytest.raises(LinkError, match=r"the proxy of rank 1 was closed"):
-        one.restart()
 
 
 def test_a_link_that_ends_again_and_again_without_progress_is_given_up() -> None:

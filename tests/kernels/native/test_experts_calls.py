@@ -10,7 +10,8 @@ import torch
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.library import Isa, Native, Status, release
-from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped, experts_rows, quantize_1x128
+from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped, experts_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
 
@@ -137,7 +138,7 @@ def test_strides_of_every_input_are_read(native: Native, columns: bool) -> None:
     # 200 columns have two scales a row, as they have where they were received in longer rows.
     call = ExpertsCall(native, *Layer(4, 200, 96).pack(native), None, FP8_ROWS)
     x, ids, weights = batch(6, 200, 4, 2)
-    values, scales = quantize_1x128(native, x)
+    values, scales = quantize_rows(x, 128)
     wanted = call(values, scales, ids, weights, None, 1)
     assert torch.equal(call(spaced(x, columns=columns), None, ids, weights, None, 1), wanted)
     for at in range(4):

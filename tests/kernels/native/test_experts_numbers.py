@@ -9,7 +9,8 @@ from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import allocate, pack_slot
-from moe_mk.kernels.native.prepared import experts_rows, quantize_1x128
+from moe_mk.kernels.native.prepared import experts_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, error
 from tests.support.tiers import thorough
@@ -216,7 +217,7 @@ def test_rows_that_arrive_quantised_equal_rows_quantised_here(isa_here: IsaHere,
     layer = Layer(2, 320, 64)
     w13, w2 = layer.pack(native)
     x, ids, weights = batch(12, 320, 2, 2)
-    values, scales = quantize_1x128(native, x, ue8m0=rounding is Rounding.FP8_UE8M0)
+    values, scales = quantize_rows(x, 128, power_of_two=rounding is Rounding.FP8_UE8M0)
     mode = ExpertsMode(quantize=rounding)
     here = experts_rows(native, x, ids, weights, w13, w2, mode=mode, isa=isa)
     sent = experts_rows(native, values, ids, weights, w13, w2, mode=mode, x_scales_RX=scales, isa=isa)

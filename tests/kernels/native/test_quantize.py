@@ -1,16 +1,27 @@
-"""1x128 quantisation bit for bit, and the search for NaN codes."""
+"""1x128 quantisation bit for bit."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_mk.errors import ShapeError
-from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.prepared import count_nans, quantize_1x128
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.reference.quantize import quantize_rows
 
 FP8 = torch.float8_e4m3fn
+
+
+def quantized(
+    native: Native, x_TH: torch.Tensor, *, ue8m0: bool = False, isa: Isa | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by the kernel: values, and the f32 scales of every 128."""
+    tokens, hidden = x_TH.shape
+    values_TH, scales_TX = torch.empty(tokens, hidden, dtype=FP8), torch.empty(tokens, -(-hidden // 128))
+    native.call(
+        "quantize", x_TH.data_ptr(), tokens, hidden, x_TH.stride(0), x_TH.dtype == torch.float32, ue8m0,
+        values_TH.data_ptr(), scales_TX.data_ptr(), 2, native.isa_or_best(isa),
+    )  # fmt: skip
+    return values_TH, scales_TX
 
 
 def by_torch(x_TH: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +40,7 @@ def test_a_group_worked_by_hand(native: Native) -> None:
     # 2^-9 -> 2^-10 lies between codes 0 and 1: to even, 0.
     x = torch.zeros(1, 128)
     x[0, :5] = torch.tensor([896.0, -2.0, 1.0, 2**-8, 2**-9])
-    values, scales = quantize_1x128(native, x)
+    values, scales = quantized(native, x)
     assert scales.tolist() == [[2.0]]
     assert values.view(torch.uint8)[0, :6].tolist() == [0x7E, 0xB8, 0x30, 0x01, 0x00, 0x00]
 
@@ -42,7 +53,7 @@ def test_a_group_with_a_power_of_two_worked_by_hand(native: Native) -> None:
     x = torch.zeros(1, 384)
     x[0, :4] = torch.tensor([900.0, -17.0, 1.0, 2**-7])
     x[0, 256] = 896.0
-    values, scales = quantize_1x128(native, x, ue8m0=True)
+    values, scales = quantized(native, x, ue8m0=True)
     assert scales.tolist() == [[4.0, 2.0**-42, 2.0]]
     assert values.view(torch.uint8)[0, :5].tolist() == [0x76, 0xC8, 0x28, 0x01, 0x00]
     assert values.view(torch.uint8)[0, 128:].tolist() == [0x00] * 128 + [0x7E] + [0x00] * 127
@@ -58,7 +69,7 @@ def test_every_instruction_set_is_bit_equal_to_torch(isa_here, ue8m0: bool, gene
         x[2, :128] = 1e-40  # subnormal in f32
         x[3, 1::2] *= 1e-5  # subnormal codes
         x = x.to(dtype)
-        values, scales = quantize_1x128(native, x, ue8m0=ue8m0, isa=isa, threads=2)
+        values, scales = quantized(native, x, ue8m0=ue8m0, isa=isa)
         wanted_values, wanted_scales = by_torch(x, ue8m0=ue8m0)
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
@@ -73,7 +84,7 @@ def test_scales_around_a_power_of_two_are_rounded_up_only_beyond_it(isa_here, ex
     native, isa = isa_here
     middle = torch.tensor([448.0 * 2.0**exponent])
     near = torch.cat([middle.nextafter(torch.zeros(1)), middle, middle.nextafter(middle * 2)]).unsqueeze(1)
-    values, scales = quantize_1x128(native, near, ue8m0=True, isa=isa)
+    values, scales = quantized(native, near, ue8m0=True, isa=isa)
     exact = near / 448.0  # in f32, as it is stored: the number below may round to 2^e itself
     wanted = torch.where(exact <= 2.0**exponent, 2.0**exponent, 2.0 ** (exponent + 1))
     assert torch.equal(scales, wanted) and scales[1].item() == 2.0**exponent < scales[2].item()
@@ -85,7 +96,7 @@ def test_scales_around_a_power_of_two_are_rounded_up_only_beyond_it(isa_here, ex
 def test_any_finite_bf16_is_bit_equal_to_torch(native: Native, bits: list[int], scale: int, ue8m0: bool) -> None:
     x = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float() * 2.0**scale
     x = x.nan_to_num(0, 0, 0).bfloat16().nan_to_num(0, 0, 0).unsqueeze(0)
-    values, scales = quantize_1x128(native, x, ue8m0=ue8m0)
+    values, scales = quantized(native, x, ue8m0=ue8m0)
     wanted_values, wanted_scales = by_torch(x, ue8m0=ue8m0)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
@@ -95,7 +106,7 @@ def test_ties_go_to_even_codes(native: Native) -> None:
     # With 448 in the group the scale is 1. Halfway between 16 and 18 (codes 0x58, 0x59) -> 16; 18 and 20 -> 20.
     x = torch.zeros(1, 128)
     x[0, :3] = torch.tensor([448.0, 17.0, 19.0])
-    assert quantize_1x128(native, x)[0].view(torch.uint8)[0, :3].tolist() == [0x7E, 0x58, 0x5A]
+    assert quantized(native, x)[0].view(torch.uint8)[0, :3].tolist() == [0x7E, 0x58, 0x5A]
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -104,7 +115,7 @@ def test_a_nan_or_an_infinity_poisons_its_own_group_only(isa_here, ue8m0: bool) 
     native, isa = isa_here
     x = torch.ones(1, 384)
     x[0, 3], x[0, 132] = float("nan"), float("-inf")
-    values, scales = quantize_1x128(native, x, ue8m0=ue8m0, isa=isa)
+    values, scales = quantized(native, x, ue8m0=ue8m0, isa=isa)
     assert values.float()[0, :128].isnan().all() and scales[0, 0].isnan()
     assert (values.float() * scales.repeat_interleave(128, 1))[0, 128:256].isnan().all()
     assert values.float()[0, 256:].eq(256 if ue8m0 else 448).all()  # 1 / 448 up to 2^-8
@@ -112,23 +123,6 @@ def test_a_nan_or_an_infinity_poisons_its_own_group_only(isa_here, ue8m0: bool) 
 
 def test_strided_rows_and_no_rows(native: Native) -> None:
     x = torch.randn(4, 512)[:, 128:384]
-    assert torch.equal(quantize_1x128(native, x)[1], by_torch(x)[1])
-    values, scales = quantize_1x128(native, torch.empty(0, 256))
+    assert torch.equal(quantized(native, x)[1], by_torch(x)[1])
+    values, scales = quantized(native, torch.empty(0, 256))
     assert values.shape == (0, 256) and scales.shape == (0, 2)
-
-
-def test_a_wrong_dtype_is_reported(native: Native) -> None:
-    with pytest.raises(ShapeError, match=r"float64, expected \(T, H\) in bfloat16 or float32"):
-        quantize_1x128(native, torch.zeros(1, 128, dtype=torch.float64))
-
-
-def test_nan_codes_are_counted_wherever_they_are(isa_here, generator: torch.Generator) -> None:
-    native, isa = isa_here
-    for size in (0, 1, 63, 64, 65, 9000, (1 << 20) * 2 + 5):
-        codes = torch.randint(0, 127, (size,), dtype=torch.uint8, generator=generator)
-        places = (
-            torch.randint(0, size, (min(size, 3),), generator=generator) if size else torch.empty(0, dtype=torch.int64)
-        )
-        codes[places] = 0xFF
-        assert count_nans(native, codes.view(FP8), threads=2, isa=isa) == len(set(places.tolist()))
-    assert count_nans(native, torch.full((70000,), 0x7F, dtype=torch.uint8), isa=isa) == 70000
