@@ -43,7 +43,8 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, memory_of, records
+from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, RecordMemory, records
+from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.library import Native
@@ -104,7 +105,7 @@ def weights_of(options: argparse.Namespace, experts: int) -> LayerWeights:
 class Mapping:
     """All records as a mapping of the store's file, of which the page cache holds the most recently used."""
 
-    def __init__(self, cache: Cache, num_bytes: int) -> None:
+    def __init__(self, cache: NativeCache, num_bytes: int) -> None:
         layout, store = cache.layout, cache.store
         self._fd = os.open(store.path, os.O_RDONLY)
         self._map = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
@@ -145,7 +146,7 @@ class Mapping:
 class Disk:
     """Reads of records and nothing else."""
 
-    def __init__(self, store: ExpertStore, cache: Cache, native: Native) -> None:
+    def __init__(self, store: ExpertStore, cache: NativeCache, native: Native) -> None:
         self._store, self._threads = store, ThreadPoolExecutor(READERS)
         memory = RecordMemory(native, records(1, cache.record_bytes))
         memory.add(0)

@@ -240,15 +240,15 @@ class ParallelConfig(Settings):
 
 
 class ResidencyConfig(Settings):
-    """Experts of which only some are in memory; the others are read from a store when they are needed."""
+    """Experts of which only some are in memory, or on a GPU; the others come from a store when they are needed."""
 
     slots: int | None = Field(default=None, ge=1)
     """Experts of a layer and rank in memory; or `bytes`, or neither for a layer that is given a `ResidencyPool`."""
     bytes: int | None = Field(default=None, ge=1)
     """Memory for the experts of a layer and rank, at least one."""
-    store: Path
+    store: Path | None = None
     """The folder of the stores, one a layer and rank, named after what is in them; an absolute path. They are written
-    when a layer is loaded and used again by later processes."""
+    when a layer is loaded and used again by later processes. None: experts on a GPU come from host memory."""
     policy: str = "decayed"
     """What makes room: decayed, lru, lfu, or a plugin of `moe_mk.residency_policies`."""
 
@@ -256,7 +256,7 @@ class ResidencyConfig(Settings):
     def _names_a_size(self) -> Self:
         both = self.slots is not None and self.bytes is not None
         problems = ["residency takes slots or bytes, both are given"] if both else []
-        if not self.store.is_absolute() or "\0" in str(self.store):
+        if self.store is not None and (not self.store.is_absolute() or "\0" in str(self.store)):
             problems.append(f"residency.store={str(self.store)!r} is no absolute path")
         if problems:
             raise ValueError("; ".join(problems))
@@ -285,7 +285,7 @@ class KernelConfig(Settings):
     """The folder of compiled CPU kernels, created for this user alone. None: ~/.cache/moe_mk/kernels, or a
     private temporary folder where that cannot be used."""
     residency: ResidencyConfig | None = None
-    """Experts larger than memory, with experts that support it (cpu_native); None: all are in memory."""
+    """Experts larger than memory, with experts that support it (cpu_native, triton); None: all are in memory."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)

@@ -236,7 +236,7 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("batch_invariant", text, f"kernel.{asked} = false"))
     if kernel.residency is not None and not traits.pages:
         text = "keeps all experts in memory, and kernel.residency asks for a part of them"
-        reasons.append(Reason("residency", text, "kernel.experts = cpu_native, or kernel.residency = null"))
+        reasons.append(Reason("residency", text, "kernel.experts = cpu_native or triton, or kernel.residency = null"))
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
     needed = {"plain": {"plain"}, "auto": {rounded, "plain"}}.get(wish, {rounded})

@@ -18,10 +18,11 @@ from torch.nn.functional import pad
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
-from moe_mk.experts.triton.weights import stacked
+from moe_mk.experts.triton.weights import pack_weights
 from moe_mk.external.library import installed_version, load
 from moe_mk.kernels.reference.activation import CLAMPED, activation
 from moe_mk.kernels.reference.quantize import quantize_rows
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens
@@ -141,7 +142,9 @@ class DeepGemmExperts(FusedExperts):
             return weights
         expect_one_width(weights, "deep_gemm")
         if not isinstance(weights, ExpertWeights):
-            weights = stacked(weights, self.context.device)
+            made = pack_weights(weights, KERNEL_FORMATS["fp8"], self.context.device)
+            first, second = (QuantTensor(w.values, w.scales, weights.scheme) for w in (made.w13, made.w2))
+            weights = ExpertWeights(first, second, gated=weights.gated)
         w13, w2 = self._ready(weights.w13), self._ready(weights.w2)
         packed = w13.scales is not None and w13.scales.dtype is torch.int32
         return ExpertWeights(w13, w2, LAYOUT if packed else weights.layout, weights.gated)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.shipped import device_profile, shipped_devices
@@ -121,6 +123,19 @@ def identity(device: torch.device) -> str:
 def stream_of(device: torch.device) -> int:
     """An identifier of the current queue: work on one stream runs in order; a CPU has one queue."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def pinned(memory: Tensor, device: torch.device) -> Tensor:
+    """Host memory, locked where a GPU is to copy from it beside its kernels; released with the tensor.
+
+    The allocator of torch rounds pinned memory up to a power of two. Raises MemoryError where it cannot be locked.
+    """
+    if device.type == "cuda" and memory.numel():
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            raise MemoryError(f"{memory.nbytes} bytes of host memory cannot be locked for {device}: CUDA error {error}")
+        finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory
 
 
 class Queues:

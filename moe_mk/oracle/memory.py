@@ -44,7 +44,8 @@ def slot_bytes(problem: Problem) -> int:
     stored = cost.expert_bytes(problem)
     if problem.config.kernel.residency is None:
         return stored
-    return max((each.slot_bytes(problem) for _, each in EXPERTS.items() if each.traits.pages), default=0) or stored
+    able = (each for _, each in EXPERTS.items() if each.traits.pages and problem.device.kind in each.traits.kinds)
+    return max((each.slot_bytes(problem) for each in able), default=0) or stored
 
 
 def resident_experts(problem: Problem) -> int:

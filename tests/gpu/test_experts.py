@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from threading import get_ident
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moe_mk import oracle
 from moe_mk.config import device_profile, load_config
+from moe_mk.config.moe import ResidencyConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts import ExpertsContext
@@ -184,6 +186,27 @@ def test_micro_batches_on_two_streams_use_memory_of_their_own() -> None:
                 got.append(backend.run(batch, stack).y)
         torch.cuda.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.row(174)
+@pytest.mark.parametrize("in_store", [False, True], ids=["host memory", "store"])
+def test_experts_below_the_device_have_the_bits_of_those_on_it_from_two_streams(in_store: bool, tmp_path: Path) -> None:
+    slots, backend = 16, build(FP8_1x128, 16)
+    stack = random_experts(FP8_128x128, slots, HIDDEN, INNER, CUDA)
+    residency = ResidencyConfig(slots=5, store=tmp_path if in_store else None)
+    paged = TritonExperts(replace(backend.context, residency=residency))
+    held, some = backend.relayout(stack), paged.relayout(stack)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for rows in (1, 4, 64, 600, 1, 2):
+        tokens = [draw(rows, slots, 4) for _ in streams]
+        expected, got = [backend.run(given, held).y for given in tokens], []
+        torch.cuda.synchronize()
+        for stream, given in zip(streams, tokens, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(paged.run(given, some).y)
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)), rows
+    assert 0 < some.counts.reads < some.counts.uses  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

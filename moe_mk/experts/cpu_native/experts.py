@@ -22,7 +22,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.cpu_native import tuning as tunings
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, PagedRows, RecordLayout, open_store, pool_of, run_paged
+from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, PagedRows, RecordLayout, records, run_paged
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
@@ -32,6 +32,7 @@ from moe_mk.experts.cpu_native.weights import (
     storage_of,
     stored_as,
 )
+from moe_mk.experts.paged import open_store, pool_of
 from moe_mk.experts.residency import POLICIES
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning, wrong_formats
 from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
@@ -121,6 +122,9 @@ class CpuNativeExperts(FusedExperts):
             reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
         rounded = problem.activations
         asked = problem.config.kernel.rounds and rounded is not None
+        if (paging := problem.config.kernel.residency) is not None and paging.store is None:
+            text = "reads experts from files, and kernel.residency.store names no folder"
+            reasons.append(Reason("residency", text, "kernel.residency.store = the absolute path of a folder"))
         if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
             text = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
             reasons.append(Reason("activations", text, "kernel.activations = auto"))
@@ -211,8 +215,10 @@ class CpuNativeExperts(FusedExperts):
         biases = stacked_biases(weights)
         layout = RecordLayout(layout13, layout2, biased=biases[0] is not None)
         total = layout.num_bytes * weights.num_slots
+        record_SB = records(1, layout.num_bytes).zero_()
+        w13, w2 = layout.matrices(record_SB)
 
-        def pack(expert: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
+        def pack(expert: int) -> None:
             self._pack(weights.slot(expert), 0, w13, w2)
             for matrix, bias_LX in zip((w13, w2), biases, strict=True):
                 if matrix.bias_LX is not None and bias_LX is not None:
@@ -222,8 +228,8 @@ class CpuNativeExperts(FusedExperts):
 
         keep = not getattr(weights, "passing", False)
         pool = pool_of(residency, self.context.pool, layout.num_bytes, weights.num_slots)
-        store = open_store(residency, digest(weights), layout, weights.num_slots, pack, keep=keep)
-        cache = Cache(self.native, store, layout, residency, pool)
+        store = open_store(residency, digest(weights), layout.facts(), weights.num_slots, record_SB[0], pack, keep=keep)
+        cache = NativeCache(self.native, store, layout, residency, pool)
         self._parameters = str(cache)
         return PagedExperts(cache, *cache.matrices, scheme13, scheme2)
 

@@ -1,9 +1,7 @@
-"""Experts larger than memory: packed records in a store, and slots in memory for some of them.
+"""Experts larger than memory in the native kernels: records that they read in their slots.
 
-A call knows its experts when it begins. Those that are resident are multiplied while threads read the missing ones,
-which are multiplied as they arrive; where they are more than the slots, slots are used again in the same call. Every
-product is written in f32 and the terms of a row are added in the order of the experts, so that the result has the bits
-of a layer with all experts in memory, whatever arrives first.
+Every product is written in f32 and the terms of a row are added in the order of the experts, so that the result has the
+bits of a layer with all experts in memory, whatever arrives first.
 
     record of one expert in the store and in a slot:
     | w13 values | w13 scales | ... | w2 values | w2 scales | ... | zeros up to ALIGNMENT |
@@ -11,34 +9,26 @@ of a layer with all experts in memory, whatever arrives first.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
-from queue import SimpleQueue
-from secrets import token_hex
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
-from moe_mk.errors import StoreError
 from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
-from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
+from moe_mk.experts.paged import Cache, memory_of
+from moe_mk.experts.residency import ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
 from moe_mk.kernels.native.layout import MatrixLayout
-from moe_mk.kernels.native.library import Native, Status
+from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import HUGE_PAGE, PackedMatrix
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.text import amount
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_store import ExpertStore, aligned, write_store
+from moe_mk.weights.expert_store import ExpertStore, aligned
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.source import discard_pages
 
@@ -115,220 +105,35 @@ class RecordMemory(set[int]):
         super().remove(slot)
 
 
-def memory_of(record_B: Tensor) -> memoryview:
-    """The bytes of a record, which keep its memory: a read that was not waited for may still write to it."""
-    return record_B.numpy().data
+class NativeCache(Cache):
+    """Slots that are records: they are read to where the kernels read them."""
 
-
-def open_store(
-    config: ResidencyConfig,
-    name: str,
-    layout: RecordLayout,
-    num_experts: int,
-    pack: Callable[[int, PackedMatrix, PackedMatrix], None],
-    *,
-    keep: bool = True,
-) -> ExpertStore:
-    """Open the store of these experts in the folder of the configuration, written before if there is none.
-
-    name: a digest of the experts in the format of the checkpoint. pack: writes one of them into slot 0. keep: whether a
-    store that is written here stays for later processes; else its file has no name, and is gone once it is closed.
-    Raises StoreError for a store that is damaged, foreign, or cannot be written.
-    """
-    of_layout = blake2b(repr(sorted(layout.facts().items())).encode(), digest_size=4).hexdigest()
-    facts = layout.facts() | {"experts": name}
-    path = Path(config.store) / f"{name[:32]}-{of_layout}.experts"
-    passing = not keep and not path.exists()
-    if passing:
-        path = path.with_name(f"{path.name}-{token_hex(4)}")
-    if not path.exists():
-        record = records(1, layout.num_bytes).zero_()
-        w13, w2 = layout.matrices(record)
-
-        def packed() -> Iterator[memoryview]:
-            for expert in range(num_experts):
-                pack(expert, w13, w2)
-                yield memory_of(record[0])
-
-        write_store(path, facts, num_experts, layout.num_bytes, packed())
-    try:
-        store = ExpertStore(path)
-    finally:
-        if passing:
-            path.unlink(missing_ok=True)
-    if store.facts != facts or store.record_bytes != layout.num_bytes or store.num_experts != num_experts:
-        store.close()
-        raise StoreError(
-            f"the store {path} holds other experts than its name states; delete it, and load the layer again"
-        )
-    return store
-
-
-def pool_of(config: ResidencyConfig, pool: ResidencyPool | None, record_bytes: int, num_experts: int) -> ResidencyPool:
-    """The pool of a layer, one of its own if it is given none. Raises ConfigError where not one expert fits."""
-    if pool is None:
-        given = config.bytes or record_bytes * (config.slots or 0)
-        pool = ResidencyPool(given if given < record_bytes else min(given // record_bytes, num_experts) * record_bytes)
-    pool.expect_room(record_bytes)
-    return pool
-
-
-class Cache(PoolMember):
-    """The slots of one layer and what is in them. One call at a time uses it."""
+    store: ExpertStore
 
     def __init__(
         self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig, pool: ResidencyPool
     ) -> None:
-        """Raises ConfigError for memory of less than one expert of each layer."""
-        self.native, self.store, self.layout, self.config = native, store, layout, config
-        super().__init__(pool, layout.num_bytes, POLICIES[config.policy](store.num_experts))
+        self.native, self.layout = native, layout
+        super().__init__(store, config, pool)
         memory = pool.memory[layout.num_bytes]
         assert isinstance(memory, RecordMemory)
         self.records_SB = memory.records_SB
-        self.row_of_E = torch.full((store.num_experts,), -1, dtype=torch.int32, device="cpu")
-        """The slots of experts as kernels read them; of those that are not resident any number."""
         self.matrices = layout.matrices(self.records_SB, self.row_of_E)
-        self.uses = self.hits = self.reads = 0
-        """Distinct experts of all calls, those that were resident, and records that were read."""
-        self._needed, self._missing = list[int](), list[int]()
-        """Of the call that was begun last."""
-        self._readers: ThreadPoolExecutor | None = None
-        self.ended: SimpleQueue[Future[None]] = SimpleQueue()
-        """Pieces of this call that were read, or failed."""
-
-    def __str__(self) -> str:
-        is_shared = self.config.slots is self.config.bytes is None
-        of_all = f" of {amount(self.pool.num_bytes)} for all layers" if is_shared else ""
-        held = f"{self.share} of {self.store.num_experts} experts in memory{of_all}"
-        return f"{held}, {self.config.policy}; the others in {self.store.path}"
 
     def new_memory(self) -> set[int]:
         """The slots of all layers with records of this size."""
         return RecordMemory(self.native, records(self.pool.num_bytes // self.record_bytes, self.record_bytes))
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every expert is in memory."""
-        return len(self.slot_of) == len(self.row_of_E)
-
-    def clear(self) -> None:
-        """Empty the slots, and forget what was used."""
-        with self.exclusive():
-            self.slot_of.clear()
-            self.settle()
-            self.policy = POLICIES[self.config.policy](self.store.num_experts)
-
-    def begin(self, experts: list[int]) -> list[int]:
-        """Count a call with these experts, ascending; returns those that are missing. Called with the lock held."""
-        if self.is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
-            self.settle()
-        self.policy.used(experts)
-        self.pool.called(self)
-        self._needed, self._missing = experts, [expert for expert in experts if expert not in self.slot_of]
-        self.uses, self.hits = self.uses + len(experts), self.hits + len(experts) - len(self._missing)
-        return self._missing
-
-    def waves(self) -> Iterator[list[int]]:
-        """The experts of the call that `begin` began, in groups that are resident while the caller uses them.
-
-        First those that are here, the others as they arrive. Raises StoreError for a record that cannot be read or is
-        not what was written; the caller has not seen it then, and its slot is free. Called with the lock held.
-        """
-        self.is_used, self.ended = True, SimpleQueue()
-        missing, needed, reading = self._missing, frozenset(self._needed), dict[int, _Reading]()
-        here = sorted(needed.difference(missing))
-        try:
-            self._read(missing, needed, reading)
-            if here:
-                yield here
-            while missing or reading:
-                self._read(missing, needed, reading, is_used=True)
-                assert reading, "no slot is free, and none can be taken"
-                yield self._arrived(reading)
-        except BaseException:
-            self.settle()
-            raise
-        self.is_used = False
-
-    def settle(self) -> None:
-        """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert.
-
-        A forked child has none of the threads that read, and does not wait for them.
-        """
-        if self._readers is not None and self._readers_of == os.getpid():
-            self._readers.shutdown(cancel_futures=True)
-        self._readers, self.ended = None, SimpleQueue()  # what failed refers to this object
-        super().settle()
-
-    def _read(
-        self, missing: list[int], needed: Collection[int], reading: dict[int, _Reading], *, is_used: bool = False
-    ) -> None:
-        """Begin to read missing experts, in order, as far as there are slots.
-
-        Slots of the pool and experts that the call does not need make room first. is_used: whether the resident ones
-        have been used, and may make room too; then `READERS` records are read at a time, so that the policy keeps the
-        best of the others, and nothing comes from the pool.
-        """
-        if self._readers is None:
-            self._readers_of = os.getpid()
-            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
-        while missing:
-            if not self.free and (is_used or not self.pool.grow(self)):
-                may_use = is_used and len(reading) < READERS
-                others = [each for each in self.slot_of if each not in needed] or list(self.slot_of) * may_use
-                if not others:
-                    return
-                self.free.append(self.slot_of.pop(self.policy.victim(others)))
-            expert = missing.pop(0)
-            reading[expert] = self.start(expert, self.free.pop(), self._readers)
-            self.reads += 1
-
-    def start(self, expert: int, slot: int, readers: ThreadPoolExecutor) -> _Reading:
-        """Begin to read a record into a slot, in pieces; the thread that reads the last one checks the whole."""
-        record, left, lock = memory_of(self.records_SB[slot]), len(self.store.pieces()), Lock()
-
-        def read(start: int) -> None:  # it keeps this object, and with it the slot, until it has ended
-            nonlocal left
-            self.store.read_piece(expert, start, record)
-            with lock:
-                left -= 1
-                is_last = left == 0
-            if is_last:
-                self.store.check(expert, record)
-
-        reading = _Reading(slot, [])
-        for start in self.store.pieces():
-            reading.parts.append(readers.submit(read, start))
-            reading.parts[-1].add_done_callback(self.ended.put)
-        return reading
-
-    def _arrived(self, reading: dict[int, _Reading]) -> list[int]:
-        """Wait for the next experts, and enter them into their slots."""
-        while not (found := sorted(e for e, each in reading.items() if all(part.done() for part in each.parts))):
-            self.ended.get()
-        for expert in found:
-            self.enter(expert, reading)
-        return found
-
-    def enter(self, expert: int, reading: dict[int, _Reading]) -> None:
-        """Take an expert that was read. Raises what a piece of it raised."""
-        for part in reading[expert].parts:
-            part.result()
-        self.row_of_E[expert] = self.slot_of[expert] = reading.pop(expert).slot
-
-
-class _Reading(NamedTuple):
-    """A record on its way."""
-
-    slot: int
-    parts: list[Future[None]]
+    def room(self, expert: int, slot: int) -> Tensor:
+        """The slot."""
+        return self.records_SB[slot]
 
 
 @dataclass(frozen=True)
 class PagedExperts:
     """Experts of which some are in slots; `slot` reads one from the store and unpacks it, bit for bit."""
 
-    cache: Cache
+    cache: NativeCache
     w13: PackedMatrix
     """Of all experts. Those that are not resident must not be multiplied."""
     w2: PackedMatrix
@@ -362,9 +167,7 @@ class PagedExperts:
 
     @property
     def counts(self) -> ResidencyCounts:
-        cache = self.cache
-        sizes = cache.share, self.num_slots, cache.record_bytes
-        return ResidencyCounts(*sizes, cache.uses, cache.hits, cache.reads)
+        return self.cache.counts
 
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy. Raises StoreError."""
@@ -372,16 +175,6 @@ class PagedExperts:
         self.cache.store.read(index, memory_of(record[0]))
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
-
-    def begin(self, ids: Tensor) -> list[int]:
-        """Begin a call with these assignments, -1: none; returns the missing experts. Called with the lock held.
-
-        Raises ShapeError for ids of no expert.
-        """
-        experts: list[int] = torch.unique(ids).tolist()
-        if experts and not -1 <= experts[0] <= experts[-1] < self.num_slots:
-            self.cache.native.check("experts", Status.BAD_ID)
-        return self.cache.begin(experts[1:] if experts[:1] == [-1] else experts)
 
 
 @dataclass(frozen=True)
@@ -395,7 +188,7 @@ class PagedRows:
         """None where an expert has several replicas, and for shared experts of other settings."""
         if shared is not None or not tables.one_to_one:
             return None
-        return PagedLayer(self.rows, self.weights.cache, self.weights.begin, self.sums, gating, tables, ran)
+        return PagedLayer(self.rows, self.weights.cache, self.weights.cache.begin, self.sums, gating, tables, ran)
 
     def sums(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Read what is missing, and multiply."""
@@ -443,7 +236,7 @@ def run_paged(
     flat = x.reshape(ids.shape[0], x.shape[-1])
     given = Assignments(flat, scales, ids.unsqueeze(1))
     with weights.cache.exclusive():
-        weights.begin(ids)
+        weights.cache.begin(ids)
         terms(weights, given, y, mode)
     return ExpertOutput(y.view(*x.shape[:-1], hidden), OutputStage.RAW)
 
@@ -457,7 +250,7 @@ def weighted_sums(
     ids_RK, weights_RK = given.ids_RK, weights_RK.to(torch.float32)
     columns = ids_RK.shape[1] + (shared is not None)
     with weights.cache.exclusive():
-        if not weights.begin(ids_RK):
+        if not weights.cache.begin(ids_RK):
             return weights.call(mode)(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
         terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
         terms(weights, given, terms_RKH, mode)
@@ -487,9 +280,7 @@ def terms(weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: Ex
     hidden, top_k, call = weights.w2.layout.num_outputs, given.ids_RK.shape[1], weights.call(mode, alone=True)
     flat_X = given.ids_RK.reshape(-1)
     into_XH = terms_RKH.view(-1, terms_RKH.shape[-1])[:, :hidden]
-    for wave in weights.cache.waves():
-        in_wave_E = torch.zeros(weights.num_slots + 1, dtype=torch.bool, device="cpu")
-        in_wave_E[wave] = True
+    for in_wave_E in weights.cache.waves():
         at_N = in_wave_E[flat_X.long()].nonzero().squeeze(1)  # -1 reads the last, which is in none
         row_N = at_N // top_k
         scales = None if given.scales_RX is None else given.scales_RX[row_N]

@@ -25,6 +25,7 @@ from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT
+from moe_mk.experts.triton.paged import PagedWeights, page, record_bytes, slot_of_rows
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
@@ -38,16 +39,15 @@ from moe_mk.experts.triton.tuning import (
 )
 from moe_mk.experts.triton.weights import (
     BOX_BYTES,
+    META,
     FusedShared,
     PackedWeights,
-    PaddedStack,
     joined,
     kernel_format_of,
     pack_weights,
     ready,
     size_reasons,
     spare_of,
-    stacked,
 )
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
 from moe_mk.external.device import is_here, profile_here, stream_of
@@ -56,9 +56,10 @@ from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.grouped import AFFINE, GROUPED
+from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
+from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights, Weights, expect_one_width
 from moe_mk.weights.scan import Progress
 
 MASKED_ROWS = 64
@@ -88,6 +89,7 @@ class TritonExperts(FusedExperts):
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
+        pages=True,
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
         biases=True,
         bandwidth=0.75,
@@ -116,7 +118,12 @@ class TritonExperts(FusedExperts):
         """Adds to the traits: architectures without kernels, plain weights in bf16, and sizes that are multiples of
         blocks and TMA boxes.
         """
-        return [*super().reasons_against(problem), *_arch_reasons(problem.device), *size_reasons(problem)]
+        reasons = [*super().reasons_against(problem), *_arch_reasons(problem.device), *size_reasons(problem)]
+        kernel = problem.config.kernel
+        if kernel.residency is not None and kernel.graphs:
+            text = "reads the experts of each call back to the host, which a graph cannot"
+            reasons.append(Reason("graphs", text, "kernel.graphs = false, or kernel.residency = null"))
+        return reasons
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
@@ -154,6 +161,19 @@ class TritonExperts(FusedExperts):
         return one
 
     @classmethod
+    def slot_bytes(cls, problem: Problem) -> int:
+        """A record, in host memory or a store."""
+        model, stored, inner = problem.config.model, problem.weights, problem.intermediate
+        up, down = (
+            stored.quantize(torch.empty(shape, dtype=torch.float32, device=META))
+            for shape in ((inner, model.hidden_size), (model.hidden_size, inner))
+        )
+        gate, (gate_I, up_I) = up if model.gated else None, torch.empty((2, inner), dtype=torch.float32, device=META)
+        biases = SlotBiases(gate_I if model.gated else None, up_I, down.values[:, 0]) if model.expert_bias else None
+        format = kernel_format_of(stored, problem.activations or BF16)
+        return record_bytes(SlotWeights(gate, up, down, biases), format)
+
+    @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Quantised rows; the hidden row, the output row and the place of each assignment that rows can have here."""
         hidden, inner = problem.config.model.hidden_size, problem.intermediate
@@ -166,20 +186,24 @@ class TritonExperts(FusedExperts):
         Raises UnsupportedError for experts of different intermediate sizes.
         """
         self._tuned_tiles(weights.scheme)
-        if isinstance(weights, PackedWeights | PaddedStack):
+        if isinstance(weights, PackedWeights | PagedWeights):
             return weights
         expect_one_width(weights, "triton")
         format = kernel_format_of(weights.scheme, self.context.compute)
         if format.block_scales and self._is_ragged:
             format = KERNEL_FORMATS["w_mxfp4"]
-        if format.group or format.row_scales:
-            packed = pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
-            self._parameters = self._decoding(packed)
-            return packed
-        if isinstance(weights, ExpertWeights):
+        if (residency := self.context.residency) is not None and weights.num_slots:
+            if self.context.pool is not None:
+                raise ConfigError("experts on a GPU share no ResidencyPool: give each layer kernel.residency.slots")
+            paged = page(weights, format, residency, self.context.device, on_progress)
+            self._parameters = "; ".join(filter(None, (str(paged.cache), self._decoding(paged.stack))))
+            return paged
+        if isinstance(weights, ExpertWeights) and not (format.group or format.row_scales):
             w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
-        return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
+        packed = pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
+        self._parameters = self._decoding(packed)
+        return packed
 
     def parameters(self) -> str:
         """Where FP8 activations are asked for with MXFP4 weights: whether they are multiplied as FP8."""
@@ -203,14 +227,21 @@ class TritonExperts(FusedExperts):
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
+        if isinstance(weights, PagedWeights):
+            return weights.fused(shared)
         if self.fused is None or not self.fused.made_of(weights, shared):
             both = joined(weights, shared)
             self.fused = None if both is None else FusedShared(both, weights, shared)
         return None if self.fused is None else self.fused.weights
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Apply the experts in the layout of the tokens; queued on the current stream without synchronisation."""
-        experts, tuned = self._experts(weights), self._tuned_tiles(weights.scheme)
+        """Apply the experts in the layout of the tokens; queued on the current stream without synchronisation.
+
+        Of experts with `kernel.residency` the ids are read back. Raises StoreError where one of them cannot be read.
+        """
+        paged = weights if isinstance(weights, PagedWeights) else None
+        experts = self._experts(weights if paged is None else paged.stack)
+        tuned = self._tuned_tiles(weights.scheme)
         arena = self.workspace.arena((stream_of(self.context.device), get_ident()))
         with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
@@ -221,6 +252,13 @@ class TritonExperts(FusedExperts):
                 ids, share = ids.contiguous(), share.contiguous()
                 if tokens.most_K is not None and tokens.most_K < ids.shape[1]:
                     ids, share = self.kernels.first_kept(ids, share, tokens.most_K, empty)
+                if paged is not None:
+                    share = torch.nn.functional.pad(share.to(torch.float32), (0, paged.is_fused), value=1.0)
+                    with paged.calling(ids) as (kept, waves):
+                        y = self.kernels.experts_in_waves(
+                            x, kept, share, experts, waves, tile, empty, out=tokens.out_RH
+                        )
+                    return ExpertOutput(y, OutputStage.REDUCED)
                 y = self.kernels.experts_rows(
                     x, ids, share, experts, tile, empty, out=tokens.out_RH,
                     fuse_shared=weights.num_slots > tokens.num_slots,
@@ -230,21 +268,26 @@ class TritonExperts(FusedExperts):
                 x = self._readable(tokens.x_NH, experts.format)
                 expected_N = len(x[0]) if tokens.expected_N is None else tokens.expected_N
                 tile = self._tile(tuned, expected_N / self.context.num_slots)
-                return ExpertOutput(
-                    self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
-                )
-            x = self._readable(tokens.x_LSH, experts.format)
-            mean_rows = MASKED_ROWS if tokens.expected_N is None else tokens.expected_N / self.context.num_slots
-            tile = self._tile(tuned, min(x[0].shape[1], mean_rows))
-            return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
+                run = self.kernels.experts_grouped
+            else:
+                x = self._readable(tokens.x_LSH, experts.format)
+                mean_rows = MASKED_ROWS if tokens.expected_N is None else tokens.expected_N / self.context.num_slots
+                tile = self._tile(tuned, min(x[0].shape[1], mean_rows))
+                run = self.kernels.experts_batched
+            if paged is None:
+                return ExpertOutput(run(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
+            flat = (x[0].flatten(0, -2), None if x[1] is None else x[1].flatten(0, -2))
+            with paged.calling(slot_of_rows(tokens.counts_L, x[0].shape)) as (kept, waves):
+                y = self.kernels.experts_in_waves(flat, kept, None, experts, waves, tile, empty)
+            return ExpertOutput(y.view(x[0].shape), OutputStage.RAW)
 
     def _experts(self, weights: Weights) -> Any:
-        assert isinstance(weights, ExpertWeights | PackedWeights)
+        assert isinstance(weights, ExpertWeights | PackedWeights), "as `relayout` returns them"
         format, rows13, rows2 = kernel_format_of(weights.scheme, self.context.compute), None, None
         if isinstance(weights, PackedWeights):
             format = weights.format
             rows13, rows2 = (each.blocks if format.block_scales else each.rows for each in (weights.w13, weights.w2))
-        biases = weights.biases if isinstance(weights, PackedWeights | PaddedStack) else None
+        biases = weights.biases if isinstance(weights, PackedWeights) else None
         b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
         compute = self.context.compute
         return self.kernels.Experts(

@@ -14,6 +14,7 @@ separately.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights, Weights, narrow_rows, stacked_biases
+from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights, Weights, narrow_rows
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,22 @@ class Biases:
         return SlotBiases(first[0] if gated else None, first[-1], self.b2[index].clone())
 
 
-def biases_of(weights: Weights, device: torch.device, *, spare: int = 0) -> Biases | None:
-    """Copy the biases of all experts to a device; None for experts without biases. spare: free slots at the end."""
-    b13, b2 = stacked_biases(weights)
-    return None if b13 is None or b2 is None else Biases(_padded(b13, device, spare), _padded(b2, device, spare))
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Zeros for each slot, of a shape and a dtype."""
 
 
-def _padded(stack: Tensor, device: torch.device, spare: int) -> Tensor:
-    room = torch.zeros((len(stack) + spare, stack.shape[1]), dtype=torch.float32, device=device)[: len(stack)]
-    room.copy_(stack)
+def zeros(num_slots: int, device: torch.device, *, spare: int = 0) -> Room:
+    """A tensor of its own for each part, with `spare` more slots behind the last one."""
+
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = (num_slots + spare, *shape[:-1], shape[-1] * dtype.itemsize)
+        return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype)[:num_slots]
+
     return room
 
 
 X = TypeVar("X")
-LAYOUT = "triton"
+LAYOUT, META = "triton", torch.device("meta")
 ZEROS_MASK = ~0xFF
 """Of a word of an f32 scale and a zero point: the bits of the scale."""
 
@@ -79,7 +82,8 @@ class PackedProjection:
     values: Tensor
     """(L, N, columns / values a byte)."""
     scales: Tensor | None
-    """Group scales, (L, steps, N, groups per step): bytes, floats for integers, or words with zero points."""
+    """Of groups, (L, steps, N, groups per step): bytes, floats for integers, or words with zero points. Of blocks with
+    no other scales: f32, as stored."""
     rows: Tensor | None
     """Row scales, f32, (L, N)."""
     blocks: Tensor | None
@@ -91,24 +95,6 @@ class PackedProjection:
     def num_bytes(self) -> int:
         parts = (self.values, self.scales, self.rows, self.blocks)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
-
-
-@dataclass(frozen=True)
-class PaddedStack(ExpertWeights):
-    """A stack whose memory extends behind the last slot."""
-
-    spare: int = 0
-    """Free slots behind the last one."""
-    biases: Biases | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + (0 if self.biases is None else self.biases.num_bytes)
-
-    def slot(self, index: int) -> SlotWeights:
-        """One expert as views, with a copy of its biases in f32."""
-        biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
-        return replace(super().slot(index), biases=biases)
 
 
 @dataclass(frozen=True)
@@ -152,32 +138,34 @@ def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *
 
     MXFP4 to be multiplied as FP8 is packed as `w_mxfp4` if any expert cannot be represented exactly.
     """
-    w13: PackedProjection | None = None
-    w2: PackedProjection | None = None
+    packed: PackedWeights | None = None
     for index in range(weights.num_slots):
         slot = weights.slot(index)
-        above = _above([q.to(device) for q in (slot.gate_IH, slot.up_IH) if q is not None])
-        down = slot.down_HI.to(device)
-        w13 = w13 or _room(above, format, weights.num_slots, spare)
-        w2 = w2 or _room(down, format, weights.num_slots, spare)
-        if not (_fill(w13, above, format, index) and _fill(w2, down, format, index)):
-            del w13, w2
+        packed = packed or empty_slots(slot, format, zeros(weights.num_slots, device, spare=spare), spare)
+        if not fill_slot(packed, index, slot):
+            del packed
             return pack_weights(weights, KERNEL_FORMATS["w_mxfp4"], device, spare=spare)
-    assert w13 is not None and w2 is not None, "a rank has at least one expert"
-    biases = biases_of(weights, device, spare=spare)
-    return PackedWeights(w13, w2, format, weights.gated, spare, biases=biases)
+    assert packed is not None, "a rank has at least one expert"
+    return packed
 
 
-def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> PaddedStack:
-    """Copy mapped matrices into one stack on the device, one expert at a time, without a second copy on the host.
+def empty_slots(slot: SlotWeights, format: KernelFormat, room: Room, spare: int = 0) -> PackedWeights:
+    """Zeros for experts like one, in a kernel format. spare: free slots at the end."""
+    w13, w2 = (_room(q, format, room) for q in (_above(slot, META), slot.down_HI.to(META)))
+    biases = None if slot.biases is None else Biases(*(room((w.like.shape[0],), torch.float32) for w in (w13, w2)))
+    return PackedWeights(w13, w2, format, slot.gate_IH is not None, spare, biases=biases)
 
-    spare: as in `pack_weights`.
-    """
-    slots = [weights.slot(index) for index in range(weights.num_slots)]
-    parts13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
-    w13, w2 = (_stack(parts, weights.scheme, device, spare) for parts in (parts13, [[slot.down_HI] for slot in slots]))
-    biases = biases_of(weights, device, spare=spare)
-    return PaddedStack(w13, w2, gated=weights.gated, spare=spare, biases=biases)
+
+def fill_slot(packed: PackedWeights, index: int, slot: SlotWeights) -> bool:
+    """Store one expert; False if the format cannot represent it."""
+    if packed.biases is not None:
+        assert slot.biases is not None, "either every expert of a layer has biases or none"
+        *first, down = slot.biases.tensors
+        packed.biases.b13[index].copy_(torch.cat(first))
+        packed.biases.b2[index].copy_(down)
+    device = packed.w13.values.device
+    matrices = ((packed.w13, _above(slot, device)), (packed.w2, slot.down_HI.to(device)))
+    return all(_fill(matrix, q, packed.format, index) for matrix, q in matrices)
 
 
 def ready(q: QuantTensor, device: torch.device) -> QuantTensor:
@@ -187,33 +175,9 @@ def ready(q: QuantTensor, device: torch.device) -> QuantTensor:
     return QuantTensor(q.values.contiguous(), scales, q.scheme)
 
 
-def _stack(parts: list[list[QuantTensor]], scheme: QuantScheme, device: torch.device, spare: int) -> QuantTensor:
-    def fill(name: str, dtype: torch.dtype) -> Tensor:
-        pieces = [[getattr(q, name) for q in part] for part in parts]
-        shape = (len(pieces), sum(len(piece) for piece in pieces[0]), pieces[0][0].shape[1])
-        stack = torch.empty((shape[0] + spare, *shape[1:]), dtype=dtype, device=device)[: shape[0]]
-        for index, piece in enumerate(pieces):
-            start = 0
-            for matrix in piece:
-                _copy(stack[index, start : start + len(matrix)], matrix)
-                start += len(matrix)
-        return stack
-
-    first = parts[0][0]
-    scales = None if first.scales is None else fill("scales", torch.float32)
-    return QuantTensor(fill("values", first.values.dtype), scales, scheme)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with a conversion; FP8 values are copied as bytes."""
-    if target.element_size() == 1:
-        target.view(torch.uint8).copy_(source.view(torch.uint8))
-    else:
-        target.copy_(source.to(target.dtype))
-
-
-def _above(parts: list[QuantTensor]) -> QuantTensor:
-    """Concatenate gate and up rows; scales of whole matrices become one per part."""
+def _above(slot: SlotWeights, device: torch.device) -> QuantTensor:
+    """Gate rows above up rows, on a device; scales of whole matrices become one per part."""
+    parts = [q.to(device) for q in (slot.gate_IH, slot.up_IH) if q is not None]
 
     def joined(name: str) -> Tensor | None:
         pieces = [getattr(q, name) for q in parts]
@@ -228,34 +192,36 @@ def _above(parts: list[QuantTensor]) -> QuantTensor:
     return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"), joined("zeros"))
 
 
-def _room(q: QuantTensor, format: KernelFormat, num_slots: int, spare: int) -> PackedProjection:
-    (n, k), device, count = q.shape, q.device, num_slots + spare
+def _room(q: QuantTensor, format: KernelFormat, room: Room) -> PackedProjection:
+    (n, k), scales = q.shape, None
     steps = -(-k // format.step)
-    width = steps * format.box if format.per_byte > 1 else k
-    values = torch.zeros((count, n, width), dtype=torch.uint8, device=device).view(q.values.dtype)
-    scales = None
+    values = room((n, steps * format.box if format.per_byte > 1 else q.values.shape[1]), q.values.dtype)
     if format.group:
-        dtype = _scales_of(q, format).dtype
-        scales = torch.zeros((count, steps, n, format.groups), dtype=dtype, device=device)
-    rows = torch.ones((count, n), dtype=torch.float32, device=device) if format.row_scales else None
-    shape = (count, -(-n // BLOCK), steps)
-    blocks = torch.zeros(shape, dtype=torch.float32, device=device) if format.block_scales else None
-    codes, above, each = (None if part is None else part[:num_slots] for part in (scales, rows, blocks))
-    return PackedProjection(values[:num_slots], codes, above, each, q.to(torch.device("meta")))
+        assert q.scales is not None
+        dtype = torch.int32 if format.has_zeros else q.scales.dtype if format.integer else torch.uint8
+        scales = room((steps, n, format.groups), dtype)
+    elif q.scales is not None and not format.row_scales:
+        scales = room(tuple(q.scales.shape), torch.float32)
+    rows = room((n,), torch.float32) if format.row_scales else None
+    blocks = room((-(-n // BLOCK), steps), torch.float32) if format.block_scales else None
+    return PackedProjection(values, scales, rows, blocks, q)
 
 
 def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index: int) -> bool:
-    """Store one expert; False if the format cannot represent it."""
+    """Store one matrix; False if the format cannot represent it."""
     if matrix.blocks is not None:
         return _fill_shifts(matrix, q, index)
     matrix.values[index].view(torch.uint8).copy_(
         _interleaved(q.values, format) if format.per_byte > 1 else q.values.contiguous().view(torch.uint8)
     )
-    if matrix.scales is not None:
+    if matrix.scales is not None and format.group:
         codes = _scales_of(q, format)
         steps, n, groups = matrix.scales.shape[1:]
         padded = torch.nn.functional.pad(codes, (0, steps * groups - codes.shape[1]))
         matrix.scales[index].copy_(padded.view(n, steps, groups).permute(1, 0, 2))
+    elif matrix.scales is not None:
+        assert q.scales is not None
+        matrix.scales[index].copy_(q.scales.to(torch.float32))
     if matrix.rows is not None:
         above = q.global_scale if format.group else q.scales
         assert above is not None
@@ -332,7 +298,10 @@ def _unpacked(matrix: PackedProjection, format: KernelFormat, index: int) -> Qua
         return QuantTensor(values, _stored_scales(codes, like, format)[0], like.scheme)
     if format.per_byte > 1:
         values = _deinterleaved(values, format, columns)
-    if matrix.scales is not None:
+    if matrix.scales is not None and not format.group:
+        assert scales is not None
+        scales = matrix.scales[index].to(scales.dtype)
+    elif matrix.scales is not None:
         scales, zeros = _stored_scales(matrix.scales[index].permute(1, 0, 2).flatten(1), like, format)
     if matrix.rows is not None:
         target = above if format.group else scales
@@ -413,12 +382,11 @@ class FusedShared:
 
 def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
-    if isinstance(routed, PackedWeights) and isinstance(shared, PackedWeights):
-        own, is_same = shared.biases, routed.format == shared.format
-    elif isinstance(routed, PaddedStack) and isinstance(shared, ExpertWeights):
-        own, is_same = shared.biases if isinstance(shared, PaddedStack) else None, routed.scheme == shared.scheme
-    else:
+    if not isinstance(routed, PackedWeights) or not isinstance(shared, PackedWeights | ExpertWeights):
         return None
+    own, is_same = None, isinstance(shared, ExpertWeights) and routed.scheme == shared.scheme
+    if isinstance(shared, PackedWeights):
+        own, is_same = shared.biases, routed.format == shared.format
     biases = routed.biases
     if not (routed.spare and is_same and routed.gated == shared.gated) or (biases is None and own is not None):
         return None
@@ -427,7 +395,7 @@ def joined(routed: Weights, shared: Weights) -> Weights | None:
         biases = _joined(biases, own)
         assert biases is not None, "their matrices fit, so do they"
     w13, w2 = _joined(routed.w13, shared.w13), _joined(routed.w2, shared.w2)
-    return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2, biases=biases)  # type: ignore[arg-type]
+    return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2, biases=biases)
 
 
 def _joined(routed: X, shared: object) -> X | None:

@@ -20,7 +20,7 @@ equal bits. It moves (K + 1) R H elements, without atomics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +208,31 @@ def experts_rows(
         reduced=one_term,
     )  # fmt: skip
     return y if one_term else combine(y, ids, out=out)
+
+
+def experts_in_waves(
+    x: Scaled, ids_RK: Tensor, weights_RK: Tensor | None, experts: Experts, waves: Iterable[Tensor], tile: Tile,
+    empty: Empty, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What `experts_rows` returns, where not all experts are there at a time; without weights the rows (R * K, H).
+
+    ids_RK: -1: dropped, others may be any number. waves: the slots, int32 (R, K), of the assignments that are
+    multiplied next, -1: of the others; what is in these slots must stay there until the next one is asked for.
+    """
+    num, top_k, made = ids_RK.numel(), ids_RK.shape[1], list[Tensor]()
+    x = _rounded(x, experts, empty)
+    y = (torch.empty if weights_RK is None else empty)((num, x[0].shape[1]), dtype=torch.bfloat16, device=ids_RK.device)
+    for slots_RK in waves:
+        given = iter(made.copy())  # every wave asks for the same tensors
+
+        def again(shape: tuple[int, ...], given: Iterator[Tensor] = given, **kind: Any) -> Tensor:
+            if (one := next(given, None)) is None:
+                made.append(one := empty(shape, **kind))
+            return one
+
+        aligned = align(slots_RK, experts.num_slots, tile.rows, empty=again)
+        _both(x, experts, y, aligned.tiles, tile, again, order=aligned.order_N, top_k=top_k, weights=weights_RK)
+    return y if weights_RK is None else combine(y, ids_RK, out=out)
 
 
 def experts_grouped(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, empty: Empty) -> Tensor:

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
-from moe_mk.experts.cpu_native.paged import PagedExperts, memory_of, records
+from moe_mk.experts.cpu_native.paged import PagedExperts, records
+from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import READERS, Policy, ResidencyPool
 from moe_mk.external.library import find
 from moe_mk.flight import wait

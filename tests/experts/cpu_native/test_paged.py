@@ -26,7 +26,8 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native.paged import Cache, PagedExperts, RecordMemory, memory_of, records
+from moe_mk.experts.cpu_native.paged import PagedExperts, RecordMemory, records
+from moe_mk.experts.paged import Cache, memory_of
 from moe_mk.experts.residency import POLICIES, ResidencyPool
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups

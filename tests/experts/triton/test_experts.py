@@ -16,9 +16,12 @@ from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.triton import tuning as triton_tuning
 from moe_mk.experts.triton.experts import kernel_format_of
+from moe_mk.experts.triton.paged import page
 from moe_mk.experts.triton.tuning import Case, tuned_folder
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TunedPoint, save_measured
+from moe_mk.oracle import memory
 from moe_mk.oracle.verdict import Verdict
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
@@ -29,7 +32,7 @@ def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] 
     quant = {"weights": given.pop("weights", "fp8_block"), "block": given.pop("block", (128, 128))}
     quant |= given.pop("quant", {})
     model = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts": 256, "quant": quant}
-    model |= {key: given.pop(key) for key in list(given) if key in ("hidden_size", "moe_intermediate_size")}
+    model |= {key: given.pop(key) for key in model if key in given}
     config = MoEConfig.parse({"model": model, "router": {"top_k": 8}}, "a test").with_(max_num_tokens=512, **given)
     return Problem(config, device_profile(device), dtype, 512, frozenset(installed))
 
@@ -40,6 +43,26 @@ def reasons(asked: Problem) -> list[str]:
 
 def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
     assert reasons(problem(graphs=True)) == reasons(problem(weights="bf16", graphs=True)) == []
+
+
+@pytest.mark.row(174)
+@pytest.mark.parametrize("weights", ["fp8_block", "bf16", "mxfp4", "nvfp4", "int4_g32_zp", "int8"])
+def test_experts_below_a_gpu_are_planned_with_the_size_of_their_records(weights: str) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
+    asked = problem(weights=weights, residency={"slots": 3}, **sizes)
+    decision = oracle.select(asked)
+    assert decision.chosen.experts == "triton" and memory.resident_experts(asked) == 3
+    assert reasons(problem(weights=weights, residency={"slots": 3}, graphs=True))[0].startswith("graphs: ")
+    stack = random_experts(asked.weights, 8, 512, 256, torch.device("cpu"))
+    format, residency = kernel_format_of(asked.weights, decision.compute), asked.config.kernel.residency
+    assert residency is not None
+    paged = page(stack, format, residency, torch.device("cpu"), None)
+    assert paged.cache.record_bytes == memory.slot_bytes(asked) and paged.counts.slots == 3
+    on_a_cpu = problem("cpu", weights="bf16", residency={"slots": 3}, installed=("c++",))
+    named = [str(reason) for reason in EXPERTS["cpu_native"].reasons_against(on_a_cpu)]
+    assert len(named) == 1 and named[0].startswith(
+        "reads experts from files, and kernel.residency.store names no folder"
+    )
 
 
 @pytest.mark.parametrize(

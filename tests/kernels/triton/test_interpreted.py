@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 EXPERTS = {
     "biases": 22, "experts": 30, "gluon": 35, "mxfp4": 25, "one_sided": 9, "one_sided_transport": 18,
-    "weight_types": 54,
+    "paged": 9, "weight_types": 54,
 }  # fmt: skip
 """Tests of each file that one process runs."""
 pytestmark = pytest.mark.timeout(480)
@@ -69,9 +69,14 @@ def test_every_type_of_weights_equals_the_reference() -> None:
     check_passed(EXPERTS["weight_types"], "weight_types")
 
 
-@pytest.mark.parametrize("file", sorted({*EXPERTS} - {"experts", "weight_types"}))
+@pytest.mark.parametrize("file", sorted({*EXPERTS} - {"experts", "paged", "weight_types"}))
 def test_more_cases_equal_the_reference(file: str) -> None:
     check_passed(EXPERTS[file], file)
+
+
+@pytest.mark.row(174)
+def test_experts_below_a_gpu_have_the_bits_of_those_on_it() -> None:
+    check_passed(EXPERTS["paged"], "paged")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ and whatever happens on the host. No kernel is compiled and nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.config import device_profile
-from moe_mk.quant import FP8_128x128, QuantTensor
 from moe_mk.router import Router
 from moe_mk.router.topk import is_plain
 from tests.kernels.triton.no_driver import FP8, HIDDEN, INNER, count_multiprocessors
@@ -58,8 +58,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(backend, "stream_of", lambda device: 0)
     monkeypatch.setattr(module_habits, "usable_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(topk, "is_plain", lambda x: True)
-    monkeypatch.setattr(backend, "stacked", stacked)  # a CPU build of torch cannot index fake tensors of a GPU
-    monkeypatch.setattr(backend, "joined", lambda routed, shared: stacked(routed, routed.w2.values.device, more=1))
+    monkeypatch.setattr(backend, "pack_weights", packed)  # a CPU build of torch cannot index fake tensors of a GPU
+    monkeypatch.setattr(backend, "joined", joined)
     # What is read on the host before the first forward: contents of the weights, a digest of the gate.
     monkeypatch.setattr(layer_reader.LayerReader, "content_problems", lambda self, on_progress: [])
     monkeypatch.setattr(gate.Gate, "notes", lambda self: {})
@@ -70,16 +70,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     topk._has_kernels.cache_clear()
 
 
-def stacked(weights: Any, device: torch.device, *, spare: int = 0, more: int = 0) -> Any:
-    from moe_mk.experts.triton.weights import PaddedStack
+def packed(weights: Any, format: Any, device: torch.device, *, spare: int = 0) -> Any:
+    from moe_mk.experts.triton.weights import empty_slots
 
-    def empty(rows: int, columns: int) -> QuantTensor:
-        slots = weights.num_slots + more
-        values = torch.empty((slots, rows, columns), dtype=FP8, device=device)
-        scales = torch.empty((slots, rows // 128, columns // 128), dtype=torch.float32, device=device)
-        return QuantTensor(values, scales, FP8_128x128)
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((weights.num_slots, *shape), dtype=dtype, device=device)
 
-    return PaddedStack(empty(2 * INNER, HIDDEN), empty(HIDDEN, INNER), gated=True, spare=spare)
+    return empty_slots(weights.slot(0), format, room, spare)
+
+
+def joined(routed: Any, shared: Any) -> Any:
+    def wider(stack: torch.Tensor) -> torch.Tensor:
+        return torch.empty((len(stack) + 1, *stack.shape[1:]), dtype=stack.dtype, device=stack.device)
+
+    w13, w2 = (replace(w, values=wider(w.values), scales=wider(w.scales)) for w in (routed.w13, routed.w2))
+    return replace(routed, w13=w13, w2=w2)
 
 
 def launched(seen: Launches, kernel: Any) -> None:
