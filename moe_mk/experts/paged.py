@@ -123,6 +123,8 @@ class Cache(PoolMember):
     A backend says where a record is read to, and how it gets from there to its slot.
     """
 
+    where = "in memory"
+    """Of the slots, in words."""
     most_reading = sys.maxsize
     """Records that may be on their way at a time."""
 
@@ -155,7 +157,7 @@ class Cache(PoolMember):
     def __str__(self) -> str:
         is_shared = self.config.slots is self.config.bytes is None
         of_all = f" of {amount(self.pool.num_bytes)} for all layers" if is_shared else ""
-        held = f"{self.share} of {self.store.num_experts} experts in memory{of_all}"
+        held = f"{self.share} of {self.store.num_experts} experts {self.where}{of_all}"
         return f"{held}, {self.config.policy}; the others in {self.store.path}"
 
     @property

@@ -192,16 +192,19 @@ class TritonExperts(FusedExperts):
         format = kernel_format_of(weights.scheme, self.context.compute)
         if format.block_scales and self._is_ragged:
             format = KERNEL_FORMATS["w_mxfp4"]
+        stays = isinstance(weights, ExpertWeights) and not (format.group or format.row_scales)
+        spare = 0 if stays else spare_of(weights.num_slots)
         if (residency := self.context.residency) is not None and weights.num_slots:
             if self.context.pool is not None:
                 raise ConfigError("experts on a GPU share no ResidencyPool: give each layer kernel.residency.slots")
-            paged = page(weights, format, residency, self.context.device, on_progress)
+            paged = page(weights, format, residency, self.context.device, on_progress, spare=spare)
             self._parameters = "; ".join(filter(None, (str(paged.cache), self._decoding(paged.stack))))
             return paged
-        if isinstance(weights, ExpertWeights) and not (format.group or format.row_scales):
+        if stays:
+            assert isinstance(weights, ExpertWeights)
             w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
-        packed = pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
+        packed = pack_weights(weights, format, self.context.device, spare=spare)
         self._parameters = self._decoding(packed)
         return packed
 

@@ -29,7 +29,6 @@ from moe_mk.experts.triton.weights import (
     empty_slots,
     fill_slot,
     joined,
-    spare_of,
     zeros,
 )
 from moe_mk.external.device import Queues, pinned, synchronize
@@ -82,6 +81,8 @@ def host_records(num_records: int, num_bytes: int, device: torch.device) -> Tens
 
 class DeviceCache(Cache):
     """Slots on a device. Records of a store are read to staging memory; those of the host are copied from there."""
+
+    where = "on the device"
 
     def __init__(
         self,
@@ -234,12 +235,13 @@ def slot_of_rows(counts_L: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def page(
-    weights: Weights, format: KernelFormat, config: ResidencyConfig, device: torch.device, on_progress: Progress | None
-) -> PagedWeights:
+    weights: Weights, format: KernelFormat, config: ResidencyConfig, device: torch.device,
+    on_progress: Progress | None = None, *, spare: int = 0,
+) -> PagedWeights:  # fmt: skip
     """Pack every expert into host memory, or into a store unless it is there, and begin with empty slots.
 
-    MXFP4 to be multiplied as FP8 is packed as `w_mxfp4` if any expert cannot be represented exactly. Raises ConfigError
-    for memory of less than one expert, StoreError where the store cannot be used.
+    MXFP4 to be multiplied as FP8 is packed as `w_mxfp4` if any expert cannot be represented exactly. spare: free slots
+    on the device. Raises ConfigError for memory of less than one expert, StoreError where the store cannot be used.
     """
     num, sample = weights.num_slots, weights.slot(0)
     if format.block_scales:
@@ -266,5 +268,5 @@ def page(
         keep = not getattr(weights, "passing", False)
         store = open_store(config, digest(weights), facts, num, record_SB[0], pack, keep=keep)
     like = on_device(MappedExpertWeights((sample,), weights.scheme), META).slot(0)
-    cache = DeviceCache(store, config, like, format, device, spare_of(num))
+    cache = DeviceCache(store, config, like, format, device, spare)
     return PagedWeights(cache, cache.stack)
