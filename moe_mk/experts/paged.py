@@ -120,7 +120,7 @@ class Reading(NamedTuple):
 class Cache(PoolMember):
     """The slots of one layer and what is in them. One call at a time uses it.
 
-    A backend says where a record is read to, and how it gets from there to its slot.
+    A backend defines where a record is read to, and how it gets from there to its slot.
     """
 
     where = "in memory"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 from weakref import finalize
 
 import torch
@@ -126,7 +126,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def pinned(memory: Tensor, device: torch.device) -> Tensor:
-    """Host memory, locked where a GPU is to copy from it beside its kernels; released with the tensor.
+    """Host memory, locked where a GPU copies from it while its kernels run; released with the tensor.
 
     The allocator of torch rounds pinned memory up to a power of two. Raises MemoryError where it cannot be locked.
     """
@@ -136,6 +136,10 @@ def pinned(memory: Tensor, device: torch.device) -> Tensor:
             raise MemoryError(f"{memory.nbytes} bytes of host memory cannot be locked for {device}: CUDA error {error}")
         finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory
+
+
+Mark: TypeAlias = torch.cuda.Event | None
+"""A point in what is queued; None on a CPU, where it has passed."""
 
 
 class Queues:
@@ -165,11 +169,11 @@ class Queues:
             with torch.cuda.stream(self._streams[name]):
                 yield
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Mark:
         """The end of what this thread has queued so far; None on a CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.run_later else None
 
-    def after(self, mark: torch.cuda.Event | None) -> None:
+    def after(self, mark: Mark) -> None:
         """Let what this thread queues from here on wait for a mark, on the device alone."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)

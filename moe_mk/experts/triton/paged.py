@@ -31,7 +31,7 @@ from moe_mk.experts.triton.weights import (
     joined,
     zeros,
 )
-from moe_mk.external.device import Queues, pinned, synchronize
+from moe_mk.external.device import Mark, Queues, pinned, synchronize
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore, aligned
@@ -106,8 +106,8 @@ class DeviceCache(Cache):
         self.most_reading = min(num_slots, 2 * READERS)
         count = self.most_reading if isinstance(store, ExpertStore) else 0
         self._staging_SB = host_records(count, store.record_bytes, device)
-        self._staging: list[tuple[Tensor, torch.cuda.Event | None]] = [(each, None) for each in self._staging_SB]
-        self.last: torch.cuda.Event | None = None
+        self._staging: list[tuple[Tensor, Mark]] = [(each, None) for each in self._staging_SB]
+        self.last: Mark = None
         """The end of the last call, which may have been on another stream."""
         super().__init__(store, config, pool)
 
@@ -120,7 +120,7 @@ class DeviceCache(Cache):
             copied.synchronize()
         return record_B
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Mark:
         """The end of what may read the slots that are filled next."""
         return self.queues.mark()
 
@@ -196,8 +196,7 @@ class PagedWeights:
     def calling(self, ids_RK: Tensor) -> Iterator[tuple[Tensor, Iterator[Tensor]]]:
         """The slots of assignments, and those of each wave, int32 on the device; -1: none, or not in this wave.
 
-        Of fused shared experts one more column, which is in the first wave. Of all assignments it is only said whether
-        there is one. Raises StoreError, also while the waves are taken, and ShapeError for ids of no expert.
+        Of fused shared experts one more column, which is in the first wave. Of all assignments only the sign counts. Raises StoreError, also while the waves are taken, and ShapeError for ids of no expert.
         """
         ids_RK, cache = ids_RK.to(CPU, torch.int64), self.cache
         shared = torch.full((len(ids_RK), 1), self.stack.num_slots - 1, dtype=torch.int32, device=CPU)
