@@ -196,7 +196,8 @@ class PagedWeights:
     def calling(self, ids_RK: Tensor) -> Iterator[tuple[Tensor, Iterator[Tensor]]]:
         """The slots of assignments, and those of each wave, int32 on the device; -1: none, or not in this wave.
 
-        Of fused shared experts one more column, which is in the first wave. Of all assignments only the sign counts. Raises StoreError, also while the waves are taken, and ShapeError for ids of no expert.
+        Of fused shared experts one more column, which is in the first wave. Of all assignments only the sign counts.
+        Raises StoreError, also while the waves are taken, and ShapeError for ids of no expert.
         """
         ids_RK, cache = ids_RK.to(CPU, torch.int64), self.cache
         shared = torch.full((len(ids_RK), 1), self.stack.num_slots - 1, dtype=torch.int32, device=CPU)
