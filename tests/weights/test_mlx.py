@@ -108,6 +108,26 @@ def test_every_weight_is_that_of_an_independent_decoder_and_layers_compute_with_
         assert float((y_TH.double() - wanted).norm() / wanted.norm()) < 0.008 and moe.decision.effect is None
 
 
+@pytest.mark.parametrize("name", ["4 bits", "one shared"])
+def test_stacks_without_quantisation_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    model, section, _ = CASES[name]
+    folder = written(tmp_path, model, section)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    modules = sorted(key.removesuffix(".weight") for key in tensors if key.endswith(".weight"))
+    plain = {f"{module}.weight": independent(tensors, module, section).bfloat16() for module in modules}
+    save_file(plain, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    stored = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    (folder / "config.json").write_text(json.dumps(stored))
+    facts = inspect_checkpoint(folder)
+    assert facts.sound and facts.layers[0].kind == "bf16" and not config_problems(folder, facts)
+    layer = load_layer(SafetensorsSource(folder), 0, facts.layers[0].layer_spec(), owned=[1])
+    for projection, q in matrices_of(layer.experts.slot(0)):
+        assert torch.equal(q.values, plain[f"{MLP}switch_mlp.{projection}_proj.weight"][1]), projection
+    x_TH = torch.randn((4, 256), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    assert MoELayer.from_checkpoint(folder, 0, experts="cpu_native")(x_TH).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "change,problem",
     [
