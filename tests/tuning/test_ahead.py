@@ -65,6 +65,13 @@ def test_a_launch_on_real_tensors_finds_every_kernel_that_was_compiled_ahead_and
     assert all(each.was_there for each in found)
 
 
+def test_slices_of_tensor_parallel_ranks_have_the_kernels_of_their_size(tmp_path: Path) -> None:
+    whole = order(moe_intermediate_size=2 * INNER)
+    sliced = replace(whole, config=whole.config.with_(tp=2))
+    keys = [{each.key for each in compile_layer(each, tmp_path)} for each in (order(), sliced, whole)]
+    assert keys[0] == keys[1] != keys[2]
+
+
 @pytest.mark.slow
 def test_another_process_elsewhere_compiles_under_the_same_keys(tmp_path: Path) -> None:
     config, out = tmp_path / "model.yaml", tmp_path / "kernels"

@@ -67,7 +67,7 @@ def compile_layer(order: AheadOrder, folder: Path) -> list[CompiledKernel]:
     experts.tuned = load_tuned(order.device.name, case, log=False)
     model, arch = order.config.model, order.device.arch
     assert arch is not None
-    fuses = order.ranks == 1 and model.shared_size == context.intermediate_size
+    fuses = order.ranks == 1 and model.shared_size == model.moe_intermediate_size
     stacks = [_stack(context.num_slots, order, weights)]
     if fuses:
         stacks.append(_stack(context.num_slots + 1, order, weights))
@@ -101,12 +101,16 @@ def _context(order: AheadOrder, weights: QuantScheme, compute: QuantScheme) -> E
     model = order.config.model
     return ExpertsContext(
         BF16, compute, model.activation, model.num_experts // order.ranks, model.hidden_size,
-        model.moe_intermediate_size, META, weights=weights, top_k=order.config.router.top_k,
+        _shard(order), META, weights=weights, top_k=order.config.router.top_k,
     )  # fmt: skip
 
 
+def _shard(order: AheadOrder) -> int:
+    return order.config.model.moe_intermediate_size // order.config.parallel.tp
+
+
 def _stack(slots: int, order: AheadOrder, scheme: QuantScheme) -> ExpertWeights:
-    hidden, inner = order.config.model.hidden_size, order.config.model.moe_intermediate_size
+    hidden, inner = order.config.model.hidden_size, _shard(order)
 
     def matrix(rows: int, columns: int) -> QuantTensor:
         if scheme == BF16:
