@@ -267,6 +267,8 @@ def routings(
             continue
         if scoring.startswith("logit_") and "correction" not in use:  # the same as without
             continue
+        if scoring == "masked_softmax" and (count > 1 or use):  # no model has both, and it takes E squared operations
+            continue
         biased = "correction" in use or two_best or tensors.sizes.fused
         bias = tensors.bias(use.get("correction"), FUSED_SHARED_BIAS).float() if biased else None
         logits = (logits_TE + tensors.bias(use["logit"], 0.0) if "logit" in use else logits_TE).float()

@@ -99,7 +99,8 @@ def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed:
     if (second := like.with_name(SECOND)).is_file():
         shutil.copy(second, directory / SECOND)
     config = MoEConfig.from_hf(directory, layer=layer)
-    spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf))
+    is_derived = isinstance(equation, LayerEquation) and equation.names is not None
+    spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf), official=is_derived)
     prefix = _PREFIXES.get(str(hf["model_type"]), _PREFIXES.get(config.model.name, convention.prefix))
     tensors, quant = tensors_of(spec, convention, seed), config.model.quant
     if quant.activations == "none" or quant.activation_scales == "dynamic":
@@ -234,9 +235,9 @@ def _style_of(hf: Mapping[str, Any]) -> str:
     return {"gptq": "gptq", "awq": "awq", **styles}.get(method, "")
 
 
-def convention_of(config: MoEConfig, style: str = "") -> Convention:
-    """The names that the model's checkpoints have. style: of `_style_of`."""
-    name, quant = _NAMES.get(config.model.name, "official"), config.model.quant
+def convention_of(config: MoEConfig, style: str = "", *, official: bool = False) -> Convention:
+    """The names that the model's checkpoints have. style: of `_style_of`. official: whatever the family is."""
+    name, quant = "official" if official else _NAMES.get(config.model.name, "official"), config.model.quant
     scheme = quant.weight_scheme
     if style == "mlx" and not isinstance(scheme, Plain):
         end = "_one_shared" if name.endswith("one_shared") else f"_{name}" if name in ("mixtral", "gpt_oss") else ""
