@@ -39,7 +39,7 @@ def test_a_store_is_written_once_and_found_by_the_layer(
     assert again["stores"][0]["num_bytes"] == before.st_size and list(store.iterdir()) == [file]
 
     packs = Mock(side_effect=AssertionError("the layer packs its experts again"))
-    monkeypatch.setattr("moe_mk.experts.cpu_native.paged.write_store", packs)
+    monkeypatch.setattr("moe_mk.experts.paged.write_store", packs)
     layer = DeepseekV3MoE.from_checkpoint(tiny, 3, residency={"slots": 4, "store": str(store)})
     layer(torch.ones(2, 256, dtype=torch.bfloat16))
     assert file.stat().st_mtime_ns == before.st_mtime_ns
