@@ -194,7 +194,7 @@ def test_a_broken_wheel_is_skipped_and_reported_by_name(monkeypatch: pytest.Monk
 
 
 def trapped(problem: BaseException) -> Callable[[], object]:
-    """Loads a class whose attribute raises when it is looked at."""
+    """Loads a class with an attribute that raises when it is read."""
     trap = type("Trap", (type(Good),), {"traits": property(lambda cls: raising(problem)())})
     return lambda: trap("Trapped", (Good,), {})
 

@@ -14,6 +14,8 @@ from moe_mk.files import read_json, read_yaml
 from moe_mk.registry import did_you_mean
 
 F32_LEAST, F32_MOST = 2.0**-126, 2.0**128 - 2.0**104
+SHOWN = 1000
+"""Characters of a wrong value in a message."""
 
 
 class Settings(BaseModel):
@@ -74,7 +76,7 @@ def _shown(value: object) -> str:
         text = short.repr(value)
     except ValueError:  # a number of thousands of digits
         text = f"a {type(value).__name__} that is too long to show"
-    return text if len(text) <= 1000 else f"{text[:1000]}..."
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -148,7 +148,7 @@ def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
     equation = held if isinstance(held, LayerEquation) else LayerEquation.parse(held, f"{where}: {KEY}")
     settings = equation.settings(text, where, layer)
     formats = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
-    family = settings["model"].get("name", "")  # whose names lists of modules have
+    family = settings["model"].get("name", "")  # its names are those in lists of modules
     settings["model"]["quant"] = _quant({**text, **formats, "model_type": family}, where, layer)
     return settings
 

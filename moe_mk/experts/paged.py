@@ -47,7 +47,7 @@ def open_store(
     """Open the store of these experts in the folder of the configuration, written before if there is none.
 
     name: a digest of the experts in the format of the checkpoint. facts: of the layout of a record. pack: writes one
-    expert to record_B, whose memory is aligned for direct reads. keep: whether a store that is written here stays for
+    expert to record_B, which is aligned for direct reads. keep: whether a store that is written here stays for
     later processes; else its file has no name, and is gone once it is closed. Raises StoreError for a store that is
     damaged, foreign, or cannot be written.
     """

@@ -126,7 +126,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def pinned(memory: Tensor, device: torch.device) -> Tensor:
-    """Host memory, locked where a GPU copies from it while its kernels run; released with the tensor.
+    """Host memory, locked where a GPU copies from it while its kernels run; keep this object, views do not.
 
     The allocator of torch rounds pinned memory up to a power of two. Raises MemoryError where it cannot be locked.
     """

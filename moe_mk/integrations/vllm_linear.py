@@ -60,7 +60,7 @@ READ = frozenset(
     "QuarkW8A8Fp8 QuarkW8A8Fp8PerBlock QuarkW8A8Int8 QuarkW4A16Int4 QuarkNVFP4 QuarkOCP_MX INCWNA16LinearScheme "
     "INCFp8LinearScheme INCMxfp4LinearMethod INCMxfp8LinearScheme".split()
 )
-"""vLLM's schemes and methods whose parameters are read; others are refused."""
+"""Schemes and linear methods of vLLM that are supported; others are refused."""
 
 
 def _grouped(config: Any) -> QuantScheme | str:

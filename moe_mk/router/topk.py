@@ -140,9 +140,8 @@ def grouped_topk(
     bias = e_score_correction_bias
     fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, bias, score_dtype)
     given = (scoring_func, bias, renormalize, routed_scaling_factor, score_dtype)
-    weights_TK, ids_TK = (fused or reference).grouped_topk(router_logits, top_k, num_expert_group, topk_group, *given)[
-        :2
-    ]
+    chosen = (fused or reference).grouped_topk(router_logits, top_k, num_expert_group, topk_group, *given)
+    weights_TK, ids_TK = chosen[:2]
     return weights_TK, ids_TK.to(ids_dtype)
 
 

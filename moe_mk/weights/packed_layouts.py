@@ -108,7 +108,7 @@ def packed_shapes(
 def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:
     """The matrix of the tensors of `packed_shapes`, of one expert. Raises WeightError naming the tensor at fault.
 
-    packing: one of PACKINGS, int_quantized, or gptq_v2, whose zero points are stored as they are and not less one.
+    packing: one of PACKINGS, int_quantized, or gptq_v2, which stores zero points without subtracting one.
     """
     if packing == "gguf":
         return Unpacked(of_gguf(scheme, parts[""][1]))

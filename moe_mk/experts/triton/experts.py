@@ -164,14 +164,11 @@ class TritonExperts(FusedExperts):
     def slot_bytes(cls, problem: Problem) -> int:
         """A record, in host memory or a store."""
         model, stored, inner = problem.config.model, problem.weights, problem.intermediate
-        up, down = (
-            stored.quantize(torch.empty(shape, dtype=torch.float32, device=META))
-            for shape in ((inner, model.hidden_size), (model.hidden_size, inner))
-        )
-        gate, (gate_I, up_I) = up if model.gated else None, torch.empty((2, inner), dtype=torch.float32, device=META)
-        biases = SlotBiases(gate_I if model.gated else None, up_I, down.values[:, 0]) if model.expert_bias else None
-        format = kernel_format_of(stored, problem.activations or BF16)
-        return record_bytes(SlotWeights(gate, up, down, biases), format)
+        plain = torch.empty((inner, model.hidden_size), dtype=torch.float32, device=META)
+        up, down = stored.quantize(plain), stored.quantize(plain.T)
+        biases = SlotBiases(plain[:, 0] if model.gated else None, plain[:, 0], plain[0]) if model.expert_bias else None
+        slot = SlotWeights(up if model.gated else None, up, down, biases)
+        return record_bytes(slot, kernel_format_of(stored, problem.activations or BF16))
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

@@ -1,6 +1,6 @@
 """Experts of which only some are on the GPU; the others are in pinned host memory, or in a store on a disk.
 
-Missing experts are copied to their slots on a stream of their own, while those in slots are multiplied. A call reads
+Missing experts are copied to their slots on a separate stream, while those in slots are multiplied. A call reads
 the experts of its tokens back to the host, so that it cannot be captured in a graph. All waves of a call use one tile
 and write the rows of their assignments, which are added at the end in the order of the choices: the result has the bits
 of a layer with all experts on the GPU.
@@ -75,8 +75,9 @@ def within(record_B: Tensor) -> Room:
 
 def host_records(num_records: int, num_bytes: int, device: torch.device) -> Tensor:
     """Zeros, uint8 [S, bytes], aligned for direct reads; pinned below a GPU."""
-    whole = pinned(torch.zeros(num_records * num_bytes + ALIGNMENT, dtype=torch.uint8, device=CPU), device)
-    return whole[-whole.data_ptr() % ALIGNMENT :][: num_records * num_bytes].view(num_records, num_bytes)
+    whole = torch.zeros(num_records * num_bytes + ALIGNMENT, dtype=torch.uint8, device=CPU)
+    records_SB = whole[-whole.data_ptr() % ALIGNMENT :][: num_records * num_bytes].view(num_records, num_bytes)
+    return pinned(records_SB, device)
 
 
 class DeviceCache(Cache):
@@ -112,7 +113,7 @@ class DeviceCache(Cache):
         super().__init__(store, config, pool)
 
     def room(self, expert: int, slot: int) -> Tensor:
-        """The record on the host, or staging memory whose last copy has ended."""
+        """The record on the host, or free staging memory, after its last copy has ended."""
         if isinstance(self.store, HostRecords):
             return self.store.records_EB[expert]
         record_B, copied = self._staging.pop()

@@ -1,11 +1,13 @@
 """Weights in the order the Triton kernels read: by hand, and back bit for bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.experts.triton.paged import host_records
 from moe_mk.experts.triton.weights import Biases, _behind, kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
@@ -118,6 +120,23 @@ def test_biases_of_a_slot_are_a_gate_and_an_up_half() -> None:
     both.down_H.zero_()
     alone.up_I.zero_()
     assert made.b13.all() and made.b2.all(), "a copy"
+
+
+def test_pinned_memory_is_locked_until_its_tensor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda start, size, flags: calls.append(("lock", start)) or int(size > 2 * 4096),
+        cudaHostUnregister=lambda start: calls.append(("release", start)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with torch.inference_mode():  # where a view does not keep the tensor that it is of
+        records = host_records(2, 4096, torch.device("cuda"))
+        view, start = records[1], records.data_ptr()
+    assert calls == [("lock", start)] and start % 4096 == 0
+    del records
+    assert calls[1:] == [("release", start)] and view.sum() == 0
+    with pytest.raises(MemoryError, match="12288 bytes of host memory cannot be locked for cuda: CUDA error 1"):
+        host_records(3, 4096, torch.device("cuda"))
 
 
 def test_eight_codes_of_mxfp4_for_fp8_are_one_word() -> None:
