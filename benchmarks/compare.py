@@ -32,15 +32,9 @@ def read(file: Path) -> Facts:
     return facts
 
 
-def other_conditions(before: Facts, after: Facts) -> list[str]:
-    """What differs beside the times."""
-    lines = [f"pair: {before['pair']} -> {after['pair']}"] if before["pair"] != after["pair"] else []
-    for group in ("environment", "layer"):
-        for key in sorted(before[group].keys() | after[group].keys()):
-            one, other = before[group].get(key), after[group].get(key)
-            if one != other:
-                lines.append(f"{key}: {one} -> {other}")
-    return lines
+def conditions(facts: Facts) -> Facts:
+    """What may differ beside the times."""
+    return {"pair": facts["pair"], **facts["environment"], **facts["layer"]}
 
 
 def ratios(before: Facts, after: Facts) -> dict[int, dict[str, float]]:
@@ -68,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         sys.stderr.write("the two runs have no batch size in common\n")
         return 2
-    for line in other_conditions(before, after):
-        print(f"differs  {line}")
+    was, now = conditions(before), conditions(after)
+    for key in sorted(key for key in was | now if was.get(key) != now.get(key)):
+        print(f"differs  {key}: {was.get(key)} -> {now.get(key)}")
     stages = list(dict.fromkeys(stage for row in found.values() for stage in row))
     print(f"{'stage':<12}" + "".join(f"{tokens:>9} tok" for tokens in found))
     for stage in sorted(stages, key=lambda stage: stage == "forward"):

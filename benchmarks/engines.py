@@ -259,14 +259,15 @@ def interpreter(name: str, options: argparse.Namespace) -> str | None:
 
 def table(found: Mapping[str, Any]) -> str:
     """Tokens per second and peak memory of every contestant."""
-    lines = ["| contestant | " + " | ".join(CASES) + " | peak memory |", "|---" * (len(CASES) + 2) + "|"]
+    from tools.pages import markdown
+
+    rows = [["contestant", *CASES, "peak memory"]]
     for name, facts in found.items():
-        if "tokens_per_second" not in facts:
-            lines.append(f"| {name} | failed: {facts.get('failed')} |" + " |" * len(CASES))
-            continue
-        speeds = " | ".join(str(facts["tokens_per_second"][case]) for case in CASES)
-        lines.append(f"| {name} | {speeds} | {facts['peak_bytes'] / 1e9:.1f} GB |")
-    return "\n".join(lines)
+        if "tokens_per_second" in facts:
+            rows.append([name, *facts["tokens_per_second"].values(), f"{facts['peak_bytes'] / 1e9:.1f} GB"])
+        else:
+            rows.append([name, f"failed: {facts.get('failed')}", *[""] * len(CASES)])
+    return markdown(rows)
 
 
 def main() -> None:

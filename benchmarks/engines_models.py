@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Rows and columns under one scale of FP8."""
+from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, write_gguf
+from moe_mk.lab.checkpoints.packing import pack
+from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.microscaling import MXFP4
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
@@ -106,7 +110,7 @@ def _quantise(source: Path, folder: Path, kind: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GROUP = 128
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
@@ -121,33 +125,18 @@ INT4 = {
 
 
 def _fp8(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
-    n, k = weight_NK.shape
-    pads = (0, -k % BLOCK, 0, -n % BLOCK)
-    padded = torch.nn.functional.pad(weight_NK.float(), pads)
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448.0
-    values = (blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous()
-    return {name: values, f"{name}_scale_inv": scale.contiguous()}
+    q = FP8_128x128.quantize(weight_NK.float())
+    assert q.scales is not None
+    return {name: q.values, f"{name}_scale_inv": q.scales}
 
 
 def _int4(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
-    """Eight values of a row in one int32, lowest bits first, each plus 8; the layout of compressed-tensors."""
-    n, k = weight_NK.shape
-    groups = weight_NK.float().view(n, k // GROUP, GROUP)
-    scale = (groups.abs().amax(dim=2).clamp(min=1e-12) / 7.0).to(torch.bfloat16)
-    codes = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int32).view(n, k // 8, 8) + 8
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")
-    packed = torch.zeros(n, k // 8, dtype=torch.int32, device="cpu")
-    for at in range(8):
-        packed |= codes[:, :, at] << shifts[at]
-    shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
-    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
+    found = pack("compressed_tensors", GROUPED[f"int4_g{GROUP}"].quantize(weight_NK))
+    return {f"{name}_{key or 'packed'}": tensor for key, tensor in found.items()}
 
 
 def _mxfp4(name: str, weights_EKN: Tensor) -> dict[str, Tensor]:
     """Blocks of 32 values, two in a byte, and a power of two for each."""
-    from moe_mk.quant import MXFP4
-
     found = [MXFP4.quantize(weight.t().float()) for weight in weights_EKN]
     blocks = torch.stack([q.values for q in found]).unflatten(2, (-1, 16))
     scales = torch.stack([q.scales.view(torch.uint8) for q in found if q.scales is not None])
@@ -180,8 +169,6 @@ sys.exit(ll.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), set
 def _write_gguf(source: Path, file: Path, llama: Path | None) -> None:
     """Write a Qwen3-MoE in bf16 under llama.cpp's names, and let llama.cpp quantise it."""
     from safetensors import safe_open
-
-    from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, write_gguf
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if llama is None or config["model_type"] != "qwen3_moe":

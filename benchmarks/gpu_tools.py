@@ -1,5 +1,6 @@
-"""A tiny call under compute-sanitizer, and one launch of decode and of prefill under Nsight Compute, where they exist.
+"""What the device sustains; a tiny call under compute-sanitizer, and launches under Nsight Compute, where they exist.
 
+    python benchmarks/gpu_tools.py ceilings --ceilings build/gpu/ceilings.json --results results.jsonl
     python benchmarks/gpu_tools.py sanitize --results results.jsonl
     python benchmarks/gpu_tools.py profile --results results.jsonl
 
@@ -9,12 +10,21 @@ A machine without a tool, or one that does not allow reading performance counter
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
-from experts_gpu_cases import write
+from experts_gpu_cases import replayed, write
+
+from moe_mk.external.library import installed_version
+
+GIB, SIDE = 2**30, 8192
+LIBRARIES = ("torch", "triton", "sgl-deep-gemm")
 
 FOLDERS = (Path("/usr/local/cuda/bin"), Path("/opt/nvidia/nsight-compute"))
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats")
@@ -37,6 +47,28 @@ def run(name: str, command: list[str], seconds: float) -> dict[str, str]:
         return {"kind": "tool", "tool": name, "status": f"did not end within {seconds:.0f} s", "text": ""}
     status = "clean" if done.returncode == 0 else f"exit status {done.returncode}"
     return {"kind": "tool", "tool": name, "status": status, "text": (done.stdout + done.stderr)[-TEXT:].strip()}
+
+
+def ceilings(file: Path, results: Path | None) -> None:
+    """Reads of 8 GiB, copies of 4 GiB, and square FP8 products by cuBLASLt. Every fraction is taken of these."""
+    import torch
+
+    def seconds(call: Callable[[], object]) -> float:
+        return median([replayed(call, 1) for _ in range(23)][3:]) / 1e6
+
+    data = torch.zeros((2 * GIB,), dtype=torch.int32, device="cuda")
+    found = {"read_gbs": round(8 * GIB / seconds(data.sum) / 1e9, 1)}
+    source, target = data.view(2, -1)
+    found["copy_gbs"] = round(2 * 4 * GIB / seconds(lambda: target.copy_(source)) / 1e9, 1)
+    a, b = ((torch.randn((SIDE, SIDE), device="cuda") * 0.5).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), dtype=torch.float32, device="cuda")
+    product = partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    found["fp8_tflops"] = round(2 * SIDE**3 / seconds(product) / 1e12, 1)
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(about | found, indent=2) + "\n", encoding="utf-8")
+    versions = {name: version for name in LIBRARIES if (version := installed_version(name))}
+    write(results, {"kind": "ceilings", "versions": versions, **about, **found})
 
 
 def tiny() -> None:
@@ -80,15 +112,15 @@ def decode(tokens: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["sanitize", "profile", "tiny", "decode"])
+    parser.add_argument("what", choices=["ceilings", "sanitize", "profile", "tiny", "decode"])
+    parser.add_argument("--ceilings", type=Path, default=Path("build/gpu/ceilings.json"))
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    if given.what == "tiny":
-        tiny()
-        return 0
-    if given.what == "decode":
-        decode(given.tokens)
+    once = {"tiny": tiny, "decode": partial(decode, given.tokens)}
+    once["ceilings"] = partial(ceilings, given.ceilings, given.results)
+    if given.what in once:
+        once[given.what]()
         return 0
     this = [sys.executable, str(Path(__file__).resolve())]
     name = "compute-sanitizer" if given.what == "sanitize" else "ncu"

@@ -23,7 +23,7 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between, write_or_compare
+from tools.pages import between, markdown, write_or_compare
 
 ROOT, PAGE = Path(__file__).resolve().parent.parent, "docs/quantisation.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -97,21 +97,18 @@ def output(backend: str, weights: ExpertWeights, compute: QuantScheme, *, exact:
     return weight_and_reduce(made, tokens, OutputStage.REDUCED).y.double()
 
 
-def table() -> list[str]:
+def table() -> str:
     """The table as markdown: relative L2 distance of the output from the f32 layer before quantising."""
     truth = output("reference", layer_weights(FP32), FP32, exact=True)
-    lines = [
-        f"| Scheme | bytes a weight | {' | '.join(BACKENDS)} |",
-        f"|---|---|{'---|' * len(BACKENDS)}",
-    ]
+    rows = [["Scheme", "bytes a weight", *BACKENDS]]
     for case in CASES:
         settings = case.settings
         weights = layer_weights(settings.weight_scheme)
         size = weights.num_bytes / (EXPERTS_IN_LAYER * 3 * HIDDEN * INNER)
         compute = (settings.activation_scheme if case.rounds else None) or BF16
         cells = [_cell(case, backend, weights, compute, truth) for backend in BACKENDS]
-        lines.append(f"| {case.title} | {size:.4f} | {' | '.join(cells)} |")
-    return lines
+        rows.append([case.title, f"{size:.4f}", *cells])
+    return markdown(rows)
 
 
 def _cell(case: Case, backend: str, weights: ExpertWeights, compute: QuantScheme, truth: Tensor) -> str:
@@ -132,7 +129,7 @@ def text() -> str:
         f"{EXPERTS_IN_LAYER} experts of {HIDDEN} x {INNER}, {TOKENS} bf16 tokens, top-{TOP_K}, seeded normals; "
         f"torch {torch.__version__} on a {platform.machine()} CPU; `python tools/accuracy.py`."
     )
-    return "\n".join(["", *table(), "", made, ""])
+    return f"\n{table()}\n\n{made}\n"
 
 
 def main(arguments: list[str]) -> int:

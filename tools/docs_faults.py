@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
-from tools.pages import between, write_or_compare
+from tools.pages import between, markdown, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"
@@ -48,7 +48,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
     others = [name for name in OUTCOMES if name not in ACCEPTED]
     head = [what, "worlds", *(name for name in OUTCOMES if name in ACCEPTED), "anything else", "names the victim"]
-    rows = [[*head, "median", "maximum"], ["---"] * (len(head) + 2)]
+    rows = [[*head, "median", "maximum"]]
     for line in lines:
         seen = line["outcomes"]
         bad = ", ".join(f"{seen[name]} {name}" for name in others if seen[name]) or "0"
@@ -56,7 +56,7 @@ def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
         named = "/".join(map(str, line["named"])) if line["named"][1] else ""
         delays = ["" if s is None else f"{s:.3f} s" for s in (line["delay_median_s"], line["delay_max_s"])]
         rows.append([line["key"], str(line["worlds"]), *accepted, bad, named, *delays])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

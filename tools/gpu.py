@@ -113,7 +113,7 @@ def commands(work: Path, out: Path) -> tuple[Command, ...]:
     experts_file, ops_file = "tests/gpu/test_experts.py", "tests/gpu/test_ops.py"
     formats_file = "tests/gpu/test_weight_types.py"
     own = (
-        script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings[1], *results, seconds=35),
+        script("ceilings", "benchmarks/gpu_tools.py", "ceilings", *ceilings, *results, seconds=35),
         tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120),
         tests("one tile of each engine at full size", experts_file, "-k", "smallest_tile", seconds=60),
         script("sanitizer", "benchmarks/gpu_tools.py", "sanitize", *results, seconds=55),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.pages import between
+from tools.pages import between, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -23,6 +23,11 @@ OURS = "moe_mk, "
 HEAD = (
     "case", "contender", "median us", "p25", "p75", "GB/s", "TFLOP/s", "of floor", "SM MHz", "error", "time / ours",
 )  # fmt: skip
+FIGURES = {
+    "median_us": ".1f", "p25_us": ".1f", "p75_us": ".1f", "gbs": ".0f", "tflops": ".0f", "of_floor": ".0%",
+    "sm_mhz": ".0f", "error": ".4f",
+}  # fmt: skip
+"""What stands in the columns between the contender and the ratio."""
 Line = dict[str, Any]
 
 
@@ -52,15 +57,13 @@ def table(lines: Iterable[Line]) -> str:
     for line in found:
         if line["contender"].startswith(OURS):
             best[line["case"]] = min(line["median_us"], best.get(line["case"], line["median_us"]))
-    rows = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * 2 + "---:|" * (len(HEAD) - 2)]
+    rows = [HEAD]
     for line in found:
         ours = line.get("ours_us") or best.get(line["case"])
         ratio = line["median_us"] / ours if ours else None
-        cells = [line["case"], line["contender"], *(f"{line[key]:.1f}" for key in ("median_us", "p25_us", "p75_us"))]
-        cells += [_number(line.get("gbs"), 0), _number(line.get("tflops"), 0), _share(line.get("of_floor"))]
-        cells += [_number(line.get("sm_mhz"), 0), _number(line.get("error"), 4), _number(ratio, 2)]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        shown = [_number(line.get(key), form) for key, form in FIGURES.items()]
+        rows.append((line["case"], line["contender"], *shown, _number(ratio, ".2f")))
+    return markdown(rows)
 
 
 def page(lines: Sequence[Line]) -> str:
@@ -92,12 +95,8 @@ def page(lines: Sequence[Line]) -> str:
     return "\n".join(parts)
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

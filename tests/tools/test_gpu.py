@@ -138,8 +138,8 @@ def test_a_report_compares_each_peer_with_what_took_turns_with_it(tmp_path: Path
     written = page.read_text()
     assert written.startswith("# Before\n") and written.endswith("\nafter\n") and "old" not in written
     assert "A GPU, torch 2.11.0. Ceilings: 4400 GB/s read and 1500 FP8 TFLOP/s, measured." in written
-    assert "| moe_mk, Triton | 400.0 | 399.0 | 401.0 | 3000 | - | 75 % | 1980 | - | 1.25 |" in written
-    assert "| a peer | 640.0 | 639.0 | 641.0 | - | - | 75 % | - | 0.0123 | 1.60 |" in written
+    assert "| moe_mk, Triton | 400.0 | 399.0 | 401.0 | 3000 | - | 75% | 1980 | - | 1.25 |" in written
+    assert "| a peer | 640.0 | 639.0 | 641.0 | - | - | 75% | - | 0.0123 | 1.60 |" in written
     assert "another did not take part: ImportError: none." in written and "500.0" not in written
 
 
