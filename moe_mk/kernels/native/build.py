@@ -159,7 +159,7 @@ def _try_compiling(recipe: Recipe, folder: Path) -> None:
         with (Path(made) / "room").open("wb") as room:
             os.posix_fallocate(room.fileno(), 0, ROOM_BYTES * len(recipe.units))
         flags = dict.fromkeys(flag for unit in recipe.units for flag in unit.flags)
-        _run([[recipe.compiler.path, *flags, *recipe.link_flags, "-o", str(library), str(source)]])
+        _run([[recipe.compiler.path, *flags, *recipe.link_flags, "-o", str(library), str(source)]], Path(made))
         if problem := load_error(library):
             raise UnsupportedError(f"libraries in the kernel cache {folder} cannot be loaded", [problem])
 
@@ -352,8 +352,8 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
         _remove_leftovers(Path(folder), library)
         compiler, linked = recipe.compiler.path, Path(folder) / library.name
         commands = object_commands(compiler, recipe.units, Path(folder))
-        _run([*commands.values()], on_unit)
-        _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, commands)]])
+        _run([*commands.values()], Path(folder), on_unit)
+        _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, commands)]], Path(folder))
         with _writing(library.parent):
             linked.chmod(0o700)
             recorded = record_digest(linked)
@@ -396,20 +396,21 @@ def _write_through(folder: Path) -> None:
         os.close(handle)
 
 
-def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:
-    """Begin commands in their order, as many at a time as there are cores.
+def _run(commands: Sequence[Sequence[str]], folder: Path, on_unit: OnUnit | None = None) -> None:
+    """Begin commands in their order, as many at a time as there are cores; their temporary files are in `folder`.
 
     They and their children end when this returns, raises, or the process ends.
     Raises UnsupportedError with the output of each failed command, and if none ends or writes for QUIET_S.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    inside = ("/bin/sh", "-c", 'export TMPDIR="$0"; exec "$@"', str(folder))
     running: list[subprocess.Popen[bytes]] = []
     done, failed, most = 0, [], compilers_at_once()
     with _process_group() as group, selectors.DefaultSelector() as outputs:
         try:
             while done < len(commands):
                 while len(running) < min(done + most, len(commands)):
-                    command = commands[len(running)]
+                    command = [*inside, *commands[len(running)]]
                     running.append(subprocess.Popen(command, stdin=null, stdout=null, stderr=pipe, process_group=group))
                     errors = running[-1].stderr
                     assert errors is not None
@@ -427,7 +428,9 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
                     done += 1
                     if process.wait() != 0:
                         words = written.decode(errors="replace").strip()[-2000:]
-                        failed.append(f"`{' '.join(process.args)}` ended with {process.returncode}: {words}")
+                        failed.append(
+                            f"`{' '.join(process.args[len(inside) :])}` ended with {process.returncode}: {words}"
+                        )
                     if on_unit is not None:
                         on_unit(done, len(commands))
         finally:
@@ -448,13 +451,8 @@ def _process_group() -> Iterator[int]:
     read_end, write_end = os.pipe()
     try:
         with os.fdopen(read_end, "rb") as waits_for:
-            first = subprocess.Popen(
-                ["/bin/sh", "-c", "read _; kill -s KILL 0"],
-                stdin=waits_for,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-            )
+            script, null = ["/bin/sh", "-c", "read _; kill -s KILL 0"], subprocess.DEVNULL
+            first = subprocess.Popen(script, stdin=waits_for, stdout=null, stderr=null, process_group=0)
         try:
             yield first.pid
         finally:

@@ -143,9 +143,9 @@ def compile_objects(compiler: str, units: Sequence[Unit], folder: Path) -> list[
 
 
 def object_commands(compiler: str, units: Sequence[Unit], folder: Path) -> dict[Path, list[str]]:
-    """The object file of each source in `folder`, with the command that compiles it."""
+    """The object file of each source in `folder`, with the command that compiles it; assembly goes through a pipe."""
     made = {folder / f"{unit.source.stem}.o": (*unit.flags, "-c", str(unit.source)) for unit in units}
-    return {target: [compiler, *arguments, "-o", str(target)] for target, arguments in made.items()}
+    return {target: [compiler, "-pipe", *arguments, "-o", str(target)] for target, arguments in made.items()}
 
 
 def digest(units: Sequence[Unit]) -> str:

@@ -325,6 +325,19 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+def test_a_compiler_needs_no_temporary_folder_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The room of the cache was checked; /tmp may be full, or TMPDIR no folder.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    cache, compiler = tmp_path / "cache", tmp_path / "c++"
+    real = f'exec {shutil.which("c++")} "$@"'
+    compiler.write_text(f'#!/bin/sh\ncase "$TMPDIR" in {cache}/*) {real};; esac\necho full >&2; exit 1\n')
+    compiler.chmod(0o700)
+    recipe = Recipe(Compiler(str(compiler), "1"), tiny_recipe(tmp_path).units)
+    library, reasons = build_module.usable_library(recipe, cache)
+    assert library is not None and not reasons
+    assert ctypes.CDLL(str(build(recipe, cache))).answer() == 42
+
+
 CALLED = "while [ $# -gt 1 ]; do shift; [ $1 = -o ] && "
 ON_REAL_SOURCES = f'case "$*" in *empty.cpp*) exec {shutil.which("c++")} "$@";; esac; '
 ONE_FUNCTION = f"{shutil.which('c++')} -shared -fPIC -x c++ -o $2 - <<< 'int f() {{ return 0; }}'"
