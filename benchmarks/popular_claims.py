@@ -8,7 +8,7 @@ mostly GPUs: nothing is asserted, and a ratio far from what is reported states o
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import about, parser_of, with_output, write
-from small_layers import CPU, RANKS, Size, Times, batch, layer_of, medians_ms, native_experts, timed
+from small_layers import (
+    CPU,
+    RANKS,
+    Size,
+    Times,
+    batch,
+    experts_of,
+    layer_of,
+    loop,
+    medians_ms,
+    mlp,
+    native_experts,
+    tensors,
+    timed,
+)
 from torch import Tensor
-from torch.nn.functional import linear, silu
 from transports import drawn
 
 from moe_mk import MoEConfig, MoELayer
@@ -30,21 +43,28 @@ from moe_mk.placement.eplb import Topology, plan
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant import BF16
-from moe_mk.tokens import ExpertOutput, Routing
+from moe_mk.tokens import ExpertOutput
 
 
 def experts(size: Size, backend: str) -> Times:
-    """A loop over experts that picks rows by mask, as reference models do, and one call of an experts backend."""
-    layer, x_TH, routing, (w13, w2) = _routed(size, backend)
-    after = partial(layer.forward_routed, x_TH, routing.weights_TK, routing.ids_TK)
-    return timed({"before": partial(by_mask, x_TH, routing, w13, w2), "after": after}, size.rounds, once=True)
+    """A loop over experts that picks the rows of each, as reference models do, and one call of an experts backend."""
+    layer, given, weights = _routed(size, backend)
+    ways = {"before": partial(loop, *given, weights), "after": partial(layer.forward_routed, *given)}
+    return timed(ways, size.rounds, once=True)
 
 
 def reorder(size: Size, backend: str) -> Times:
     """The same products with rows picked expert by expert, and with rows sorted by expert once."""
-    _, x_TH, routing, (w13, w2) = _routed(size, backend)
-    ways = {name: partial(way, x_TH, routing, w13, w2) for name, way in (("before", by_mask), ("after", by_order))}
+    _, given, weights = _routed(size, backend)
+    ways = {"before": partial(loop, *given, weights), "after": partial(by_order, *given, weights)}
     return timed(ways, size.rounds, once=True)
+
+
+def _routed(size: Size, backend: str) -> tuple[MoELayer, tuple[Tensor, Tensor, Tensor], list[tuple[Any, ...]]]:
+    """A layer, tokens with their weights and ids, and its matrices."""
+    layer, x_TH = layer_of(size, experts=backend), batch(size)
+    routing = layer.route(x_TH)
+    return layer, (x_TH, routing.weights_TK, routing.ids_TK), experts_of(tensors(size), size)
 
 
 def router(size: Size, backend: str) -> Times:
@@ -117,44 +137,14 @@ def skewed(size: Size, rank: int) -> Tensor:
     return torch.multinomial(chances_E.expand(size.tokens, -1), size.top_k, generator=draw).to(torch.int32)
 
 
-def _routed(size: Size, backend: str) -> tuple[MoELayer, Tensor, Routing, tuple[list[Tensor], list[Tensor]]]:
-    """A layer, tokens, where they go, and its matrices."""
-    layer, x_TH = layer_of(size, experts=backend), batch(size)
-    return layer, x_TH, layer.route(x_TH), stacks(layer)
-
-
-def stacks(layer: MoELayer) -> tuple[list[Tensor], list[Tensor]]:
-    """Gate with up, and down matrices of every expert, in bf16."""
-    slots = layer.weights.experts.slots
-    gated = [torch.cat((slot.gate_IH.values, slot.up_IH.values)) for slot in slots if slot.gate_IH is not None]
-    return gated, [slot.down_HI.values for slot in slots]
-
-
-def by_mask(x_TH: Tensor, routing: Routing, w13: list[Tensor], w2: list[Tensor]) -> Tensor:
-    """Expert by expert: find its tokens, multiply, add."""
-    total_TH = torch.zeros_like(x_TH)
-    for expert in range(len(w13)):
-        token_N, k_N = torch.nonzero(routing.ids_TK == expert, as_tuple=True)
-        if len(token_N):
-            y_NH = mlp(x_TH[token_N], w13[expert], w2[expert])
-            total_TH.index_add_(0, token_N, y_NH * routing.weights_TK[token_N, k_N, None].to(y_NH.dtype))
-    return total_TH
-
-
-def by_order(x_TH: Tensor, routing: Routing, w13: list[Tensor], w2: list[Tensor]) -> Tensor:
+def by_order(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: Sequence[tuple[Tensor, ...]]) -> Tensor:
     """Sort assignments by expert once, multiply slices that lie side by side, add once."""
-    order_N = routing.ids_TK.flatten().argsort(stable=True)
-    token_N = order_N // routing.ids_TK.shape[1]
-    counts = torch.bincount(routing.ids_TK.flatten(), minlength=len(w13)).tolist()
-    rows = x_TH[token_N].split(counts)
-    y_NH = torch.cat([mlp(part, w13[e], w2[e]) for e, part in enumerate(rows) if len(part)])
-    weights_N1 = routing.weights_TK.flatten()[order_N, None].to(y_NH.dtype)
-    return torch.zeros_like(x_TH).index_add_(0, token_N, y_NH * weights_N1)
-
-
-def mlp(x_NH: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    gate_NI, up_NI = linear(x_NH, w13).chunk(2, dim=1)
-    return linear(silu(gate_NI) * up_NI, w2)
+    order_N = ids_TK.flatten().argsort(stable=True)
+    token_N = order_N // ids_TK.shape[1]
+    rows = x_TH[token_N].split(torch.bincount(ids_TK.flatten(), minlength=len(experts)).tolist())
+    y_NH = torch.cat([mlp(part, *experts[e]) for e, part in enumerate(rows) if len(part)])
+    total_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device="cpu")
+    return total_TH.index_add_(0, token_N, y_NH.float() * weights_TK.flatten()[order_N, None]).to(x_TH.dtype)
 
 
 @dataclass(frozen=True)

@@ -241,11 +241,13 @@ def loop(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: Sequence[tup
     total_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for expert in ids_TK.unique().tolist():
         row_X, k_X = torch.where(ids_TK == expert)
-        gate_IH, up_IH, down_HI = map(decoded, experts[expert])
-        x_XH = x_TH[row_X]
-        h_XI = torch.nn.functional.silu(x_XH @ gate_IH.T) * (x_XH @ up_IH.T)
-        total_TH.index_add_(0, row_X, (h_XI @ down_HI.T).float() * weights_TK[row_X, k_X, None])
+        y_XH = mlp(x_TH[row_X], *map(decoded, experts[expert]))
+        total_TH.index_add_(0, row_X, y_XH.float() * weights_TK[row_X, k_X, None])
     return total_TH.to(x_TH.dtype)
+
+
+def mlp(x_XH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+    return (torch.nn.functional.silu(x_XH @ gate_IH.T) * (x_XH @ up_IH.T)) @ down_HI.T
 
 
 def decoded(weight: Tensor | tuple[Tensor, Tensor]) -> Tensor:

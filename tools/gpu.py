@@ -18,6 +18,8 @@ import argparse
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,69 +78,62 @@ class Result:
 Run = Callable[[Part], Result]
 
 
+PARTS = """
+1 correctness, and the latency of this project's kernels
+    35 ceilings: benchmarks/gpu_tools.py ceilings CEILINGS RESULTS
+    120 tests: ops and tiny layers: TESTS tests/gpu/test_ops.py tests/gpu/test_experts.py -k "test_ops or tiny"
+    60 tests: one tile of each engine at full size: TESTS tests/gpu/test_experts.py -k smallest_tile
+    55 sanitizer: benchmarks/gpu_tools.py sanitize RESULTS
+    110 latency: 32 experts, built-in tiles: LATENCY --experts 32 --seconds 95
+    130 latency: 256 experts, built-in tiles: LATENCY --experts 256 --seconds 115
+2 other implementations
+    255 peers: 32 experts: VERSUS --experts 32 --seconds 235
+    255 peers: 256 experts: VERSUS --experts 256 --seconds 235
+3 tuning, switches and profiles
+    160 tune: 256 experts: TUNE --experts 256 --seconds 140
+    160 tune: 32 experts: TUNE --experts 32 --seconds 140
+    50 switch: pdl: VERSUS --switch pdl
+    50 switch: cg: VERSUS --switch cg
+    90 profile: benchmarks/gpu_tools.py profile RESULTS
+4 the complete layer, other formats, stress, tuned tiles
+    60 tests: layer and streams: TESTS tests/gpu/test_layer.py tests/gpu/test_tiles.py
+    60 layer: eager and graph: benchmarks/layer_gpu.py --what "eager and graph" CEILINGS RESULTS
+    80 tests: one-sided: TESTS tests/gpu/test_one_sided.py -n 2
+    70 layer: formats: benchmarks/layer_gpu.py --what formats CEILINGS RESULTS
+    60 tests: mxfp4 and int8: TESTS tests/gpu/test_weight_types.py -k "smallest_tile or is_exact"
+    70 tests: stress: TESTS tests/gpu/test_stress.py -n 1
+    55 latency: 32 experts, tuned tiles: LATENCY --tiles tuned --experts 32 --seconds 40
+    65 latency: 256 experts, tuned tiles: LATENCY --tiles tuned --experts 256 --seconds 50
+"""
+"""Commands, and their parts: the limit in seconds, the name, and the arguments of Python."""
+WORDS = {
+    "LATENCY": "benchmarks/experts_gpu.py TUNED CEILINGS RESULTS",
+    "VERSUS": "benchmarks/experts_gpu_versus.py CEILINGS RESULTS",
+    "TUNE": "benchmarks/experts_gpu_tune.py --suspects WORK/suspects.json TUNED",
+    "TESTS": "-m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml=WORK/tests/NAME.xml",
+    "RESULTS": "--results OUT/results.jsonl",
+    "CEILINGS": "--ceilings WORK/ceilings.json",
+    "TUNED": "--folder WORK/tuned",
+}
+"""What words in capitals of PARTS stand for."""
+
+
 def commands(work: Path, out: Path) -> tuple[Command, ...]:
-    results, tuned = ("--results", str(out / "results.jsonl")), ("--folder", str(work / "tuned"))
-    ceilings = ("--ceilings", str(work / "ceilings.json"))
-
-    def tests(name: str, *arguments: str, seconds: int, workers: int = 8) -> Part:
-        options = ("-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", "-m", "gpu")
-        report = f"--junitxml={work / 'tests' / name.replace(' ', '_')}.xml"
-        return Part(f"tests: {name}", (*options, report, *arguments), seconds)
-
-    def script(name: str, file: str, *arguments: str, seconds: int) -> Part:
-        return Part(name, (file, *arguments), seconds)
-
-    def latency(experts: int, tiles: str, seconds: int) -> Part:
-        chosen = ("--experts", str(experts), "--tiles", tiles, *tuned, "--seconds", str(seconds - 15))
-        name = f"latency: {experts} experts, {tiles} tiles"
-        return script(name, "benchmarks/experts_gpu.py", *chosen, *ceilings, *results, seconds=seconds)
-
-    def versus(experts: int) -> Part:
-        chosen = ("--experts", str(experts), "--seconds", "235", *ceilings, *results)
-        return script(f"peers: {experts} experts", "benchmarks/experts_gpu_versus.py", *chosen, seconds=255)
-
-    def tune(experts: int) -> Part:
-        suspects = ("--suspects", str(work / "suspects.json"), "--seconds", "140")
-        chosen = ("--experts", str(experts), *tuned, *suspects)
-        return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen, seconds=160)
-
-    def switches(name: str) -> Part:
-        chosen = ("--switch", name, *ceilings, *results)
-        return script(f"switch: {name}", "benchmarks/experts_gpu_versus.py", *chosen, seconds=50)
-
-    def layer(what: str, seconds: int) -> Part:
-        chosen = ("--what", what, *ceilings, *results)
-        return script(f"layer: {what}", "benchmarks/layer_gpu.py", *chosen, seconds=seconds)
-
-    experts_file, ops_file = "tests/gpu/test_experts.py", "tests/gpu/test_ops.py"
-    formats_file = "tests/gpu/test_weight_types.py"
-    own = (
-        script("ceilings", "benchmarks/gpu_tools.py", "ceilings", *ceilings, *results, seconds=35),
-        tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120),
-        tests("one tile of each engine at full size", experts_file, "-k", "smallest_tile", seconds=60),
-        script("sanitizer", "benchmarks/gpu_tools.py", "sanitize", *results, seconds=55),
-        latency(32, "built-in", 110),
-        latency(256, "built-in", 130),
-    )
-    tuning = (tune(256), tune(32), *(switches(name) for name in ("pdl", "cg")), script(
-        "profile", "benchmarks/gpu_tools.py", "profile", *results, seconds=90,
-    ))  # fmt: skip
-    layers = (
-        tests("layer and streams", "tests/gpu/test_layer.py", "tests/gpu/test_tiles.py", seconds=60),
-        layer("eager and graph", 60),
-        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=80, workers=2),
-        layer("formats", 70),
-        tests("mxfp4 and int8", formats_file, "-k", "smallest_tile or is_exact", seconds=60),
-        tests("stress", "tests/gpu/test_stress.py", seconds=70, workers=1),
-        latency(32, "tuned", 55),
-        latency(256, "tuned", 65),
-    )
-    return (
-        Command(1, "correctness, and the latency of this project's kernels", own),
-        Command(2, "other implementations", (versus(32), versus(256))),
-        Command(3, "tuning, switches and profiles", tuning),
-        Command(4, "the complete layer, other formats, stress, tuned tiles", layers),
-    )
+    """The queue. work: for tuned tiles, ceilings and reports of tests; out: for results."""
+    found: list[tuple[str, list[Part]]] = []
+    for line in PARTS.strip().splitlines():
+        if not line.startswith(" "):
+            found.append((line, []))
+            continue
+        named, text = line.strip().rsplit(": ", 1)
+        limit, _, name = named.partition(" ")
+        for word, meaning in WORDS.items():
+            text = re.sub(rf"\b{word}\b", meaning, text)
+        places = {"NAME": name.removeprefix("tests: ").replace(" ", "_"), "WORK": str(work), "OUT": str(out)}
+        words = (re.split(r"\b(NAME|WORK|OUT)\b", word) for word in shlex.split(text))
+        arguments = tuple("".join(places.get(piece, piece) for piece in pieces) for pieces in words)
+        found[-1][1].append(Part(name, arguments, int(limit)))
+    return tuple(Command(int(title[0]), title[2:], tuple(parts)) for title, parts in found)
 
 
 class State:
