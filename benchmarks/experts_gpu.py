@@ -1,128 +1,190 @@
-"""Latency of this project's experts on a GPU against the limits of the device.
+"""Latency of this project's experts on a GPU against the limits of the device, and against those of others.
 
-    python benchmarks/experts_gpu.py --experts 256 --tokens 1 128 --tiles built-in --results results.jsonl
+    python benchmarks/experts_gpu.py --experts 32 --tiles built-in --seconds 95 --results results.jsonl
+    python benchmarks/experts_gpu.py --experts 32 --seconds 235 --results results.jsonl
+    python benchmarks/experts_gpu.py --switch pdl --results results.jsonl
 
 w13 -> activation -> w2 of DeepSeek-V3 in FP8: all 256 experts of a layer on one GPU, or one rank's share of 8 or 32
 ranks. A call sorts, multiplies, weighs and sums; tokens arrive in FP8. `of_floor` is the time that reading the touched
-weights and rows once, or multiplying, takes at the measured ceilings, over the median. Results are written one by one;
-those that the file already has are not measured again.
+weights and rows once, or multiplying, takes at the measured ceilings, over the median. Each contender has a process,
+and two of them alternate on the same weights and tokens: with --tiles those of this project, else each of others with
+ours. One that fails, or does not answer in time, is ended and named with its reason; the others go on. --switch
+compares the Gluon kernels with themselves without programmatic dependent launch ("pdl") or without loads past the L1
+cache ("cg"). What the results file has already is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import select
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from experts_gpu_cases import (
-    TOKENS,
-    Case,
-    captured,
-    exact,
-    is_measured,
-    latency_line,
-    microseconds,
-    rates_from,
-    relative_error,
-    write,
-)
+from experts_gpu_cases import TOKENS, Case, in_turns, is_measured, latency_line, rates_from, summary, write
 
-from moe_mk.config.tuned import Case as TunedCase
-from moe_mk.config.tuned import Tuned
-from moe_mk.experts import ExpertsContext
-from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import BUILT_IN, load_tuned
-from moe_mk.external.device import profile_here
-from moe_mk.kernels.triton.tile import Tile
-from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
-from moe_mk.tokens import RowTokens
-from moe_mk.weights.expert_weights import ExpertWeights
-
-Calls = Callable[[RowTokens], Callable[[], Any]]
-GLUON: tuple[tuple[float, Tile], ...] = (
-    (4.0, Tile(8, True, 4, 6, "gluon")),
-    (8.0, Tile(16, True, 4, 6, "gluon")),
-    (20.0, Tile(32, True, 4, 6, "gluon")),
-    (40.0, Tile(64, False, 4, 5, "gluon")),
-    (float("inf"), Tile(128, False, 4, 4, "gluon")),
-)
-"""Gluon tiles by rows per expert, as BUILT_IN of the Triton kernels. Experts with two tiles of 64 rows read 80 KiB a
-step through L2, one tile of 128 rows 48 KiB."""
+HERE = Path(__file__).resolve().parent
+OURS, GLUON, PEERS = "moe_mk, Triton", "moe_mk, Gluon", ("vLLM, Triton", "DeepGEMM, contiguous", "DeepGEMM, masked")
+TILES = {"built-in": (OURS, GLUON), "tuned": ("moe_mk, tuned",)}
+SWITCHES = {"pdl": "programmatic dependent launch", "cg": "loads past the L1 cache"}
+DECODE = (1, 16)
+REPLAY_SECONDS = 20.0
 MORE_TO_DO = 75
 
 
-def experts_of(case: Case, tuned: Tuned[Tile] | None = None) -> TritonExperts:
-    """The backend for a case, with given tiles."""
-    shape = case.shape
-    context = ExpertsContext(
-        BF16, FP8_1x128, "silu", case.experts, shape.hidden_size, shape.intermediate_size, torch.device("cuda")
-    )
-    backend = TritonExperts(context)
-    backend.tuned = tuned
-    return backend
+Measured = tuple[int, str, list[float], float]
 
 
-def ours(case: Case, weights: ExpertWeights, tuned: Tuned[Tile] | None = None) -> tuple[TritonExperts, Calls]:
-    backend = experts_of(case, tuned)
-    own = backend.relayout(weights)
-    return backend, lambda tokens: lambda: backend.run(tokens, own).y
+class Failed(Exception):
+    """A contender failed or did not answer."""
 
 
-def contenders(case: Case, tiles: str, folder: Path) -> dict[str, Tuned[Tile]]:
-    if tiles == "built-in":
-        return {"moe_mk, Triton": Tuned((), BUILT_IN), "moe_mk, Gluon": Tuned((), GLUON)}
-    shape = case.shape
-    tuned_case = TunedCase(shape.hidden_size, shape.intermediate_size, case.experts, FP8_128x128.name, FP8_1x128.name)
-    return {"moe_mk, tuned": load_tuned(profile_here(torch.device("cuda")).name, tuned_case, folder)}
+class Contender:
+    """A process that measures one contender."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name, self.failure = name, ""
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def ask(self, seconds: float, **command: Any) -> dict[str, Any]:
+        """One command and its answer. Raises Failed, after which the process is gone."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            ready, _, _ = select.select([self.process.stdout], [], [], max(seconds, 0.0))
+            line = self.process.stdout.readline() if ready else None
+        except OSError as problem:
+            raise self._ended(f"the process ended: {problem}") from problem
+        if line is None:
+            raise self._ended(f"no answer to {command['do']} within {seconds:.0f} s")
+        if not line:
+            raise self._ended(f"the process ended with status {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        if "failed" in found:
+            raise self._ended(found["failed"])
+        return found
+
+    def _ended(self, reason: str) -> Failed:
+        self.failure = reason
+        self.process.kill()
+        self.process.wait()
+        return Failed(reason)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def compare(
+    pair: Sequence[Contender], tokens: Sequence[int], rounds: int, seconds: float, *, together: bool = True
+) -> Iterator[Measured]:
+    """Measure contenders in turns: tokens, name, microseconds of every round, and error. Ends after `seconds`.
+
+    together: whether a contender is measured only if none has failed.
+    """
+    until = time.monotonic() + seconds
+    for count in tokens:
+        if time.monotonic() > until:
+            return
+        errors = {}
+        for each in pair:
+            if not each.failure:
+                try:
+                    errors[each.name] = each.ask(until - time.monotonic(), do="prepare", tokens=count)["error"]
+                except Failed:
+                    continue
+        there = {each.name: each for each in pair if each.name in errors}
+
+        def once(name: str, there: dict[str, Contender] = there) -> float | None:
+            try:
+                return float(there[name].ask(min(REPLAY_SECONDS, until - time.monotonic()), do="replay")["us"])
+            except Failed:
+                return None
+
+        if len(there) == len(pair) or not together:
+            taken = in_turns(list(there), rounds, once)
+            yield from ((count, name, times, errors[name]) for name, times in taken.items())
+
+
+def command_of(name: str, experts: int, folder: Path) -> list[str]:
+    chosen = ["--contender", name, "--experts", str(experts), "--folder", str(folder)]
+    return [sys.executable, str(HERE / "experts_gpu_peers.py"), *chosen]
+
+
+def measured_pair(
+    names: Sequence[str], given: argparse.Namespace, experts: int, tokens: Sequence[int], seconds: float, **how: bool
+) -> Iterator[Measured]:
+    """What `compare` finds of two processes, which end with it; the reason of one that failed is a result."""
+    pair = [Contender(name, command_of(name, experts, given.folder)) for name in names]
+    try:
+        yield from compare(pair, tokens, given.rounds, seconds, **how)
+    finally:
+        for each in pair:
+            each.close()
+            if each.failure:
+                write(given.results, {"kind": "skipped", "contender": each.name, "reason": each.failure})
+
+
+def against_limits(given: argparse.Namespace) -> int:
+    """This project's own, with built-in tiles or with tuned ones."""
+    case, rates, names, counts = Case(given.experts), rates_from(given.ceilings), TILES[given.tiles], set(TOKENS)
+    counts -= {count for count in TOKENS if all(is_measured(given.results, case.name(count), one) for one in names)}
+    for count, name, times, error in measured_pair(
+        names, given, given.experts, sorted(counts), given.seconds, together=False
+    ):
+        write(given.results, latency_line(case, count, name, times, rates, error=error))
+        counts.discard(count)
+    return MORE_TO_DO if counts else 0
+
+
+def against_peers(given: argparse.Namespace) -> int:
+    """Each peer against our Triton kernels, which the report compares it with."""
+    until, case, rates = time.monotonic() + given.seconds, Case(given.experts), rates_from(given.ceilings)
+    waiting = [
+        (peer, [count for count in TOKENS if not is_measured(given.results, case.name(count), peer)]) for peer in PEERS
+    ]
+    waiting = [(peer, counts) for peer, counts in waiting if counts]
+    for place, (peer, counts) in enumerate(waiting):
+        share = (until - time.monotonic()) / (len(waiting) - place)
+        ours = None
+        for count, name, times, error in measured_pair((OURS, peer), given, given.experts, counts, share):
+            ours = summary(times)["median_us"] if name == OURS else ours
+            more = {"error": error} if name == OURS else {"error": error, "ours_us": ours}
+            write(given.results, latency_line(case, count, name, times, rates, **more))
+    return 0
+
+
+def against_itself(given: argparse.Namespace) -> int:
+    """The Gluon kernels with and without a switch, in decode with all experts."""
+    case, without = Case(256), f"without {given.switch}"
+    found = measured_pair((GLUON, without), given, 256, DECODE, given.seconds)
+    medians = {(count, name): summary(times)["median_us"] for count, name, times, _ in found}
+    for count in DECODE:
+        if (count, GLUON) in medians and (count, without) in medians:
+            line = {"kind": "switch", "switch": SWITCHES[given.switch], "case": case.name(count)}
+            on, off = medians[count, GLUON], medians[count, without]
+            write(given.results, line | {"on_us": on, "off_us": off})
+    return 0 if medians else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, required=True, choices=[256, 32, 8])
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--tiles", choices=["built-in", "tuned"], default="built-in")
+    parser.add_argument("--experts", type=int, default=256, choices=[256, 32, 8])
+    parser.add_argument("--tiles", choices=list(TILES), help="measure this project's experts alone, with these tiles")
     parser.add_argument("--folder", type=Path, default=Path("configs/tuned"), help="of tuned tiles")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--switch", choices=list(SWITCHES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--ceilings", type=Path)
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    started, case, rates = time.monotonic(), Case(given.experts), rates_from(given.ceilings)
-    asked = contenders(case, given.tiles, given.folder)
-    left = [
-        count for count in given.tokens if not all(is_measured(given.results, case.name(count), one) for one in asked)
-    ]
-    weights = case.weights(torch.device("cuda")) if left else None
-    for count in left:
-        if time.monotonic() - started > given.seconds:
-            print("out of time; run again to continue")
-            return MORE_TO_DO
-        assert weights is not None
-        sets = case.tokens(count, torch.device("cuda"), sets=4 if count < 1024 else 2)
-        expected, graphs, errors = exact(weights, sets[0]), {}, {}
-        for name, tuned in asked.items():
-            _, call_of = ours(case, weights, tuned)
-            try:
-                errors[name] = relative_error(call_of(sets[0])()[: len(expected)], expected)
-                graphs[name] = captured([call_of(each) for each in sets])
-            except Exception as problem:  # one engine that fails must not stop the other
-                write(given.results, {"kind": "skipped", "contender": name, "reason": reason_of(problem)})
-        for name, times in microseconds(graphs, len(sets), given.rounds).items():
-            tile = asked[name].at(case.rows_an_expert(count))
-            more = {"error": round(errors[name], 5), "tile": vars(tile)}
-            write(given.results, latency_line(case, count, name, times, rates, **more))
-        graphs.clear()
-        torch.cuda.empty_cache()
-    return 0
-
-
-def reason_of(problem: Exception) -> str:
-    """The first line of an error, with its type."""
-    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"[:200]
+    return (against_itself if given.switch else against_limits if given.tiles else against_peers)(given)
 
 
 if __name__ == "__main__":

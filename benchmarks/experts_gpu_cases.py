@@ -185,6 +185,11 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+def reason_of(problem: Exception) -> str:
+    """The first line of an error, with its type."""
+    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"[:200]
+
+
 def latency_line(
     case: Case, tokens: int, contender: str, times: Sequence[float], rates: Rates, **more: Any
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""FP8 experts of this project and of others as contenders, and the process that runs one of them.
+"""FP8 experts of this project and of others as contenders, and the process that runs one of them for experts_gpu.py.
 
     python benchmarks/experts_gpu_peers.py --contender "vLLM, Triton" --experts 32
 
@@ -18,22 +18,38 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
 import torch
-from experts_gpu import GLUON, experts_of, reason_of
-from experts_gpu_cases import Case, captured, exact, relative_error, replayed
+from experts_gpu_cases import Case, captured, exact, reason_of, relative_error, replayed
 from torch import Tensor
 
+from moe_mk.config.tuned import Case as TunedCase
 from moe_mk.config.tuned import Tuned
 from moe_mk.errors import UnsupportedError
-from moe_mk.experts.triton.tuning import BUILT_IN
+from moe_mk.experts import ExpertsContext
+from moe_mk.experts.triton.experts import TritonExperts
+from moe_mk.experts.triton.tuning import BUILT_IN, load_tuned
+from moe_mk.external.device import profile_here
+from moe_mk.kernels.triton.tile import Tile
+from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 
 Call = Callable[[], Tensor]
+Calls = Callable[[RowTokens], Call]
+GLUON: tuple[tuple[float, Tile], ...] = (
+    (4.0, Tile(8, True, 4, 6, "gluon")),
+    (8.0, Tile(16, True, 4, 6, "gluon")),
+    (20.0, Tile(32, True, 4, 6, "gluon")),
+    (40.0, Tile(64, False, 4, 5, "gluon")),
+    (float("inf"), Tile(128, False, 4, 4, "gluon")),
+)
+"""Gluon tiles by rows per expert, as BUILT_IN of the Triton kernels. Experts with two tiles of 64 rows read 80 KiB a
+step through L2, one tile of 128 rows 48 KiB."""
 VLLM = Path(__file__).resolve().parents[1] / ".peers" / "vllm"
 PADDING = 64
 """Rows of a block of DeepGEMM's masked GEMM are a multiple of this (its issue 268)."""
@@ -268,15 +284,25 @@ def vllm_lists(tokens: RowTokens, block: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, experts, torch.tensor([placed.rows], dtype=torch.int32, device=ids.device)
 
 
-def own(tiles: tuple[tuple[float, Any], ...]) -> Callable[[ExpertWeights, RowTokens], Call]:
+def ours(case: Case, weights: ExpertWeights, tuned: Tuned[Tile] | None = None) -> tuple[TritonExperts, Calls]:
+    """The backend for a case with given tiles, and what calls it."""
+    sizes = (case.experts, case.shape.hidden_size, case.shape.intermediate_size)
+    backend = TritonExperts(ExpertsContext(BF16, FP8_1x128, "silu", *sizes, torch.device("cuda")))
+    backend.tuned, own = tuned, backend.relayout(weights)
+    return backend, lambda tokens: lambda: backend.run(tokens, own).y
+
+
+def built_in(tiles: tuple[tuple[float, Tile], ...]) -> Callable[[ExpertWeights, RowTokens], Call]:
     """A contender of this project, with built-in tiles."""
+    return lambda weights, tokens: ours(Case(tokens.num_slots), weights, Tuned((), tiles))[1](tokens)
 
-    def build(weights: ExpertWeights, tokens: RowTokens) -> Call:
-        backend = experts_of(Case(tokens.num_slots), Tuned((), tiles))
-        relaid = backend.relayout(weights)
-        return lambda: backend.run(tokens, relaid).y
 
-    return build
+def measured(folder: Path, weights: ExpertWeights, tokens: RowTokens) -> Call:
+    """A contender of this project, with tuned tiles."""
+    case = Case(tokens.num_slots)
+    sizes = (case.shape.hidden_size, case.shape.intermediate_size, case.experts)
+    known = TunedCase(*sizes, FP8_128x128.name, FP8_1x128.name)
+    return ours(case, weights, load_tuned(profile_here(torch.device("cuda")).name, known, folder))[1](tokens)
 
 
 def without_pdl() -> None:
@@ -310,8 +336,9 @@ PEERS: Mapping[str, Callable[[ExpertWeights, RowTokens], Call]] = {
     "DeepGEMM, contiguous": deep_gemm_contiguous,
     "DeepGEMM, masked": deep_gemm_masked,
 }
-CONTENDERS: Mapping[str, Callable[[ExpertWeights, RowTokens], Call]] = {
-    OURS: own(BUILT_IN), GLUON_NAME: own(GLUON), **PEERS, **{f"without {name}": own(GLUON) for name in SWITCHES},
+CONTENDERS: dict[str, Callable[[ExpertWeights, RowTokens], Call]] = {
+    OURS: built_in(BUILT_IN), GLUON_NAME: built_in(GLUON), "moe_mk, tuned": partial(measured, Path("configs/tuned")),
+    **PEERS, **{f"without {name}": built_in(GLUON) for name in SWITCHES},
 }  # fmt: skip
 
 
@@ -362,7 +389,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", required=True, choices=list(CONTENDERS))
     parser.add_argument("--experts", type=int, required=True, choices=[256, 32, 8])
+    parser.add_argument("--folder", type=Path, default=Path("configs/tuned"), help="of tuned tiles")
     given = parser.parse_args()
+    CONTENDERS["moe_mk, tuned"] = partial(measured, given.folder)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         serve(lambda: Contestant(given.contender, given.experts), sys.stdin, answers)

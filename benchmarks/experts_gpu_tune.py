@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts_gpu import ours
 from experts_gpu_cases import TOKENS, captured, microseconds, relative_error, summary
 from experts_gpu_cases import Case as Layer
+from experts_gpu_peers import ours
 
 from moe_mk.config.tuned import Case, Tuned, TunedPoint, load_measured
 from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, sensible, tuned_folder

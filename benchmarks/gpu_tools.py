@@ -74,7 +74,7 @@ def ceilings(file: Path, results: Path | None) -> None:
 def tiny() -> None:
     """Run each engine once on layers whose K loop is shorter than the number of pipeline stages."""
     import torch
-    from experts_gpu import GLUON
+    from experts_gpu_peers import GLUON
 
     from moe_mk.config.tuned import Tuned
     from moe_mk.experts import ExpertsContext
@@ -99,8 +99,8 @@ def tiny() -> None:
 def decode(tokens: int) -> None:
     """One call of the Gluon kernels, without a graph."""
     import torch
-    from experts_gpu import GLUON, ours
     from experts_gpu_cases import Case
+    from experts_gpu_peers import GLUON, ours
 
     from moe_mk.config.tuned import Tuned
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts_gpu import reason_of
-from experts_gpu_cases import Case, captured, in_turns, rates_from, replayed, sm_mhz, summary, write
+from experts_gpu_cases import Case, captured, in_turns, rates_from, reason_of, replayed, sm_mhz, summary, write
 
 from moe_mk import MoELayer
 from moe_mk.config import load_config

@@ -84,8 +84,8 @@ PARTS = """
     120 tests: ops and tiny layers: TESTS tests/gpu/test_ops.py tests/gpu/test_experts.py -k "test_ops or tiny"
     60 tests: one tile of each engine at full size: TESTS tests/gpu/test_experts.py -k smallest_tile
     55 sanitizer: benchmarks/gpu_tools.py sanitize RESULTS
-    110 latency: 32 experts, built-in tiles: LATENCY --experts 32 --seconds 95
-    130 latency: 256 experts, built-in tiles: LATENCY --experts 256 --seconds 115
+    110 latency: 32 experts, built-in tiles: LATENCY --tiles built-in --experts 32 --seconds 95
+    130 latency: 256 experts, built-in tiles: LATENCY --tiles built-in --experts 256 --seconds 115
 2 other implementations
     255 peers: 32 experts: VERSUS --experts 32 --seconds 235
     255 peers: 256 experts: VERSUS --experts 256 --seconds 235
@@ -108,7 +108,7 @@ PARTS = """
 """Commands, and their parts: the limit in seconds, the name, and the arguments of Python."""
 WORDS = {
     "LATENCY": "benchmarks/experts_gpu.py TUNED CEILINGS RESULTS",
-    "VERSUS": "benchmarks/experts_gpu_versus.py CEILINGS RESULTS",
+    "VERSUS": "benchmarks/experts_gpu.py CEILINGS RESULTS",
     "TUNE": "benchmarks/experts_gpu_tune.py --suspects WORK/suspects.json TUNED",
     "TESTS": "-m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml=WORK/tests/NAME.xml",
     "RESULTS": "--results OUT/results.jsonl",

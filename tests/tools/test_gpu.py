@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -185,19 +186,37 @@ for line in sys.stdin:
 def test_a_peer_that_fails_dies_or_hangs_leaves_our_numbers_alone(
     how: str, reason: str, benchmarks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import experts_gpu_versus as versus
+    import experts_gpu as versus
 
     monkeypatch.setattr(versus, "REPLAY_SECONDS", 0.3)
     pair = [
         versus.Contender(name, [sys.executable, "-c", WORKER.format(how=kind)])
         for name, kind in (("ours", "works"), ("peer", how))
     ]
-    found = versus.compare(pair, (1, 16), 3, 20.0)
+    found = list(versus.compare(pair, (1, 16), 3, 20.0))
     for each in pair:
         each.close()
     assert reason in pair[1].failure and not pair[0].failure
     expected = [] if how == "fails" else [(1, "ours", [5.0] * 3, 0.01)]
     assert found == expected, "ours alone, and no further number of tokens without a pair"
+
+
+def test_own_tiles_are_measured_though_one_engine_fails_and_known_results_are_kept(
+    benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import experts_gpu
+
+    def command(name: str, *_: object) -> list[str]:
+        return [sys.executable, "-c", WORKER.format(how="fails" if name == broken else "works")]
+
+    monkeypatch.setattr(experts_gpu, "command_of", command)
+    given = Namespace(experts=32, tiles="built-in", folder=tmp_path, rounds=1, seconds=20.0, ceilings=None)
+    given.results, broken = tmp_path / "results.jsonl", experts_gpu.GLUON
+    assert experts_gpu.against_limits(given) == 0
+    seen = [line["contender"] for line in gpu_report.read(given.results)]
+    assert seen == [experts_gpu.OURS] * len(experts_gpu.TOKENS) + [broken]
+    broken, given.seconds = "", -1.0
+    assert experts_gpu.against_limits(given) == MORE_TO_DO, "out of time before anything is measured"
 
 
 def test_two_contenders_take_turns() -> None:
