@@ -14,7 +14,7 @@ from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from moe_mk.config.hf import read_config
 from moe_mk.config.hf_quant import quant_from_hf
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.external.gguf_file import dequantized, parameter_names
 from moe_mk.quant import QuantTensor
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
@@ -47,14 +47,20 @@ class SafetensorsParameters:
         self._words, self._names = WORDS.get(method, {}), self.source.names()
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A copy of a parameter in a dtype, or None. Raises UnsupportedError for a checkpoint with scaled values."""
+        """A copy of a parameter in a dtype, or None.
+
+        Raises UnsupportedError for a checkpoint with scaled values, WeightError for a parameter of no plain values.
+        """
         if self.kind not in (*WEIGHT_ONLY_KINDS, *PLAIN_KINDS):
             raise UnsupportedError(
                 f"{self.where}: matrices of attention as {self.kind}",
                 ["load the model with from_pretrained(path, experts_implementation='moe_mk'), which reads them"],
             )
         if name in self._names:
-            return self.source.open(name).to(dtype, copy=True)
+            held, floating = self.source.open(name), dtype.is_floating_point
+            if held.is_floating_point() != floating or (floating and held.dtype.itemsize == 1):
+                raise WeightError(f"{name} is {held.dtype}, expected {'16 bits or more' if floating else dtype}")
+            return held.to(dtype, copy=True)
         q, order_K = self._unpacked(name)
         matrix = None if q is None else q.dequantize(dtype)
         return matrix if matrix is None or order_K is None else matrix[:, torch.argsort(order_K)].contiguous()

@@ -164,7 +164,12 @@ def _load_rest(model: Any, stored: StoredParameters, inside: tuple[str, ...], dt
         if name.startswith(inside):
             continue
         owner, _, leaf = name.rpartition(".")
-        tensor = stored.find(name, torch.float32 if any(word in name for word in wide) else dtype)
+        kind = held.dtype if not held.is_floating_point() else torch.float32 if any(w in name for w in wide) else dtype
+        try:
+            tensor = stored.find(name, kind)
+        except WeightError as problem:
+            wrong.append(str(problem))
+            continue
         if tensor is None and name not in tied:
             missing.append(name)
         elif tensor is not None and tensor.shape != held.shape:
@@ -177,7 +182,7 @@ def _load_rest(model: Any, stored: StoredParameters, inside: tuple[str, ...], dt
             else:
                 module._buffers[leaf] = tensor
     problems = [f"{len(missing)} parameters are missing: {some(missing)}"] if missing else []
-    problems += [f"{len(wrong)} parameters are of a wrong shape: {some(wrong)}"] if wrong else []
+    problems += [f"{len(wrong)} parameters are of a wrong shape or dtype: {some(wrong)}"] if wrong else []
     if problems:
         lines = "".join(f"\n  - {line}" for line in problems)
         raise WeightError(f"{stored.where} has not all of {type(model).__name__}:{lines}")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
+from moe_mk.integrations.hf.stored import stored_parameters
+from moe_mk.integrations.hf.without_experts import _load_rest
 from moe_mk.integrations.transformers import (
     explain,
     model_without_experts,
@@ -307,10 +310,28 @@ def test_parameters_that_a_checkpoint_lacks_are_listed(written: Written, tmp_pat
     def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.gate.weight"]
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:3].clone()
+        tensors[codes] = tensors[codes].to(torch.uint8)
+        tensors[scaled] = tensors[scaled].to(torch.float8_e4m3fn)
 
+    codes, scaled = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("up", "down"))
     folder = copy_with(written("deepseek_v3", "int4_g32"), tmp_path, change)
-    with pytest.raises(WeightError, match=r"2 parameters are missing: .*gate\.weight(.|\n)*lm_head.* \[3, 256\]"):
+    with pytest.raises(
+        WeightError, match=r"2 parameters are missing: .*gate\.weight(.|\n)*lm_head.* \[3, 256\]"
+    ) as caught:
         model_without_experts(folder)
+    for name, stored in ((codes, "torch.uint8"), (scaled, "torch.float8_e4m3fn")):
+        assert f"{name} is {stored}, expected 16 bits or more" in str(caught.value)
+
+
+def test_numbers_of_experts_in_a_table_are_not_rounded(tmp_path: Path) -> None:
+    # bf16 holds whole numbers up to 256 only.
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(2, dtype=torch.int64))
+    model._keep_in_fp32_modules = model._keep_in_fp32_modules_strict = model._tied_weights_keys = None
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(tie_word_embeddings=False))
+    save_file({"table": torch.tensor([257, 383])}, tmp_path / "model.safetensors")
+    _load_rest(model, stored_parameters(tmp_path, model), ("none",), torch.bfloat16)
+    assert model.table.dtype is torch.int64 and model.table.tolist() == [257, 383]
 
 
 def test_the_bias_of_the_gate_stays_in_f32(written: Written) -> None:
