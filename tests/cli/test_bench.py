@@ -1,26 +1,16 @@
-"""`moe-mk bench` measures what was decided, and `benchmarks/compare.py` reads two of its files."""
+"""`moe-mk bench` measures what was decided, and compares with an earlier result."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_mk.lab.cli.bench import bench_head, save_bench_plot, sizes_of
+from moe_mk.lab.cli.bench import bench_head, differences, ratios, save_bench_plot, sizes_of
 from moe_mk.lab.cli.measure import SHOWN
-from tests.cli.conftest import moe_mk, printed
+from tests.cli.conftest import moe_mk, printed, usage_error
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ["bench", "--num-experts", "16", "--hidden", "128", "--intermediate", "128", "--repeats", "2"]
-
-
-def compare() -> Any:
-    spec = importlib.util.spec_from_file_location("compare", ROOT / "benchmarks" / "compare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
@@ -73,30 +63,24 @@ def run_of(tokens_ms: dict[int, float], pair: str = "a + b", route: float = 1.0)
     return about | {"results": results}
 
 
-def test_two_runs_are_compared_by_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(json.dumps(run_of({1: 2.0, 16: 4.0, 64: 9.0})))
-    after.write_text(json.dumps(run_of({1: 2.0, 16: 6.0}, pair="a + c")))
-    assert compare().main([str(before), str(after)]) == 0
-    stated = capsys.readouterr().out
-    assert "differs  pair: a + b -> a + c" in stated and "quantise" not in stated
-    rows = {line.split()[0]: line.split()[1:] for line in stated.splitlines()}
-    assert rows["forward"] == ["1.00x", "1.50x"]  # 2/2 and 6/4
-    assert rows["experts"] == ["1.00x", "1.67x"]  # 1/1 and 5/3
-    assert compare().main([str(before), str(after), "--limit", "1.4"]) == 1
-    assert "slower than 1.4x at 16 tokens" in capsys.readouterr().out
-    assert compare().main([str(after), str(before), "--limit", "1.1"]) == 0
+def test_two_runs_are_compared_by_ratio() -> None:
+    before, after = run_of({1: 2.0, 16: 4.0, 64: 9.0}), run_of({1: 2.0, 16: 6.0}, pair="a + c")
+    # forward 2/2 and 6/4, experts 1/1 and 5/3; quantise takes too little, and 64 tokens are in one of them only.
+    assert ratios(before, after) == {
+        1: {"route": 1.0, "experts": 1.0, "forward": 1.0},
+        16: {"route": 1.0, "experts": pytest.approx(5 / 3), "forward": 1.5},
+    }
+    assert differences(before, after) == ["pair: a + b -> a + c"]
 
 
-def test_what_cannot_be_compared_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
-    one.write_text(json.dumps(run_of({1: 2.0})))
-    other.write_text(json.dumps(run_of({2: 2.0})))
-    assert compare().main([str(one), str(other)]) == 2
-    other.write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        compare().main([str(one), str(other)])
-    assert ended.value.code == 2 and "cannot be compared" in capsys.readouterr().err
+def test_an_earlier_result_is_compared_with_and_a_slower_forward_is_a_code(tmp_path: Path) -> None:
+    out, words = tmp_path / "out.json", (*TINY, "--tokens", "1")
+    assert moe_mk(*words, "--out", out).exit_code == 0
+    done = moe_mk(*words, "--against", out, "--limit", "1e-9")
+    assert done.exit_code == 1 and "slower" in done.output and "forward" in done.output
+    for text in ("{}", '{"what": "moe-mk bench"}', "[3]"):
+        out.write_text(text)
+        assert "has no results of moe-mk bench" in usage_error(*words, "--against", out)
 
 
 def test_a_picture_of_the_stages(tmp_path: Path) -> None:

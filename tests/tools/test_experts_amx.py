@@ -1,8 +1,6 @@
 """The benchmark of AMX: states of samples worked by hand, ratios within a state, a refusal without AMX, a whole run."""
 
 import json
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +10,10 @@ import pytest
 from moe_mk.kernels.native.library import Isa
 from moe_mk.kernels.native.selfcheck import load
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    yield import_module("experts_amx")
-    sys.path.remove(folder)
+def bench(benchmarks: str) -> ModuleType:
+    return import_module("experts_amx")
 
 
 def sample(bench: ModuleType, wall_ms: float, before: float, after: float) -> object:

@@ -159,11 +159,6 @@ def test_without_measured_results_there_is_no_report(tmp_path: Path) -> None:
     assert page.count("x\n" + gpu_report.END) == 1
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(gpu.ROOT / "benchmarks"))
-
-
 WORKER = """
 import json, sys, time
 for line in sys.stdin:
@@ -184,7 +179,7 @@ for line in sys.stdin:
     "how,reason", [("fails", "no kernel"), ("dies", "status 3"), ("hangs", "no answer to replay within")]
 )
 def test_a_peer_that_fails_dies_or_hangs_leaves_our_numbers_alone(
-    how: str, reason: str, benchmarks: None, monkeypatch: pytest.MonkeyPatch
+    how: str, reason: str, benchmarks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import experts_gpu as versus
 
@@ -202,7 +197,7 @@ def test_a_peer_that_fails_dies_or_hangs_leaves_our_numbers_alone(
 
 
 def test_own_tiles_are_measured_though_one_engine_fails_and_known_results_are_kept(
-    benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    benchmarks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import experts_gpu
 
@@ -219,8 +214,7 @@ def test_own_tiles_are_measured_though_one_engine_fails_and_known_results_are_ke
     assert experts_gpu.against_limits(given) == MORE_TO_DO, "out of time before anything is measured"
 
 
-def test_two_contenders_take_turns() -> None:
-    sys.path.insert(0, str(gpu.ROOT / "benchmarks"))
+def test_two_contenders_take_turns(benchmarks: str) -> None:
     from experts_gpu_cases import in_turns
 
     order = list[str]()
@@ -251,7 +245,7 @@ def fused_moe_kernel(
 """
 
 
-def test_the_kernel_of_vllm_is_taken_out_of_its_wheel(tmp_path: Path, benchmarks: None) -> None:
+def test_the_kernel_of_vllm_is_taken_out_of_its_wheel(tmp_path: Path, benchmarks: str) -> None:
     pytest.importorskip("triton")
     import experts_gpu_peers as peers
 
@@ -278,7 +272,7 @@ def test_the_kernel_of_vllm_is_taken_out_of_its_wheel(tmp_path: Path, benchmarks
 
 
 @pytest.mark.parametrize("experts,tokens", [(32, 16), (256, 8)])
-def test_peers_sort_assignments_as_their_libraries_ask(experts: int, tokens: int, benchmarks: None) -> None:
+def test_peers_sort_assignments_as_their_libraries_ask(experts: int, tokens: int, benchmarks: str) -> None:
     pytest.importorskip("triton")
     import torch
     from experts_gpu_peers import by_expert, vllm_lists
@@ -299,8 +293,7 @@ def test_peers_sort_assignments_as_their_libraries_ask(experts: int, tokens: int
     assert torch.equal(placed.target // 64, placed.expert) and placed.rows == 64 * experts
 
 
-def test_the_tuner_tries_a_few_tiles_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(gpu.ROOT / "benchmarks"))
+def test_the_tuner_tries_a_few_tiles_for_every_number_of_rows(benchmarks: str) -> None:
     import experts_gpu_tune as tune
 
     for rows in (0.03, 1.0, 16.0, 128.0, 1024.0, 8192.0):
@@ -309,8 +302,7 @@ def test_the_tuner_tries_a_few_tiles_for_every_number_of_rows(monkeypatch: pytes
     assert len(set(tune.CANDIDATES)) == len(tune.CANDIDATES)
 
 
-def test_a_tile_that_hung_is_known_in_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(gpu.ROOT / "benchmarks"))
+def test_a_tile_that_hung_is_known_in_the_next_run(tmp_path: Path, benchmarks: str) -> None:
     from experts_gpu_tune import CANDIDATES, Suspects
 
     file = tmp_path / "suspects.json"

@@ -3,10 +3,7 @@
 import json
 import math
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,21 +11,6 @@ from moe_mk.lab.testing.on_ranks import RankWorld
 from tools.headline import RESULTS, ROOT
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "rounds": 2}
-
-
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[Any]:
-    """The benchmarks' folder, where their modules are imported from, in other processes too."""
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    yield folder
-    sys.path.remove(folder)
-
-
-@pytest.fixture(scope="module")
-def world(benchmarks: str) -> Iterator[RankWorld]:
-    with RankWorld(2) as world:
-        yield world
 
 
 @pytest.mark.row(112)

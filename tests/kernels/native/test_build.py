@@ -35,20 +35,13 @@ def tiny_recipe(folder: Path, body: str = "int answer() { return 42; }") -> Reci
 
 
 def test_a_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
-    recipe, stated = tiny_recipe(tmp_path), []
-    first = build(recipe, tmp_path / "cache", stated.append)
+    recipe, stated, reported = tiny_recipe(tmp_path), [], []
+    first = build(recipe, tmp_path / "cache", stated.append, lambda *done: reported.append(done))
     stamp = first.stat().st_mtime_ns
     assert ctypes.CDLL(str(first)).answer() == 42
-    assert build(recipe, tmp_path / "cache", stated.append) == first
-    assert first.stat().st_mtime_ns == stamp
+    assert build(recipe, tmp_path / "cache", stated.append, lambda *done: reported.append(done)) == first
+    assert first.stat().st_mtime_ns == stamp and reported == [(1, 1)], "each compiled source is reported"
     assert [line.split()[0] for line in stated] == ["compiling", "compiled"]
-
-
-def test_each_compiled_source_is_reported(tmp_path: Path) -> None:
-    recipe, reported = tiny_recipe(tmp_path), []
-    build(recipe, tmp_path / "cache", on_unit=lambda done, total: reported.append((done, total)))
-    build(recipe, tmp_path / "cache", on_unit=lambda done, total: reported.append((done, total)))
-    assert reported == [(1, 1)]
 
 
 def test_the_name_depends_on_source_flags_and_compiler(tmp_path: Path) -> None:
@@ -123,6 +116,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "digest missing": lambda library: digest_file(library).unlink(),
     "digest empty": lambda library: digest_file(library).write_text(""),
     "digest of other bytes": lambda library: digest_file(library).write_text(f"{'0' * 64}  {library.name}\n"),
+    "writable by others": lambda library: library.chmod(0o722),
     "digest writable by others": lambda library: digest_file(library).chmod(0o666),
     "a link": lambda library: library.symlink_to(library.rename(library.with_suffix(".moved"))),
 }
@@ -289,14 +283,6 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(UnsupportedError, match=r"belongs to user \d+.*\n.*run as you; pass a cache_dir of your own"):
         build(tiny_recipe(tmp_path), tmp_path, None)
-
-
-def test_a_library_others_may_write_is_built_again(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
-    library = build(recipe, tmp_path / "cache")
-    library.write_bytes(b"not a library")
-    library.chmod(0o722)
-    assert ctypes.CDLL(str(build(recipe, tmp_path / "cache"))).answer() == 42
 
 
 def test_as_many_compilers_run_at_once_as_there_are_cores(tmp_path: Path) -> None:
