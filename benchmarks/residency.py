@@ -346,7 +346,7 @@ def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
         f"loaded in {bench.loaded_s:.0f} s, the digest of a record in {1e3 * verified_s:.0f} ms",
         flush=True,
     )
-    print("tokens policy   experts reads simulated belady forward compute read mapped  /bound overlap mapped/forward")
+    print(*COLUMNS)
     facts["steps"] = []
     for tokens in options.tokens:
         ids = list(ids_RK.split(tokens))[: 2 * max(options.steps // tokens, LEAST_STEPS)]
@@ -371,13 +371,8 @@ def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
                 "simulated_pages_ms": 1e3 * pages.step_s, "belady_ms": 1e3 * belady.step_s,
             }  # fmt: skip
             facts["steps"].append(found)
-            shown = {name: "-" if value is None else value for name, value in found.items()}
-            print(
-                "{tokens:6} {policy:8} {experts:7.2f} {reads:5.2f} {simulated_reads:9.2f} {belady_reads:6.2f} "
-                "{forward_ms:7.1f} {compute_ms:7.5} {read_ms:4.0f} {mapped_ms:6.6} {over_bound:7.4} {overlap:7.4} "
-                "{mapped_over_forward:7.4}".format_map({k: str(v) if k in TEXT else v for k, v in shown.items()}),
-                flush=True,
-            )
+            shown = [f"{found[name]:.2f}" if isinstance(found[name], float) else str(found[name]) for name in COLUMNS]
+            print(*(f"{cell:>{len(name)}}" for name, cell in zip(COLUMNS, shown, strict=True)), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     facts |= {"data_bytes": _data_bytes(), "peak_rss_bytes": peak * 1024, "compared_with_mapping": bench.compared}
     facts |= {"differences_from_mapping": bench.differences, "compared_with_weights": len(bench.kept)}
@@ -389,7 +384,10 @@ def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-TEXT = ("compute_ms", "mapped_ms", "over_bound", "overlap", "mapped_over_forward")
+COLUMNS = (
+    "tokens", "policy", "experts", "reads", "simulated_reads", "belady_reads", "forward_ms", "compute_ms", "read_ms",
+    "mapped_ms", "over_bound", "overlap", "mapped_over_forward",
+)  # fmt: skip
 
 
 def _data_bytes() -> int:
