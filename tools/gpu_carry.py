@@ -2,7 +2,6 @@
 
     python tools/gpu_carry.py                     wheels of moe-mk's requirements and tests, into .peers/whl
     python tools/gpu_carry.py --peers             DeepGEMM, and from --vllm WHEEL the Triton kernel of vLLM
-    python tools/gpu_carry.py --results FOLDER    what `tools/gpu.py` wrote there, into .peers/out, to continue from
 
 torch, triton and numpy are the machine's own. git ignores `.peers`: nothing of it is committed. Compiled kernels and
 tuned tiles travel back as archives of less than 16 MiB (`pack`, `unpack`).
@@ -10,7 +9,6 @@ tuned tiles travel back as archives of less than 16 MiB (`pack`, `unpack`).
 
 import argparse
 import io
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -68,15 +66,6 @@ def take_vllm(wheel: Path, folder: Path) -> list[str]:
     if not set(taken) & {Path(name).name for name in VLLM_FILES}:
         raise FileNotFoundError(f"{wheel} has none of {', '.join(VLLM_FOLDER + name for name in VLLM_FILES)}")
     return sorted(taken)
-
-
-def take_results(source: Path, folder: Path) -> None:
-    """Replace what an earlier run wrote by a newer one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
 
 
 def size_of(folder: Path) -> int:
@@ -138,7 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers")
     parser.add_argument("--peers", action="store_true", help="DeepGEMM as well")
     parser.add_argument("--vllm", type=Path, help="a wheel of vLLM, to take its Triton kernel from")
-    parser.add_argument("--results", type=Path, help="the output folder of an earlier run; fetches nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the command")
     given = parser.parse_args(arguments)
     wanted = pinned(NEEDED, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
@@ -146,12 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.dry_run:
         sys.stdout.write(" ".join(fetch) + "\n")
         return 0
-    status = 0
-    if given.results:
-        take_results(given.results, given.folder / "out")
-    else:
-        (given.folder / "whl").mkdir(parents=True, exist_ok=True)
-        status = subprocess.run(fetch, check=False, timeout=900).returncode
+    (given.folder / "whl").mkdir(parents=True, exist_ok=True)
+    status = subprocess.run(fetch, check=False, timeout=900).returncode
     if given.vllm:
         sys.stdout.write(f"{', '.join(take_vllm(given.vllm, given.folder / 'vllm'))}\n")
     total = size_of(given.folder)

@@ -18,13 +18,12 @@ from rich.table import Table
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, unless_signalled
 from moe_mk.external.device import collective_backend, describe, device_of_rank
-from moe_mk.external.library import find
 from moe_mk.files import read_json, write_text
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, num_token_ids, tokens_of
 from moe_mk.lab.cli.measure import SHOWN, stage_times, time_stages
-from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
+from moe_mk.lab.cli.outputs import expect_outputs, format_of, new_figure, save_picture
 from moe_mk.lab.cli.processes import run_ranks
 from moe_mk.lab.cli.residency import (
     curves_of,
@@ -303,10 +302,7 @@ def bench_table(facts: Mapping[str, Any]) -> Table:
 
 def save_bench_plot(facts: Mapping[str, Any], file: Path) -> None:
     """Stacked stages over batch sizes. Raises LibraryMissing without matplotlib."""
-    find("matplotlib")
-    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
-    figure = figures.Figure(figsize=(8, 4), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    figure = new_figure((8, 4))
     axes, results = figure.subplots(), facts["results"]
     labels, bottoms = [str(result["tokens"]) for result in results], [0.0] * len(results)
     for stage in SHOWN:

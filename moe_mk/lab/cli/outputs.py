@@ -52,6 +52,14 @@ def format_of(file: Path) -> str:
     return kind
 
 
+def new_figure(size: tuple[float, float]) -> Any:
+    """An empty figure of a size in inches. Raises LibraryMissing without matplotlib."""
+    find("matplotlib")
+    figure = find("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    find("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    return figure
+
+
 def save_picture(figure: Any, file: Path) -> None:
     """Write a figure to exactly this file."""
     kind = format_of(file)

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.external.library import find
 from moe_mk.lab.cli.exits import OK
 from moe_mk.lab.cli.loads import Recording, read_recording
-from moe_mk.lab.cli.outputs import expect_outputs, format_of, save_picture
+from moe_mk.lab.cli.outputs import expect_outputs, format_of, new_figure, save_picture
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.trace.traffic import NodesPerToken, Slotted
 from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
@@ -351,10 +350,7 @@ def save_placement_plot(
     With a trace, also every policy by balance, remote nodes per token and moved experts.
     Raises LibraryMissing without matplotlib.
     """
-    find("matplotlib")
-    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
-    figure = figures.Figure(figsize=(11, 6.2), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    figure = new_figure((11, 6.2))
     top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
     sides = top.subplots(1, 2, sharey=True)
     speed_W = topology.speed_W

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.external.library import find
 from moe_mk.files import write_text
 from moe_mk.lab.cli.measure import StageTimes
-from moe_mk.lab.cli.outputs import save_picture
+from moe_mk.lab.cli.outputs import new_figure, save_picture
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.version import own_version
 
 
 def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
     """Draw tokens per expert as bars, one colour per rank, with the mean. Raises LibraryMissing without matplotlib."""
-    find("matplotlib")
-    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
-    figure = figures.Figure(figsize=(10, 3.2), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    figure = new_figure((10, 3.2))
     axes = figure.subplots()
     for rank, experts in enumerate(experts_of_rank):
         axes.bar(list(experts), [load_E[expert] for expert in experts], width=0.9, label=f"rank {rank}")

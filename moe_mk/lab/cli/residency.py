@@ -22,12 +22,11 @@ from moe_mk.errors import ConfigError
 from moe_mk.experts.cpu_native.paged import PagedExperts, records
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import READERS, Policy, ResidencyPool
-from moe_mk.external.library import find
 from moe_mk.flight import wait
 from moe_mk.lab.cli.inputs import Batch
 from moe_mk.lab.cli.measure import StageSample, sample_of
 from moe_mk.lab.cli.options import bytes_of, enough
-from moe_mk.lab.cli.outputs import save_picture
+from moe_mk.lab.cli.outputs import new_figure, save_picture
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, simulate, simulate_page_cache
 from moe_mk.layer import MoELayer
 from moe_mk.oracle.memory import slot_bytes
@@ -303,10 +302,7 @@ def curves_of(figures: Mapping[str, Any], tokens: int) -> list[Curve]:
 
 def save_residency_plot(curves: Sequence[Curve], file: Path) -> None:
     """Draw hits and bytes read over the steps. Raises LibraryMissing without matplotlib."""
-    find("matplotlib")
-    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
-    figure = figures.Figure(figsize=(9, 6), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    figure = new_figure((9, 6))
     above, below = figure.subplots(2, sharex=True)
     for curve in curves:
         style: dict[str, Any] = {"label": curve.name, "linestyle": "--" if curve.dashed else "-", "linewidth": 1}
