@@ -129,7 +129,7 @@ def read_earlier(file: Path) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What differs between two results beside the times."""
+    """What differs between two results, apart from times."""
     was, now = ({"pair": each["pair"], **each["environment"], **each["layer"]} for each in (before, after))
     return [f"{key}: {was.get(key)} -> {now.get(key)}" for key in sorted(was | now) if was.get(key) != now.get(key)]
 
