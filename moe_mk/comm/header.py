@@ -77,10 +77,9 @@ class Header:
         memory[LAYOUT.size : LAYOUT.size + len(text)] = text
         return memory
 
-    def message(self, rows: Tensor | None = None) -> Tensor:
-        """The header with rows behind it, uint8 in memory of its own."""
-        packed = torch.frombuffer(self.packed(), dtype=torch.uint8)
-        return packed if rows is None else torch.cat((packed, as_bytes(rows)))
+    def message(self) -> Tensor:
+        """uint8, in memory of its own."""
+        return torch.frombuffer(self.packed(), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, memory: bytes | bytearray) -> Self:
@@ -107,7 +106,7 @@ class Envelope(NamedTuple):
     at: int
     """Where the rows begin, at HEADER_BYTES or later."""
     num_bytes: int
-    """At most EAGER_BYTES."""
+    """Of the rows; where that is more than EAGER_BYTES, the message ends with its header."""
     num_rows: int
 
     @classmethod
@@ -115,6 +114,15 @@ class Envelope(NamedTuple):
         """Memory for rows that are to be written."""
         tensor = torch.empty(HEADER_BYTES + num_bytes, dtype=torch.uint8, device="cpu")
         return cls(tensor, tensor.numpy().data, HEADER_BYTES, num_bytes, num_rows)
+
+    @classmethod
+    def of(cls, rows: Tensor | None, num_rows: int) -> Envelope:
+        """The message of rows, dense and never empty, or of a number alone."""
+        num_bytes = bytes_of(rows)
+        envelope = cls.empty(num_bytes if num_bytes <= EAGER_BYTES else 0, num_rows)
+        if rows is not None and envelope.num_bytes:
+            envelope.rows.copy_(as_bytes(rows))
+        return envelope._replace(num_bytes=num_bytes)
 
     @property
     def rows(self) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -121,6 +121,12 @@ class _Wait:
     """When connections are closed because a process has ended that the wait may never hear of."""
 
 
+LongRows = tuple[Literal["send", "recv"], int, Tensor]
+"""Rows that follow their header, or where they go: the peer, and more than EAGER_BYTES."""
+Works = list[tuple[int, dist.Work]]
+"""What is under way, with the peer of each."""
+
+
 @dataclass(eq=False)
 class GroupMessages:
     """All messages of this process over one process group, whichever layer they are of."""
@@ -203,45 +209,43 @@ class GroupMessages:
         anything goes either way, so that both sides learn of a call that differs or has failed.
         Raises CommError, after which the group is to be aborted.
         """
-        if self.closed:
-            raise self._error(caller, phase, None, self.closed)
-        with self._exclusive(caller, phase):
-            call, works = self._post(caller, phase, counts, outgoing, incoming)
-        epoch = self._epoch
-        try:
-            yield InFlight(phase)
-            self._check_epoch(caller, phase, epoch)
-            with self._exclusive(caller, phase):
-                received = {}
-                for peer in counts.keys() | incoming.keys():
-                    rows = incoming.get(peer)
-                    received[peer] = self._take(caller, phase, call, peer, rows, bytes_of(outgoing.get(peer)))
-                self._finish_all(caller, phase, works)
-                for peer in received:
-                    self._forget_sent(caller, phase, peer)
-        except BaseException as error:
-            self._unfinished += [works, outgoing, incoming]
-            self._end_call(call, epoch, error)
-            raise
-        del self._open[call]
-        return received
+        peers = counts.keys() | incoming.keys()
+        envelopes = {peer: Envelope.of(outgoing.get(peer), counts.get(peer, 0)) for peer in peers}
+        awaited = {peer: bytes_of(incoming.get(peer)) for peer in peers}
+        places = [(peer, rows) for peer, rows in incoming.items() if rows is not None]
+        long: list[LongRows] = [("recv", *each) for each in places if bytes_of(each[1]) > EAGER_BYTES]
+        long += [("send", *each) for each in outgoing.items() if bytes_of(each[1]) > EAGER_BYTES]
+        arrived = yield from self.exchange_eager(caller, phase, envelopes, awaited, long)
+        for peer, rows in places:
+            if arrived[peer].num_bytes:
+                as_bytes(rows).copy_(arrived[peer].rows)
+        self.give_back(arrived.values())
+        return {peer: arrival.num_rows for peer, arrival in arrived.items()}
 
     def exchange_eager(
-        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
+        self,
+        caller: Caller,
+        phase: str,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+        long: Sequence[LongRows] = (),
     ) -> Flight[dict[int, Arrival]]:
         """`exchange` of rows that come with their headers; returns those of each peer in `outgoing`.
 
         awaited: bytes from each of these peers, or ANY: it may send any number of rows up to EAGER_BYTES, which awaits
         ANY from this rank too. Wherever no side uses ANY, a peer may call `exchange` with the same sizes.
+        long: rows of which the envelope is the header alone, and where such rows go.
         """
-        call, headers = self._begin_eager(caller, phase, outgoing, awaited)
-        epoch = self._epoch
+        posted = self._post(caller, phase, outgoing, awaited, long)
+        call, epoch = posted[0], self._epoch
         try:
             yield InFlight(phase)
-            self._check_epoch(caller, phase, epoch)
-            arrived = self._end_eager(caller, phase, call, headers, outgoing, awaited)
+            if epoch != self._epoch:
+                rank = caller.rank_of[self.rank]
+                raise CommError(RECOVERED, rank=rank, phase=phase, layer=caller.layer, on_all_ranks=True)
+            arrived = self._finish_call(caller, phase, posted, outgoing, awaited)
         except BaseException as error:
-            self._unfinished.append(outgoing)
+            self._unfinished += [outgoing, long, posted]
             self._end_call(call, epoch, error)
             raise
         del self._open[call]
@@ -256,16 +260,16 @@ class GroupMessages:
         meanwhile: Callable[[], None] | None,
     ) -> dict[int, Arrival]:
         """`exchange_eager` from beginning to end. meanwhile: called while messages are on their way."""
-        call, headers = self._begin_eager(caller, phase, outgoing, awaited)
+        posted = self._post(caller, phase, outgoing, awaited)
         try:
             if meanwhile is not None:
                 meanwhile()
-            return self._end_eager(caller, phase, call, headers, outgoing, awaited)
+            return self._finish_call(caller, phase, posted, outgoing, awaited)
         except BaseException:
             self._unfinished.append(outgoing)
             raise
         finally:
-            self._open.pop(call, None)
+            self._open.pop(posted[0], None)
 
     def skip_call(self) -> None:
         """Count a call in which this rank exchanges nothing while others may."""
@@ -327,12 +331,6 @@ class GroupMessages:
 
     # One call.
 
-    def _check_epoch(self, caller: Caller, phase: str, epoch: int) -> None:
-        if epoch != self._epoch:
-            raise CommError(
-                RECOVERED, rank=caller.rank_of[self.rank], phase=phase, layer=caller.layer, on_all_ranks=True
-            )
-
     def _end_call(self, call: int, epoch: int, error: BaseException) -> None:
         """A call has ended early. Where its flight was dropped, peers may still send for it. Recovery has ended all."""
         if epoch != self._epoch:
@@ -351,47 +349,35 @@ class GroupMessages:
         self,
         caller: Caller,
         phase: str,
-        counts: Mapping[int, int],
-        outgoing: Mapping[int, Tensor],
-        incoming: Mapping[int, Tensor | None],
-    ) -> tuple[int, list[tuple[int, dist.Work]]]:
-        if not self._headers:
-            self._stand_by()
-        self._posted.clear()  # kept by what waits for them
-        self._call += 1
-        call, works = self._call, []
-        peer = UNKNOWN
-        try:
-            for peer, rows in incoming.items():
-                if rows is not None and bytes_of(rows) > EAGER_BYTES:
-                    works.append((peer, self._post_message("recv", rows, peer, row_tag(self._epoch, call, rows))))
-            for peer in counts.keys() | incoming.keys():
-                rows = outgoing.get(peer)
-                header = Header(
-                    Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), bytes_of(rows),
-                    bytes_of(incoming.get(peer)), process=self._process, host=self._host,
-                )  # fmt: skip
-                is_eager = rows is not None and bytes_of(rows) <= EAGER_BYTES
-                if rows is not None and not is_eager:  # first: whoever has the header waits for the rows
-                    works.append((peer, self._post_message("send", rows, peer, row_tag(self._epoch, call, rows))))
-                message = header.message(rows if is_eager else None)
-                self._sent[peer].append(self._post_message("send", message, peer, header_tag(self._epoch)))
-        except unless_signalled(RuntimeError) as problem:
-            self._unfinished += [works, outgoing, incoming]
-            raise self._lost(caller, phase, peer, problem) from problem
-        self._open[call] = True
-        self._await_more()
-        return call, works
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+        long: Sequence[LongRows] = (),
+    ) -> tuple[int, RowHeaders, Works]:
+        """Send headers with their rows, by one thread at a time.
 
-    def _take(self, caller: Caller, phase: str, call: int, peer: int, rows: Tensor | None, expected_bytes: int) -> int:
-        """Wait for a peer's header of a call, with the rows that come with it; returns its count.
-
-        expected_bytes: that the peer is to await.
+        Returns the number of the call, what headers of it are like, and the works of rows that are long.
         """
-        header = self._header_of_call(caller, phase, call, peer, bytes_of(rows), expected_bytes)
-        if rows is not None and header.rows:
-            as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
-        return header.count
+        if self.closed:
+            raise self._error(caller, phase, None, self.closed)
+        with self._exclusive(caller, phase):
+            if not self._headers:
+                self._stand_by()
+            self._posted.clear()  # kept by what waits for them
+            self._call += 1
+            call, tag, works, peer = self._call, header_tag(self._epoch), Works(), UNKNOWN
+            headers = self._row_headers.get(key := (phase, caller.layer_number)) or self._headers_of(*key)
+            try:
+                for how, peer, rows in long:  # first: whoever has the header waits for the rows
+                    works.append((peer, self._post_message(how, rows, peer, row_tag(self._epoch, call, rows))))
+                for peer, envelope in outgoing.items():
+                    headers.write(envelope, call, awaited[peer])
+                    self._sent[peer].append(self._post_message("send", envelope.message(), peer, tag))
+            except unless_signalled(RuntimeError) as problem:
+                self._unfinished += [outgoing, long, works]
+                raise self._lost(caller, phase, peer, problem) from problem
+            self._open[call] = True
+            self._await_more()
+        return call, headers, works
 
     def _header_of_call(
         self, caller: Caller, phase: str, call: int, peer: int, awaited_bytes: int, expected_bytes: int
@@ -410,55 +396,25 @@ class GroupMessages:
             raise self._error(caller, phase, peer, text)
         return header
 
-    def _begin_eager(
-        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
-    ) -> tuple[int, RowHeaders]:
-        """`_post_eager` by one thread at a time."""
-        if self.closed:
-            raise self._error(caller, phase, None, self.closed)
-        with self._exclusive(caller, phase):
-            return self._post_eager(caller, phase, outgoing, awaited)
-
-    def _end_eager(
+    def _finish_call(
         self,
         caller: Caller,
         phase: str,
-        call: int,
-        headers: RowHeaders,
+        posted: tuple[int, RowHeaders, Works],
         outgoing: Mapping[int, Envelope],
         awaited: Mapping[int, int],
     ) -> dict[int, Arrival]:
         """Wait for the messages of all peers, one thread at a time."""
+        call, headers, works = posted
         with self._exclusive(caller, phase):
             arrived = {
-                peer: self._take_eager(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
+                peer: self._take(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
                 for peer, envelope in outgoing.items()
             }
+            self._finish_all(caller, phase, works)
             for peer in outgoing:
                 self._forget_sent(caller, phase, peer)
         return arrived
-
-    def _post_eager(
-        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
-    ) -> tuple[int, RowHeaders]:
-        """Send headers with their rows; returns the number of the call, and what headers of it are like."""
-        if not self._headers:
-            self._stand_by()
-        self._posted.clear()  # kept by what waits for them
-        self._call += 1
-        call, tag = self._call, header_tag(self._epoch)
-        headers = self._row_headers.get((phase, caller.layer_number)) or self._headers_of(phase, caller.layer_number)
-        peer = UNKNOWN
-        try:
-            for peer, envelope in outgoing.items():
-                headers.write(envelope, call, awaited[peer])
-                self._sent[peer].append(self._post_message("send", envelope.message(), peer, tag))
-        except unless_signalled(RuntimeError) as problem:
-            self._unfinished.append(outgoing)
-            raise self._lost(caller, phase, peer, problem) from problem
-        self._open[call] = True
-        self._await_more()
-        return call, headers
 
     def _headers_of(self, phase: str, layer_number: int) -> RowHeaders:
         process = self._process
@@ -467,7 +423,7 @@ class GroupMessages:
         self._row_headers[phase, layer_number] = headers
         return headers
 
-    def _take_eager(
+    def _take(
         self, caller: Caller, phase: str, call: int, peer: int, headers: RowHeaders, sent_bytes: int, awaited: int
     ) -> Arrival:
         """Wait for a peer's header of a call and its rows, which stay in the memory of their message."""

@@ -193,10 +193,10 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
                 outgoing = {peer: torch.full_like(rows, count) for peer, rows in outgoing.items()}
             return exchange(caller, phase, counts, outgoing, incoming)
 
-        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any) -> Any:
+        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any, *long: Any) -> Any:
             if phase == "dispatch counts":
                 outgoing = {peer: rows._replace(num_rows=count) for peer, rows in outgoing.items()}
-            return eager(caller, phase, outgoing, awaited)
+            return eager(caller, phase, outgoing, awaited, *long)
 
         messages.exchange, messages.exchange_eager = lying, lying_eagerly
     return [outcome(lambda: made(tokens(rank, 5)))]
@@ -217,11 +217,11 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
                     rows_XB[:, ids_at : ids_at + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
             return exchange(caller, phase, counts, outgoing, incoming)
 
-        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any) -> Any:
-            for envelope in outgoing.values() if phase == "dispatch counts" else ():
+        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any, *long: Any) -> Any:
+            for envelope in outgoing.values() if phase == "dispatch counts" and not long else ():
                 tails_XB = envelope.rows.view(-1)[-envelope.num_rows * TOP_K * (4 + 4) :].view(envelope.num_rows, -1)
                 tails_XB[:, :4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
-            return eager(caller, phase, outgoing, awaited)
+            return eager(caller, phase, outgoing, awaited, *long)
 
         messages.exchange, messages.exchange_eager = lying, lying_eagerly
     return [outcome(lambda: made(tokens(rank, 12)))]
