@@ -7,7 +7,6 @@ connected. A rank that could not ends the attempt on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from types import ModuleType
@@ -36,16 +35,14 @@ from moe_mk.comm.symmetric.flags import (
     words_of,
 )
 from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, aligned
-from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
-from moe_mk.comm.symmetric.setup import exchange_notes
+from moe_mk.comm.symmetric.memory import Memory
+from moe_mk.comm.symmetric.setup import PHASE, Opening
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
 from moe_mk.process import Process
 
-PHASE = "window set-up"
-NOTE_BYTES = 1024
 MOST_RANKS = 1 << FIELD_BITS["peer"]
 MOST_METADATA_BYTES = 1 << 20
 """What the links of one rank may have others know."""
@@ -96,55 +93,54 @@ def open_network_heap(
         raise UnsupportedError("no windows can be opened over this network", reasons)
     staging = max(network.staging_bytes, 2 * CHUNK_BYTES)
     shape = WindowShape(comm.size, num_flags + num_counters * comm.size, aligned(data_bytes) + staging)
-    return _Opening(comm, shape, aligned(data_bytes), num_flags, num_counters, clock, network).open()
+    with _Opening(comm, shape, aligned(data_bytes), num_flags, num_counters, clock, network) as opening:
+        return opening.open()
 
 
-class _Opening:
+class _Opening(Opening):
     """What is known while a heap is being opened."""
+
+    failed = "not all ranks can open windows over the network"
+    remedy = ""
+    problems = (OSError, LinkError, ConfigError)
 
     def __init__(
         self, comm: Communicator, shape: WindowShape, data_bytes: int, num_flags: int, num_counters: int, clock: Clock,
         network: Network,
     ) -> None:  # fmt: skip
-        self.comm, self.shape, self.clock, self.network = comm, shape, clock, network
+        super().__init__(comm, shape, network.near(comm))
+        self.clock, self.network, self.far = clock, network, frozenset(range(comm.size)) - set(self.near)
         self.data_bytes, self.num_flags, self.num_counters = data_bytes, num_flags, num_counters
-        self.near = network.near(comm)
-        self.far = frozenset(range(comm.size)) - set(self.near)
         waits = comm.world if isinstance(comm, ThreadCommunicator) else comm
         self.timeout_s = float(getattr(waits, "timeout_s", DEFAULT_TIMEOUT_S))
-        self._name, self._memory, self._links = "", None, None
-
-    _memory: Memory | None
-    _links: Links | None
+        self._links: Links | None = None
 
     def open(self) -> NetworkHeap:
-        listening, problem = self._tried(lambda: listen(self.network.addresses))
+        listening, problem = self.tried(lambda: listen(self.network.addresses))
         proxy = None
         try:
-            mapping = self._tried(self._make_memory)[1]
+            mapping = self.tried(self.create)[1]
             address = listening[1] if listening else Address("", 0, b"")
-            notes = self._reported(
+            notes = self.agreed(
                 {
-                    "host": address.host, "port": address.port, "token": address.token.hex(), "name": self._name,
-                    "bytes": self.shape.total_bytes, "link": self.network.link, "process": vars(Process.this()),
-                    "kernel": host_number(), "problem": problem or mapping,
+                    "host": address.host, "port": address.port, "token": address.token.hex(), "name": self.name,
+                    "link": self.network.link, "kernel": host_number(), "problem": problem or mapping,
                 }
             )  # fmt: skip
-            self._check_same(notes)
-            self._name = str(notes[self.near[0]]["name"])
-            attaching = self._tried(lambda: self._attach(self._name))[1]
-            own, opening = (b"", "") if attaching else self._tried(lambda: self._open_links(address.host))
-            sizes = self._reported({"metadata": len(own or b""), "problem": attaching or opening})
-            assert self._memory is not None and listening is not None and self._links is not None
+            self._check_links(notes)
+            attaching = self.tried(lambda: self.attach(notes))[1]
+            own, opening = (b"", "") if attaching else self.tried(lambda: self._open_links(address.host))
+            sizes = self.agreed({"metadata": len(own or b""), "problem": attaching or opening})
+            assert self.memory is not None and listening is not None and self._links is not None
             if any(note["metadata"] for note in sizes):  # before threads work: a greeting of an unknown rank is lost
-                self._connect_links(self._links, own, [int(note["metadata"]) for note in sizes])
-            words = words_of(self._memory.bytes)
+                self._connect_links(self._links, own or b"", [int(note["metadata"]) for note in sizes])
+            words = words_of(self.memory.bytes)
             proxy = Proxy(
-                self.comm.rank, sorted(self.far), self._own_window(self._memory, words), listening, self.clock,
+                self.comm.rank, sorted(self.far), self._own_window(self.memory, words), listening, self.clock,
                 self.network.proxy, self._links, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
             )  # fmt: skip
             self._connect(proxy, notes)
-            return self._heap(proxy, self._memory, words, self._processes(notes))
+            return self._heap(proxy, self.memory, words, self._processes(notes))
         except BaseException:
             if proxy is not None:
                 proxy.close(0.0)
@@ -153,9 +149,6 @@ class _Opening:
             if self._links is not None:
                 self._links.close()
             raise
-        finally:
-            if self._name:
-                unlink(self._name)  # everybody has mapped it, or never will; whoever is left removes it
 
     def _processes(self, notes: list[dict[str, Any]]) -> list[Process]:
         """The processes of all ranks; those that another kernel runs get a namespace in which nothing can be seen."""
@@ -166,28 +159,14 @@ class _Opening:
             for peer, (each, note) in enumerate(zip(processes, notes, strict=True))
         ]
 
-    def _make_memory(self) -> None:
-        """The first rank of a host makes its file; a rank alone needs none."""
-        if len(self.near) == 1:
-            self._memory = Memory(self.shape.total_bytes)
-        elif self.comm.rank == self.near[0]:
-            self._name, memory = create(self.shape.total_bytes)
-            self._memory = memory
-            for rank in self.near:
-                memory.reserve(rank * self.shape.window_bytes, self.shape.data_at)
-
-    def _attach(self, name: str) -> None:
-        if self._memory is None:
-            self._memory = attach(name, self.shape.total_bytes)
-
     def _open_links(self, address: str) -> bytes:
         """Open the links of this rank; returns what others must know of them."""
-        assert self._memory is not None
+        assert self.memory is not None
         kind, shape = LINKS[self.network.link], self.shape
         data_at = self.comm.rank * shape.window_bytes + shape.data_at
         if kind.writes_memory:
-            self._memory.reserve(data_at, shape.data_bytes)
-        registered = self._memory.bytes[data_at : data_at + shape.data_bytes]
+            self.memory.reserve(data_at, shape.data_bytes)
+        registered = self.memory.bytes[data_at : data_at + shape.data_bytes]
         self._links = kind(LinksContext(registered, address, self.clock, self.network.library))
         return self._links.metadata
 
@@ -196,11 +175,11 @@ class _Opening:
         for peer, size in enumerate(sizes):
             if not 0 <= size <= MOST_METADATA_BYTES:
                 text = f"describes its {self.network.link} links in {size} bytes, more than {MOST_METADATA_BYTES}"
-                self._fail(text, peer)
+                self.fail(text, peer)
         column = torch.tensor(list(own), dtype=torch.uint8, device="cpu").view(-1, 1)
         rows = bytes(wait(self.comm.all_gather(column, sizes, PHASE)).flatten().tolist())
         theirs = {peer: rows[(begin := sum(sizes[:peer])) : begin + sizes[peer]] for peer in sorted(self.far)}
-        self._reported({"problem": self._tried(lambda: links.connect(theirs))[1]})
+        self.agreed({"problem": self.tried(lambda: links.connect(theirs))[1]})
 
     def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:
         """Call the far ranks below this one, and wait for the calls of those above, all until one deadline.
@@ -222,12 +201,12 @@ class _Opening:
         except LinkEnded as ended:
             attempt = str(ended)
         except unless_signalled(OSError, LinkError) as refused:
-            problem = str(refused)[: NOTE_BYTES // 3]
+            problem = str(refused)
         if not problem and proxy.lost:
-            problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
+            problem = "; ".join(proxy.lost.values())
         elif not problem and (proxy.missing or proxy.links.unreached):
             raise self._late(proxy, attempt)
-        self._reported({"problem": problem})
+        self.agreed({"problem": problem})
 
     def _late(self, proxy: Proxy, attempt: str) -> CommError:
         """Name the first rank that has not connected, or this one if it could not take the calls of others."""
@@ -269,32 +248,12 @@ class _Opening:
             memory, words, self.shape, rank, waits, proxy=proxy, far=self.far, staging=staging, layer=layer
         )
 
-    def _reported(self, note: dict[str, object]) -> list[dict[str, Any]]:
-        """Everybody's note. Raises CommError on every rank where one has a problem."""
-        notes = exchange_notes(self.comm, note, NOTE_BYTES)
-        lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
-        if lines:
-            self._fail("not all ranks can open windows over the network: " + "; ".join(lines))
-        return notes
-
-    def _check_same(self, notes: list[dict[str, Any]]) -> None:
-        own = notes[self.comm.rank]
+    def _check_links(self, notes: list[dict[str, Any]]) -> None:
+        own = self.network.link
         for peer, note in enumerate(notes):
-            if note["bytes"] != own["bytes"]:
-                self._fail(f"opens windows of {note['bytes']} bytes in all, this rank {own['bytes']}", peer)
-            if note["link"] != own["link"]:
-                text = f"uses network link {note['link']!r}, this rank {own['link']!r}"
-                self._fail(f"{text} [kernel.network_link: the same on all ranks]", peer)
-
-    def _fail(self, text: str, peer: int | None = None) -> None:
-        raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)
-
-    def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """What was made, or the problem in words."""
-        try:
-            return make(), ""
-        except unless_signalled(OSError, LinkError, ConfigError) as problem:
-            return None, str(problem)[: NOTE_BYTES // 3]
+            if note["link"] != own:
+                text = f"uses network link {note['link']!r}, this rank {own!r}"
+                self.fail(f"{text} [kernel.network_link: the same on all ranks]", peer)
 
 
 def _waits(

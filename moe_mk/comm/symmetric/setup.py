@@ -7,9 +7,9 @@ everybody has mapped it. A rank that could not, because it runs on another host,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -25,13 +25,13 @@ from moe_mk.comm.symmetric.flags import (
     words_of,
 )
 from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
-from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
+from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
 from moe_mk.process import Process
 
 PHASE = "window set-up"
-NOTE_BYTES = 512
+X = TypeVar("X")
 
 
 def reasons_against_heap(comm: Communicator) -> list[str]:
@@ -54,7 +54,81 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
         memory = _MailedMemory(shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
         return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, partial(WaitingInLockstep, comm.rank))
     assert isinstance(comm, DistributedCommunicator)
-    return _heap_of_processes(comm, shape, clock)
+    with Opening(comm, shape, range(comm.size)) as opening:
+        problem = opening.tried(opening.create)[1]
+        notes = opening.agreed({"name": opening.name, "problem": problem})
+        opening.agreed({"problem": opening.tried(lambda: opening.attach(notes))[1]})
+    assert opening.memory is not None
+    peers = [Process(**note["process"]) for note in notes]
+    rank, timeout_s = comm.rank, comm.timeout_s  # numbers, so that the heap keeps no group alive
+
+    def waits(phase: str, epoch: int, layer: str) -> Waiting:
+        return WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
+
+    return SymmetricHeap(opening.memory, words_of(opening.memory.bytes), shape, rank, waits, comm.layer)
+
+
+class Opening:
+    """A heap that is being opened, together with every rank: the memory of this host, and what ranks tell each other.
+
+    A context that takes the name of the file away at its end.
+    """
+
+    failed = "not all ranks can map one piece of shared memory"
+    remedy = " [kernel.prepare_finalize = all_to_all where ranks are on several hosts or in several containers]"
+    problems: tuple[type[Exception], ...] = (OSError,)
+    """Of one rank, which the others must hear of."""
+
+    def __init__(self, comm: Communicator, shape: WindowShape, near: Sequence[int]) -> None:
+        """near: the ranks that share memory with this one, itself included."""
+        self.comm, self.shape, self.near = comm, shape, near
+        self.name = ""
+        self.memory: Memory | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.name:
+            unlink(self.name)  # everybody has mapped it, or never will; whoever is left removes it
+
+    def create(self) -> None:
+        """The first rank of a host makes its file, with the pages of all flags taken; a rank alone needs none."""
+        if len(self.near) == 1:
+            self.memory = Memory(self.shape.total_bytes)
+        elif self.comm.rank == self.near[0]:
+            self.name, memory = create(self.shape.total_bytes)
+            self.memory = memory
+            for rank in self.near:
+                memory.reserve(rank * self.shape.window_bytes, self.shape.data_at)
+
+    def attach(self, notes: Sequence[Mapping[str, Any]]) -> None:
+        """The others map it. notes: of all ranks."""
+        self.name = str(notes[self.near[0]]["name"])
+        if self.memory is None:
+            self.memory = attach(self.name, self.shape.total_bytes)
+
+    def tried(self, make: Callable[[], X]) -> tuple[X | None, str]:
+        """What was made, or the problem in words."""
+        try:
+            return make(), ""
+        except unless_signalled(*self.problems) as problem:
+            return None, str(problem)
+
+    def agreed(self, note: Mapping[str, object]) -> list[dict[str, Any]]:
+        """Everybody's note, with its process. Raises CommError on every rank where one has a problem, or differs."""
+        own = {"bytes": self.shape.total_bytes, "process": vars(Process.this()), **note}
+        notes = [json.loads(text) for text in wait(self.comm.gather_texts(json.dumps(own), PHASE))]
+        for peer, other in enumerate(notes):
+            if other["bytes"] != own["bytes"]:
+                self.fail(f"opens windows of {other['bytes']} bytes in all, this rank {own['bytes']}", peer)
+        lines = [f"rank {rank}: {other['problem']}" for rank, other in enumerate(notes) if other["problem"]]
+        if lines:
+            self.fail(f"{self.failed}: {'; '.join(lines)}{self.remedy}")
+        return notes
+
+    def fail(self, text: str, peer: int | None = None) -> NoReturn:
+        raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)
 
 
 class _MailedMemory(Memory):
@@ -88,74 +162,3 @@ def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return Memory(num_bytes).bytes
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _heap_of_processes(comm: DistributedCommunicator, shape: WindowShape, clock: Clock) -> SymmetricHeap:
-    memory, name, problem = None, "", ""
-    try:
-        if comm.rank == 0:
-            name, memory, problem = _tried(lambda: _created(shape))
-        mine = {"name": name, "bytes": shape.total_bytes, "process": vars(Process.this()), "problem": problem}
-        notes = exchange_notes(comm, mine, NOTE_BYTES)
-        name = str(notes[0]["name"])
-        _check_sizes(comm, [int(note["bytes"]) for note in notes])
-        _raise_problems(comm, notes)
-        if comm.rank:
-            _, memory, problem = _tried(lambda: (name, attach(name, shape.total_bytes)))
-        _raise_problems(comm, exchange_notes(comm, {"problem": problem}, NOTE_BYTES))
-    finally:
-        if name:
-            unlink(name)  # everybody has mapped it, or never will; whoever is left removes it
-    assert memory is not None
-    peers = [Process(**note["process"]) for note in notes]
-    rank, timeout_s = comm.rank, comm.timeout_s  # numbers, so that the heap keeps no group alive
-
-    def waits(phase: str, epoch: int, layer: str) -> Waiting:
-        return WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
-
-    return SymmetricHeap(memory, words_of(memory.bytes), shape, rank, waits, comm.layer)
-
-
-def _created(shape: WindowShape) -> tuple[str, SharedMemory]:
-    """A new file, with the pages of all flags taken."""
-    name, memory = create(shape.total_bytes)
-    try:
-        for rank in range(shape.ranks):
-            memory.reserve(rank * shape.window_bytes, shape.data_at)
-    except unless_signalled(OSError):
-        unlink(name)
-        raise
-    return name, memory
-
-
-def _tried(make: Callable[[], tuple[str, SharedMemory]]) -> tuple[str, SharedMemory | None, str]:
-    """What was made, or the problem in words."""
-    try:
-        return *make(), ""
-    except unless_signalled(OSError) as problem:
-        return "", None, str(problem)[: NOTE_BYTES // 2]
-
-
-def exchange_notes(comm: Communicator, note: dict[str, object], most_bytes: int) -> list[dict[str, Any]]:
-    """The note of each rank, in one collective. most_bytes: of its JSON, the same on all ranks."""
-    text = json.dumps(note).encode()
-    assert len(text) <= most_bytes
-    row = torch.tensor([list(text.ljust(most_bytes))], dtype=torch.uint8, device="cpu")
-    rows = wait(comm.all_gather(row, [1] * comm.size, PHASE))
-    return [json.loads(bytes(other)) for other in rows.tolist()]
-
-
-def _check_sizes(comm: DistributedCommunicator, sizes: list[int]) -> None:
-    """Every rank raises when one differs, each with a peer that has another size than itself."""
-    for peer, size in enumerate(sizes):
-        if size != sizes[comm.rank]:
-            text = f"opens {size} bytes of shared memory, this rank {sizes[comm.rank]}"
-            raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, peer=peer, on_all_ranks=True)
-
-
-def _raise_problems(comm: DistributedCommunicator, notes: list[dict[str, Any]]) -> None:
-    lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
-    if lines:
-        text = "not all ranks can map one piece of shared memory: " + "; ".join(lines)
-        text += " [kernel.prepare_finalize = all_to_all where ranks are on several hosts or in several containers]"
-        raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, on_all_ranks=True)

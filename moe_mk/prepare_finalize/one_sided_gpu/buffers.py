@@ -41,7 +41,6 @@ from moe_mk.kernels.triton.one_sided import Windows, await_flags
 from moe_mk.prepare_finalize.buffer_pool import BufferSlot
 from moe_mk.trace.clock import now
 
-NOTE_BYTES = 1024
 WINDOW_BYTES = 4096
 """Windows of one piece of memory begin at multiples of this."""
 
@@ -84,13 +83,15 @@ def between_gpus(
     """By torch's symmetric memory if every rank has that and a GPU of its own. gpu: identifies a GPU of the host."""
     own, problem = window_of(num_bytes, device, torch_memory)
     synchronize(device)  # zeros before anybody knows of it
-    reasons = _reasons_against(_exchanged(comm, f"{gpu}\n{problem}"))
+    reasons = _reasons_against(wait(comm.gather_texts(f"{gpu}\n{problem}", PHASE)))
     if reasons:
         mapped = otherwise(comm, num_bytes, device)
         return Mapped(mapped.own, mapped.addresses, mapped.held, f"{mapped.how}, not symmetric memory: {reasons}")
     assert own is not None and torch_memory is not None
     try:
-        addresses, handle = addresses_of(own, comm.library_group(), torch_memory, lambda text: _exchanged(comm, text))
+        addresses, handle = addresses_of(
+            own, comm.library_group(), torch_memory, lambda text: wait(comm.gather_texts(text, PHASE))
+        )
     except unless_signalled(RuntimeError) as error:
         raise CommError(str(error), rank=comm.rank, phase=PHASE, layer=comm.layer) from error
     return Mapped(own, addresses, handle, "symmetric memory")
@@ -102,7 +103,7 @@ def by_ipc(comm: Communicator, num_bytes: int, device: torch.device) -> Mapped:
     synchronize(device)
     opened = [
         own if rank == comm.rank else open_window(text, num_bytes)
-        for rank, text in enumerate(_exchanged(comm, describe_window(own)))
+        for rank, text in enumerate(wait(comm.gather_texts(describe_window(own), PHASE)))
     ]
     return Mapped(own, [window.data_ptr() for window in opened], opened, "CUDA IPC")
 
@@ -115,13 +116,6 @@ def _reasons_against(notes: list[str]) -> str:
         first = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         reasons.append(f"ranks {', '.join(str(r) for r, gpu in enumerate(gpus) if gpu == first)} share GPU {first}")
     return "; ".join(reasons)
-
-
-def _exchanged(comm: Communicator, text: str) -> list[str]:
-    encoded = text.encode()[:NOTE_BYTES]
-    note = torch.tensor([list(encoded.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
-    rows = wait(comm.all_gather(note, [1] * comm.size, PHASE))
-    return [bytes(row).decode(errors="replace").rstrip(" ") for row in rows.tolist()]
 
 
 PHASES = ("dispatch", "combine")

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.network import setup as symmetric_network_setup
 from moe_mk.comm.symmetric import setup as symmetric_setup
 from moe_mk.comm.symmetric.memory import FOLDER, OURS_ALONE, PREFIX, attach, create, remove_abandoned, unlink
 from moe_mk.comm.symmetric.setup import open_heap
@@ -104,8 +103,7 @@ def end_at(step: str, patch: pytest.MonkeyPatch) -> None:
     """End this process by SIGKILL before or after it creates or attaches a file, or its n-th gather."""
     when, what = step.split()
     target, turns = (what, 1) if what in ("create", "attach") else ("wait", int(what[-1]))
-    for module in (symmetric_setup, symmetric_network_setup):
-        patch.setattr(module, target, killing(getattr(module, target), when, turns))
+    patch.setattr(symmetric_setup, target, killing(getattr(symmetric_setup, target), when, turns))
 
 
 def killing(inner: Callable[..., object], when: str, turns: int) -> Callable[..., object]:
@@ -127,10 +125,9 @@ def killing(inner: Callable[..., object], when: str, turns: int) -> Callable[...
 def open_in(rank: int, folder: str, step: str, ending: list[int]) -> list[str]:
     """Open a heap whose files lie in a folder, over the network if there are 4 ranks; the names left meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (symmetric_setup, symmetric_network_setup):
-            patch.setattr(module, "create", lambda size: create(size, Path(folder)))
-            patch.setattr(module, "attach", lambda name, size: attach(name, size, Path(folder)))
-            patch.setattr(module, "unlink", lambda name: unlink(name, Path(folder)))
+        patch.setattr(symmetric_setup, "create", lambda size: create(size, Path(folder)))
+        patch.setattr(symmetric_setup, "attach", lambda name, size: attach(name, size, Path(folder)))
+        patch.setattr(symmetric_setup, "unlink", lambda name: unlink(name, Path(folder)))
         if rank in ending:
             end_at(step, patch)
         group = dist.group.WORLD
