@@ -18,11 +18,10 @@ from moe_mk.placement.balance.plan import PlacementPlan, plan, resplit, slot_loa
 from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, Policy, SlotPlacement
 from moe_mk.placement.balance.request import PlacementRequest, Split
 from moe_mk.placement.balance.shares import Cost
-from moe_mk.placement.balance.spread import least_peak
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology
 
 __all__ = [
     "EPLB_POLICIES", "PlacementRequest", "Cost", "EplbPolicy", "InfeasiblePlacement", "Moves", "SlotPlacement",
-    "PlacementPlan", "Policy", "Split", "Topology", "balanced_packing", "inverse", "least_peak", "plan",
+    "PlacementPlan", "Policy", "Split", "Topology", "balanced_packing", "inverse", "plan",
     "rebalance_experts", "rebalance_experts_hierarchical", "replicate_experts", "resplit", "slot_loads",
 ]  # fmt: skip

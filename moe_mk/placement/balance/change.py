@@ -13,7 +13,6 @@ from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.moves import aligned_slots, num_arrivals
 from moe_mk.placement.balance.policy import EplbPolicy, Policy, SlotPlacement, fresh
 from moe_mk.placement.balance.request import PlacementRequest, split_shares
-from moe_mk.placement.balance.shares import gpu_time
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
 
 
@@ -165,7 +164,7 @@ def changed(
 ) -> SlotPlacement:
     """Start from the old slots [X, P] (-1: empty): new shares everywhere, new weights only where they pay."""
     base, forced = _kept(old, old_shares, request)
-    times = gpu_time(base.experts, base.shares, request.load, request.sites, request.cost)
+    times = request.times(base.experts, base.shares)
     speed_W = request.sites.speed_W
     # Not with BLAS: its rounding depends on the processor, and plans are the same on all.
     time, ideal = times.max(1), np.maximum((times * speed_W).sum(1) / speed_W.sum(), 1e-300)
@@ -175,7 +174,7 @@ def changed(
         return base
     part = request.rows(hopeful)
     new = fresh(name, policy, part)
-    goal = gpu_time(new.experts, new.shares, part.load, request.sites, request.cost).max(1)
+    goal = part.times(new.experts, new.shares).max(1)
     # Where even a fresh plan saves less than min_gain, nothing is tried.
     worth = np.flatnonzero(time[hopeful] - goal > budget.min_gain * ideal[hopeful])
     if worth.size == 0:
@@ -208,12 +207,8 @@ def _kept(old: Ints, old_shares: Doubles | None, request: PlacementRequest) -> t
 
 
 def _rows(placed: SlotPlacement, layers: Ints) -> SlotPlacement:
-    return SlotPlacement(
-        placed.experts[layers].copy(),
-        placed.shares[layers].copy(),
-        [placed.method[i] for i in layers],
-        placed.exported[layers].copy(),
-    )
+    method = [placed.method[i] for i in layers]
+    return SlotPlacement(placed.experts[layers], placed.shares[layers], method, placed.exported[layers])
 
 
 def _mended(
@@ -248,10 +243,7 @@ def _aligned(
 def _option(
     layers: Ints, placed: SlotPlacement, current: SlotPlacement, request: PlacementRequest, ideal: Doubles
 ) -> _Option:
-    before, after = (
-        gpu_time(each.experts, each.shares, request.load, request.sites, request.cost).max(1)
-        for each in (current, placed)
-    )
+    before, after = (request.times(each.experts, each.shares).max(1) for each in (current, placed))
     return _Option(
         layers, placed, (before - after) / ideal, num_arrivals(current.experts, placed.experts, request.sites)
     )
@@ -273,5 +265,4 @@ def _take_best(base: SlotPlacement, options: list[_Option], budget: Budget, used
             continue
         done.add(layer)
         used += arrivals
-        base.experts[layer], base.shares[layer] = option.placed.experts[index], option.placed.shares[index]
-        base.exported[layer], base.method[layer] = option.placed.exported[index], option.placed.method[index]
+        base.replace(np.array([layer]), option.placed, np.array([index]))

@@ -337,7 +337,7 @@ class Flat(EplbPolicy):
             or twins.any()
             or request.split == "equal"
         ):
-            best.keep_better(_flat_compat(request), request.load, request.sites, request.cost)
+            best.keep_better(_flat_compat(request), request)
         time = gpu_time(best.experts, best.shares, request.load, request.sites)
         uneven = np.flatnonzero(balance_of(time, request.sites.speed_W) < request.target)
         if request.split == "weighted" and uneven.size:
@@ -418,7 +418,7 @@ def _flat_compat(request: PlacementRequest) -> SlotPlacement:
     experts, _ = swap_refined(plain.experts, held, request.sites)
     shares = split_shares(experts, request)
     swapped = SlotPlacement(experts, shares, ["flat: compat packed and swapped"] * len(experts), plain.exported)
-    plain.keep_better(swapped, request.load, request.sites, request.cost)
+    plain.keep_better(swapped, request)
     return plain
 
 
@@ -435,10 +435,4 @@ def _fill_rows(best: SlotPlacement, layers: Ints, request: PlacementRequest) -> 
     if not fits.any():
         return
     part, layers = part.rows(np.flatnonzero(fits)), layers[fits]
-    filled = _from_pieces(placed[fits], piece[fits], part, name)
-    mine = gpu_time(best.experts[layers], best.shares[layers], part.load, request.sites, request.cost).max(1)
-    theirs = gpu_time(filled.experts, filled.shares, part.load, request.sites, request.cost).max(1)
-    for index in np.flatnonzero(theirs < mine):
-        layer = layers[index]
-        best.experts[layer], best.shares[layer] = filled.experts[index], filled.shares[index]
-        best.method[layer] = name
+    best.keep_better(_from_pieces(placed[fits], piece[fits], part, name), part, layers)

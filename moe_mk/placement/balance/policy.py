@@ -11,8 +11,7 @@ import numpy as np
 from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError
 from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.request import PlacementRequest, Split, split_shares
-from moe_mk.placement.balance.shares import Cost, copies_of, gpu_time
-from moe_mk.placement.balance.topology import Sites
+from moe_mk.placement.balance.shares import copies_of
 from moe_mk.registry import Registry, did_you_mean
 
 Policy = str
@@ -33,18 +32,19 @@ class SlotPlacement:
         """A placement whose shares are solved for its slots, according to `request.split`."""
         return cls(experts, split_shares(experts, request), [method] * len(experts), np.zeros(len(experts)))
 
-    def keep_better(self, other: SlotPlacement, load: Doubles, sites: Sites, cost: Cost) -> None:
-        """Adopt the layers in which the other placement is faster."""
-        mine = gpu_time(self.experts, self.shares, load, sites, cost).max(1)
-        theirs = gpu_time(other.experts, other.shares, load, sites, cost).max(1)
-        self.replace(np.flatnonzero(theirs < mine), other)
+    def keep_better(self, other: SlotPlacement, request: PlacementRequest, layers: Ints | None = None) -> None:
+        """Adopt the layers in which another placement is faster. layers: those that the other one and request have."""
+        layers = np.arange(len(self.experts)) if layers is None else layers
+        mine = request.times(self.experts[layers], self.shares[layers]).max(1)
+        rows = np.flatnonzero(request.times(other.experts, other.shares).max(1) < mine)
+        self.replace(layers[rows], other, rows)
 
-    def replace(self, layers: Ints, other: SlotPlacement) -> None:
-        """Take some layers from another placement of the same size."""
-        self.experts[layers], self.shares[layers] = other.experts[layers], other.shares[layers]
-        self.exported[layers] = other.exported[layers]
-        for layer in layers:
-            self.method[layer] = other.method[layer]
+    def replace(self, layers: Ints, other: SlotPlacement, rows: Ints) -> None:
+        """Take some layers from these rows of another placement."""
+        self.experts[layers], self.shares[layers] = other.experts[rows], other.shares[rows]
+        self.exported[layers] = other.exported[rows]
+        for layer, row in zip(layers, rows, strict=True):
+            self.method[layer] = other.method[row]
 
 
 class EplbPolicy(ABC):

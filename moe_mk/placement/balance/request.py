@@ -43,6 +43,10 @@ class PlacementRequest:
         """The same for some of the layers."""
         return replace(self, load=self.load[layers])
 
+    def times(self, experts: Ints, shares: Doubles) -> Doubles:
+        """Time of every GPU [X, W], with the cost asked for."""
+        return gpu_time(experts, shares, self.load, self.sites, self.cost)
+
 
 def split_shares(experts: Ints, request: PlacementRequest, start: Doubles | None = None) -> Doubles:
     """Shares for given slots: even, poured, or one copy per expert where reading weights is what costs."""
@@ -51,8 +55,7 @@ def split_shares(experts: Ints, request: PlacementRequest, start: Doubles | None
     shares = poured_shares(experts, request.load, request.sites, start=start)
     if request.cost.per_expert > 0:
         single = one_copy_shares(experts, request.load, request.sites, request.cost)
-        slower = gpu_time(experts, shares, request.load, request.sites, request.cost).max(1)
-        faster = gpu_time(experts, single, request.load, request.sites, request.cost).max(1) < slower
+        faster = request.times(experts, single).max(1) < request.times(experts, shares).max(1)
         shares = np.where(faster[:, None], single, shares)
     return shares
 
@@ -103,4 +106,4 @@ def _slots_needed(request: PlacementRequest, time: Doubles) -> Doubles:
 
 def balance(experts: Ints, shares: Doubles, request: PlacementRequest) -> Doubles:
     """Balance of each layer, with the cost asked for."""
-    return balance_of(gpu_time(experts, shares, request.load, request.sites, request.cost), request.sites.speed_W)
+    return balance_of(request.times(experts, shares), request.sites.speed_W)

@@ -37,25 +37,6 @@ def copy_counts(load: Doubles, num_slots: int, *, least: int, most: int) -> Ints
     return count
 
 
-def least_peak(load: Doubles, num_slots: int) -> Doubles:
-    """The least largest load of a copy that any replication into num_slots copies with even shares can reach, exactly.
-
-    It is one of the quotients load / k; a bisection over t with sum(ceil(load / t)) <= num_slots finds it. [X]
-    """
-    rows, num_experts = load.shape
-    ladder = np.sort((load[:, :, None] / np.arange(1, num_slots - num_experts + 2)).reshape(rows, -1), axis=1)
-    low, high = np.zeros(rows, np.int64), np.full(rows, ladder.shape[1] - 1)
-    while (low < high).any():
-        middle = (low + high) // 2
-        peak = np.take_along_axis(ladder, middle[:, None], 1)
-        needed = np.where(load > 0, np.ceil(load / np.where(peak > 0, peak, 1.0) * (1 - 1e-15)), 1.0)
-        enough = (np.maximum(needed, 1).sum(1) <= num_slots) & (peak[:, 0] > 0)
-        low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
-        high = np.maximum(low, high)
-    peaks: Doubles = np.take_along_axis(ladder, low[:, None], 1)[:, 0]
-    return peaks
-
-
 def expand(load: Doubles, count: Ints, num_slots: int) -> tuple[Ints, Doubles]:
     """One item per copy: its expert and its even part of the load, both [X, num_slots]; -1 and 0 beyond the copies."""
     num_experts = load.shape[1]
