@@ -64,6 +64,10 @@ class PlacementTables:
         index_TK = expert_TK if self.one_to_one else self._search(expert_TK, salt)
         return torch.where(ids_TK >= 0, self.choice_X[index_TK].to(ids_TK.dtype), ids_TK)
 
+    def ranks(self, physical_ids: Tensor) -> Tensor:
+        """Ranks of physical ids of any shape; -1 stays."""
+        return torch.where(physical_ids >= 0, self.rank_of_P[physical_ids.clamp_min(0).long()], -1)
+
     def local_slots(self, physical_ids: Tensor, rank: int) -> Tensor:
         """Slots of one rank for physical ids of any shape; -1 where the expert is not on that rank."""
         safe = physical_ids.clamp_min(0).long()

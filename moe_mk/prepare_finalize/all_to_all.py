@@ -42,10 +42,10 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
+from moe_mk.prepare_finalize.packing import Rows, joined, opened, put
 from moe_mk.prepare_finalize.rows.exchange import RowExchange, kept_bytes
-from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, exchanged_parts
-from moe_mk.prepare_finalize.rows.messages import FusedMessages, MessageRows, joined, rows_of, sealed
+from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, by_rank, exchanged_parts
+from moe_mk.prepare_finalize.rows.messages import FusedMessages, MessageRows, rows_of, sealed
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -164,7 +164,7 @@ class AllToAll(PrepareFinalize):
                 return (yield from self._dispatch_packed(call, going, num_tokens))
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            outgoing = self._sorted(x_wire, routing)
+            outgoing = _Outgoing(as_bytes(x_wire.values), *by_rank(c, x_wire.scales, routing))  # gathered when written
             if few:
                 return (yield from self._dispatch_few(outgoing, num_tokens))
             if eager:
@@ -311,26 +311,11 @@ class AllToAll(PrepareFinalize):
         return most <= self.context.comm.eager_bytes and y_RH.dtype is self.context.dtype.dtype
 
     def _count_sent(self, sent: Sequence[int]) -> None:
-        traffic, rank, row_bytes = (
-            self.context.comm.traffic,
-            self.context.comm.rank,
-            self._size.values + self._size.tail,
-        )
-        traffic.sent("dispatch counts", [COUNT_BYTES] * len(sent), rank)
-        traffic.sent("dispatch", [count * row_bytes for count in sent], rank)
+        comm, row_bytes = self.context.comm, self._size.values + self._size.tail
+        comm.traffic.sent("dispatch counts", [COUNT_BYTES] * len(sent), comm.rank)
+        comm.traffic.sent("dispatch", [count * row_bytes for count in sent], comm.rank)
 
     # Rows that follow their counts.
-
-    def _sorted(self, x_wire: QuantTensor, routing: Routing) -> _Outgoing:
-        """The rows of each rank, gathered when they are written."""
-        c = self.context
-        rank_TK = torch.where(
-            routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], routing.ids_TK
-        )
-        peer_X, token_X = self._destinations(rank_TK)
-        sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
-        tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
-        return _Outgoing(as_bytes(x_wire.values), token_X, tails_XB, sent)
 
     def _dispatch(self, outgoing: _Outgoing, sent: Sequence[int], received: Sequence[int]) -> Flight[Rows]:
         widths = outgoing.values_TB.shape[1], outgoing.tails_XB.shape[1]
@@ -351,24 +336,6 @@ class AllToAll(PrepareFinalize):
     def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
         """Tell each rank how many rows it will get; return how many each will send."""
         return (yield from self.context.comm.exchange_counts(sent, "dispatch counts"))
-
-    def _destinations(self, rank_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs (rank, token) of all rows to send, by rank, then by token."""
-        ranks_W = torch.arange(self.context.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
-        wanted_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2)
-        peer_X, token_X = torch.nonzero(wanted_WT, as_tuple=True)
-        return peer_X, token_X
-
-    def _tails(
-        self, peer_X: Tensor, token_X: Tensor, rank_TK: Tensor, scales_TX: Tensor | None, routing: Routing
-    ) -> Tensor:
-        """What follows the values of each row: assignments that go elsewhere become -1 and weigh nothing there."""
-        physical_XK = routing.ids_TK[token_X]
-        there_XK = rank_TK[token_X] == peer_X[:, None]
-        slots_XK = torch.where(there_XK, self.context.tables.slot_of_P[physical_XK.clamp_min(0).long()], -1)
-        weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0)
-        scales_XX = None if scales_TX is None else scales_TX[token_X]
-        return tails(scales_XX, slots_XK.to(torch.int32), weights_XK.to(torch.float32))
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

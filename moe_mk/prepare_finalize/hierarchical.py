@@ -41,6 +41,7 @@ from moe_mk.prepare_finalize.packing import (
     WEIGHT_BYTES,
     Rows,
     apart,
+    joined,
     opened,
     packed_row_bytes,
     side_by_side,
@@ -144,16 +145,6 @@ def handed_on(parts: Sequence[Part], own: slice, going_XH: Tensor, native: Nativ
 def wanted(place_XK: Tensor, peer_of: Mapping[int, int]) -> dict[int, Tensor]:
     """For each peer the rows that name its place, the key of `peer_of`."""
     return {peer: torch.nonzero((place_XK == place).any(dim=1)).flatten() for place, peer in peer_of.items()}
-
-
-def joined(parts: Sequence[Rows]) -> Rows:
-    """One behind the other; a single one as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    packed = [part.packed for part in parts if part.packed is not None]
-    if len(packed) == len(parts):
-        return side_by_side(torch.cat(packed), parts[0].widths[0])
-    return Rows(torch.cat([part.values for part in parts]), torch.cat([part.tails for part in parts]))
 
 
 @PREPARE_FINALIZE.register("hierarchical")
@@ -331,7 +322,7 @@ class Hierarchical(PrepareFinalize):
         ids_XK, comm = held.ids(self.context.top_k), self.context.comm
         counts = [between.held if rank == comm.rank else count for rank, count in enumerate(between.received)]
         comm.check_ids(ids_XK, counts, len(self._node_of_P), "expert", "dispatch")
-        return torch.where(ids_XK >= 0, self.context.tables.rank_of_P[ids_XK.clamp_min(0).long()], -1)
+        return self.context.tables.ranks(ids_XK)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

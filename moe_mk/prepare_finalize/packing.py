@@ -5,6 +5,7 @@ One collective carries everything, because ids and weights of a row are needed w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +98,16 @@ def tails(scales_RX: Tensor | None, ids_RK: Tensor, weights_RK: Tensor) -> Tenso
 def side_by_side(bytes_RB: Tensor, value_bytes: int) -> Rows:
     """The two parts of packed rows: views."""
     return Rows(bytes_RB[:, :value_bytes], bytes_RB[:, value_bytes:], bytes_RB)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """One behind the other; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    packed = [part.packed for part in parts if part.packed is not None]
+    if len(packed) == len(parts):
+        return side_by_side(torch.cat(packed), parts[0].widths[0])
+    return Rows(torch.cat([part.values for part in parts]), torch.cat([part.tails for part in parts]))
 
 
 def opened(rows: Rows, wire: QuantScheme, top_k: int) -> tuple[QuantTensor, Tensor, Tensor]:

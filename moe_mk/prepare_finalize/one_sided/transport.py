@@ -33,7 +33,7 @@ from moe_mk.comm.symmetric.flags import WORD_BYTES
 from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.comm.traffic import RowMeter
 from moe_mk.config.problem import Problem
-from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.kernels.native.exchange import ExchangeCalls, ready
 from moe_mk.kernels.native.layer import ExchangeLayer, LayerCall, NativeParts, Stage
@@ -53,6 +53,7 @@ from moe_mk.prepare_finalize.rows.formats import (
     KernelRowFormat,
     RowBytes,
     WireTypes,
+    by_rank,
     exchanged_parts,
 )
 from moe_mk.prepare_finalize.rows.sums import Part, add_up
@@ -106,8 +107,8 @@ class PutRows:
         as_it_is = isinstance(wire, Plain) and x_TH.dtype == wire.dtype
         x = QuantTensor(x_TH, None, wire) if as_it_is else encode(x_TH)
         values_TB = as_bytes(x.values)
-        token_of_W, tail_of_W = self._sorted_by_rank(x, routing)
-        counts = list(map(len, token_of_W))
+        token_X, tails_XB, counts = by_rank(self._context, x.scales if self._size.scales else None, routing)
+        token_of_W, tail_of_W = torch.split(token_X, counts), torch.split(tails_XB, counts)
         for rank, token_X in enumerate(token_of_W):
             at = buffer.out_at(rank, len(token_X))
             everything = len(token_X) == len(values_TB)  # token_X ascends, each token once
@@ -163,22 +164,6 @@ class PutRows:
         y_TH = torch.empty((handle.num_tokens, own_XH.shape[1]), dtype=own_XH.dtype, device=own_XH.device)
         return add_up([parts], y_TH, ready())
 
-    def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""
-        c = self._context
-        expert_TK = routing.ids_TK.clamp_min(0).long()
-        rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[expert_TK], -1)
-        ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
-        there_WTK = rank_TK == ranks_W[:, None, None]
-        peer_X, token_X = torch.nonzero(there_WTK.any(dim=2), as_tuple=True)
-        there_XK = there_WTK[peer_X, token_X]
-        slots_XK = torch.where(there_XK, c.tables.slot_of_P[expert_TK][token_X], -1).to(torch.int32)
-        weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0).to(torch.float32)
-        scales = () if x_TH.scales is None or not self._size.scales else (as_bytes(x_TH.scales)[token_X],)
-        tails_XB = torch.cat((*scales, as_bytes(slots_XK), as_bytes(weights_XK)), dim=1)
-        sizes = torch.bincount(peer_X, minlength=c.comm.size).tolist()
-        return torch.split(token_X, sizes), torch.split(tails_XB, sizes)
-
 
 @PREPARE_FINALIZE.register("one_sided")
 class OneSided(PrepareFinalize):
@@ -220,11 +205,7 @@ class OneSided(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
         c, num_tokens = self.context, x_TH.shape[0]
-        if num_tokens > c.max_num_tokens:
-            raise ShapeError(
-                f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
-                "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
-            )
+        self.expect_room(x_TH)
         epoch = c.comm.status.epoch
         with c.spans.span("dispatch"), c.comm.abort_on_error():
             with c.comm.exclusive("dispatch"):

@@ -2,7 +2,7 @@
 
 For GPUs with peer access where no EP library is installed. Compiled for sm_90 and run in Triton's interpreter; not yet
 measured on a GPU. Processes map each other's windows by torch's symmetric memory where every rank has a GPU of its own,
-else by CUDA IPC; `reached_by` lists which, and why.
+else by CUDA IPC; `GpuBufferSlot.how` states which, and why.
 
     dispatch  one launch copies rows [values | scales | ids | weights] to every rank of their experts and sets its flag
     arrival   (W, M) rows, those of each source at the front of its part; the ids of the rest are -1
@@ -134,7 +134,7 @@ class OneSidedGpu(PrepareFinalize):
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             buffer = self._pool.take(c.comm)
-            rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], -1)
+            rank_TK = c.tables.ranks(routing.ids_TK)
             ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
             visits_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2) & (buffer.active_W != 0)[:, None]
             slots_WT = slots_of(visits_WT)
@@ -163,11 +163,6 @@ class OneSidedGpu(PrepareFinalize):
             y_TH = pull_sums(buffer.windows, handle.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
             buffer.busy = False
             return y_TH
-
-    @property
-    def reached_by(self) -> list[str]:
-        """How peers access the open windows, and why no better way is used."""
-        return [buffer.how for buffer in self._pool.slots]
 
     def leave_out(self, active_W: Tensor) -> None:
         """Change who takes part, int32 (W,): 0 for ranks that no rank sends to or waits for.

@@ -12,7 +12,7 @@ from moe_mk.kernels.native.exchange import ROW_TYPES, RowFormat
 from moe_mk.kernels.native.experts_mode import Rounding
 from moe_mk.kernels.native.layer import NativeParts, Places, RowsOfExperts
 from moe_mk.prepare_finalize.base import LayerParts, TransportContext
-from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
+from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, tails
 from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import Plain
@@ -66,6 +66,23 @@ class WireTypes:
             return cls(wire.dtype, None)
         assert isinstance(wire, BlockedScheme)
         return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
+
+
+def by_rank(context: TransportContext, scales_TX: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, list[int]]:
+    """Rows to send, by rank, then by token: the token of each, what follows its values, and how many each rank gets.
+
+    Assignments that go elsewhere become -1 and weigh nothing there.
+    """
+    tables, ranks = context.tables, context.comm.size
+    rank_TK = tables.ranks(routing.ids_TK)
+    there_WTK = rank_TK == torch.arange(ranks, dtype=rank_TK.dtype, device=rank_TK.device)[:, None, None]
+    peer_X, token_X = torch.nonzero(there_WTK.any(dim=2), as_tuple=True)
+    there_XK = there_WTK[peer_X, token_X]
+    slots_XK = torch.where(there_XK, tables.slot_of_P[routing.ids_TK[token_X].clamp_min(0).long()], -1)
+    weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0)
+    scales_XX = None if scales_TX is None else scales_TX[token_X]
+    tails_XB = tails(scales_XX, slots_XK.to(torch.int32), weights_XK.to(torch.float32))
+    return token_X, tails_XB, torch.bincount(peer_X, minlength=ranks).tolist()
 
 
 Values = tuple[Tensor, Tensor | None]

@@ -278,8 +278,3 @@ def sealed(rows: Rows) -> Envelope:
     to = rows_of(envelope.rows, count, value_bytes, tail_bytes)
     to.put(rows)
     return envelope
-
-
-def joined(parts: Sequence[Rows]) -> Rows:
-    """The rows of all ranks in rank order."""
-    return Rows(torch.cat([part.values for part in parts]), torch.cat([part.tails for part in parts]))
