@@ -54,7 +54,7 @@ from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySessio
 from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of, wire_bytes
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.quant.wire import as_bytes, row_bytes
+from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "nccl"
@@ -133,18 +133,13 @@ class NcclTransport(PrepareFinalize):
             handle = kept.buffer_slot.buffer.handle
             inputs, out = ep.CombineInputs(tokens=ep.Tensor(y)), self._sums(total_TX, kept)
             with self._session.call("combine"):
-                config = ep.CombineConfig(send_only=int(self._staged))
+                config = ep.CombineConfig(send_only=int(self.algorithm == "LOW_LATENCY"))
                 handle.combine(inputs, out, config=config, stream=self._stream)
             yield InFlight("combine")
             with self._session.call("combine"):
                 handle.complete(stream=self._stream)
             kept.buffer_slot.busy = False
             return total_TX[:, : c.hidden_size].contiguous()
-
-    @property
-    def _staged(self) -> bool:
-        """Whether an operation has two halves, so that the caller may use the time between them."""
-        return self.algorithm == "LOW_LATENCY"
 
     @property
     def _stream(self) -> int:
@@ -177,10 +172,7 @@ class NcclTransport(PrepareFinalize):
         if x_TH.scales is None:
             element = x_TH.values.element_size()
             return [pad(x_TH.values, (0, self._row // element - x_TH.values.shape[1])).contiguous()]
-        filled = []
-        for part in payloads_of(x_TH):
-            part_TB = as_bytes(part)
-            filled.append(pad(part_TB, (0, -part_TB.shape[1] % ROW_ALIGNMENT)).contiguous())
+        filled = payloads_of(x_TH, filled=True)
         return [filled[0].view(torch.float8_e4m3fn), filled[1]]  # a type that the library forwards as bytes
 
     def _channel(self, number: int) -> Channel:

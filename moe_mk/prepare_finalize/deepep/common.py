@@ -35,7 +35,7 @@ from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import row_bytes
+from moe_mk.quant.wire import as_bytes, row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 
 
@@ -220,9 +220,18 @@ class RowKernels(PrepareFinalize):
         return [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
 
 
-def payloads_of(x_TH: QuantTensor) -> list[Tensor]:
-    """Values, then scales where the scheme has any: (T, X) each. Elements of one byte go as uint8, which all carry."""
+ROW_ALIGNMENT = 16
+"""Bytes that libraries copy at a time."""
+
+
+def payloads_of(x_TH: QuantTensor, *, filled: bool = False) -> list[Tensor]:
+    """Values, then scales where the scheme has any: (T, X) each. Elements of one byte go as uint8, which all carry.
+
+    filled: all as bytes, each row filled up to 16.
+    """
     parts = [part for part in (x_TH.values, x_TH.scales) if part is not None]
+    if filled:
+        return [pad(part, (0, -part.shape[1] % ROW_ALIGNMENT)).contiguous() for part in map(as_bytes, parts)]
     return [(part.view(torch.uint8) if part.element_size() == 1 else part).contiguous() for part in parts]
 
 
@@ -240,4 +249,4 @@ def wire_bytes(wire: QuantScheme, hidden_size: int) -> int:
     """Bytes of values and scales of one row, each filled up to 16."""
     values = row_bytes(wire, hidden_size) if isinstance(wire, Plain) else hidden_size // wire.per_byte
     scales = row_bytes(wire, hidden_size) - values
-    return up_to(values, 16) + up_to(scales, 16)
+    return up_to(values, ROW_ALIGNMENT) + up_to(scales, ROW_ALIGNMENT)

@@ -35,7 +35,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, rows_of, wire_bytes
+from moe_mk.prepare_finalize.deepep.common import ROW_ALIGNMENT, UniformExpertIds, payloads_of, rows_of, wire_bytes
 from moe_mk.prepare_finalize.flashinfer.nvlink import (
     LIBRARY,
     LINE_BYTES,
@@ -48,11 +48,8 @@ from moe_mk.prepare_finalize.flashinfer.nvlink import (
     workspace_bytes,
 )
 from moe_mk.quant.plain import Plain
-from moe_mk.quant.tensor import QuantTensor
-from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
-ROW_ALIGNMENT = 16
 CAKE_ARCHS = ((10, 0), (10, 3))
 NOWHERE = -torch.inf
 """The weight of an assignment to no expert."""
@@ -73,8 +70,8 @@ class MoeEpTransport(PrepareFinalize):
         self._numbers = UniformExpertIds(c, self.multiple)
         self._hidden = filled_hidden(c.dtype, c.hidden_size)
         config = self._config(0)
-        geometry = (config.backend_name, self._hidden, c.max_num_tokens, self._top_k, self._numbers.total, *self._rest)
-        self._session: LibrarySession[Any] = LibrarySession(c, LIBRARY, geometry)
+        geometry = (config.backend_name, self._hidden, c.max_num_tokens, self._top_k, self._numbers.total)
+        self._session: LibrarySession[Any] = LibrarySession(c, LIBRARY, (*geometry, self._longer_wire))
         self._session.open_first_slot(self._communication)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -84,10 +81,10 @@ class MoeEpTransport(PrepareFinalize):
         with c.spans.span("dispatch"):
             buffer_slot = self._session.take("dispatch", self._communication)
             ids_TK, weights_TK = self._routes(routing)
-            values, scales = _payloads(x_wire)
+            values, scale = (*payloads_of(x_wire, filled=True), None)[:2]
             with self._session.call("dispatch"):
                 got = buffer_slot.buffer.dispatch(
-                    values, ids_TK, weights_TK, hidden_states_scale=scales, max_tokens_per_rank=c.max_num_tokens,
+                    values, ids_TK, weights_TK, hidden_states_scale=scale, max_tokens_per_rank=c.max_num_tokens,
                     **self._mask,
                 )  # fmt: skip
             yield InFlight("dispatch")
@@ -118,9 +115,9 @@ class MoeEpTransport(PrepareFinalize):
         return self.context.top_k
 
     @property
-    def _rest(self) -> tuple[int, ...]:
-        """What else layers must have in common to share communication objects."""
-        return ()
+    def _longer_wire(self) -> int:
+        """Bytes by which a row on the wire exceeds one in the dtype of the layer, where that counts."""
+        return 0
 
     @property
     def _mask(self) -> dict[str, Tensor]:
@@ -163,12 +160,7 @@ class MoeEpOneSided(MoeEpTransport):
         return next(k for k in TOP_KS if k >= self.context.top_k)
 
     @property
-    def _rest(self) -> tuple[int, ...]:
-        return (self._longer_wire,)
-
-    @property
     def _longer_wire(self) -> int:
-        """Bytes by which a row on the wire exceeds one in the dtype of the layer."""
         c = self.context
         return max(wire_bytes(c.wire, c.hidden_size) - self._hidden * c.dtype.dtype.itemsize, 0)
 
@@ -251,13 +243,3 @@ class MoeEpTwoSided(MoeEpTransport):
 def filled_hidden(dtype: Plain, hidden_size: int) -> int:
     """Values of a row that fills a multiple of 16 bytes."""
     return up_to(hidden_size * dtype.dtype.itemsize, ROW_ALIGNMENT) // dtype.dtype.itemsize
-
-
-def _payloads(x_TH: QuantTensor) -> tuple[Tensor, Tensor | None]:
-    """Values and scales as bytes, filled up to 16."""
-    parts = [None if part is None else as_bytes(part) for part in (x_TH.values, x_TH.scales)]
-    values, scales = (
-        None if part is None else pad(part, (0, -part.shape[1] % ROW_ALIGNMENT)).contiguous() for part in parts
-    )
-    assert values is not None
-    return values, scales

@@ -45,7 +45,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import ROW_ALIGNMENT, Call, UniformExpertIds, payloads_of, rows_of
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -102,7 +102,7 @@ def leave_out_once(session: LibrarySession[Any], active: Sequence[bool]) -> None
         session.pool.left_out = gone
 
 
-MULTIPLE, ROW_ALIGNMENT = 4, 16
+MULTIPLE = 4
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 """Of the GPUs with NVLink that the library knows, by compute capability; channels are cut from them."""
 FIFO_BYTES = 8 * 256 * 1024
