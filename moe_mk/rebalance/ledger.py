@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_mk.errors import ConfigError
-from moe_mk.placement.balance.moves import Moves, plan_moves
 from moe_mk.placement.eplb import Topology
 from moe_mk.placement.expert_map import ExpertMap
 
@@ -84,10 +83,6 @@ class Ledger:
             for expert, replicas in enumerate(each.physical_of_logical):
                 made.share[x, held_P[list(replicas)]] = each.shares_of(expert)
         return made
-
-    def moves_to(self, phy2log: NDArray[np.int64]) -> Moves:
-        """What must travel from what serves now, near sources first, in rounds without two at one rank."""
-        return plan_moves(self.phy2log, phy2log, self.topology)
 
     def first_slot(self, rank: int) -> int:
         """The number of a rank's first slot."""

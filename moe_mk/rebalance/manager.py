@@ -285,14 +285,10 @@ class RebalanceManager:
             problem = f"rank {self.comm.rank} is itself among the lost ranks {lost}"
         elif group.size != len(members):
             problem = f"without ranks {lost}, {len(members)} ranks are left; the new group has {group.size}"
-        repairs = self.layers[0].on_lost_expert == "raise"
 
         def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
-            topology = after_loss(self._machine_of(rank_states)[0], members, num_experts, self.settings.min_copies)
-            slots = topology.slots_W[list(members)].tolist()
-            return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
+            return self._placed_on(self._machine_of(rank_states)[0], members, rows)
 
-        num_experts = self.ledger.num_experts
         before = self._gone(living[rank] for rank in lost if 0 <= rank < size)
         work = yield from self._regroup(group, members, problem, {"call": "rank_lost"}, target)
         self._commit(work, self._initial_slots_W)
@@ -324,20 +320,23 @@ class RebalanceManager:
         if not joins and not problem:
             members = tuple(None if rank in new else next(served) for rank in range(group.size))
         initial_slots: list[int] = []
-        repairs, num_experts = self.layers[0].on_lost_expert == "raise", self.ledger.num_experts
 
         def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
             stated = next(each.members for each in rank_states if each.member is not None)
             most = [max(len(rows_WL[rank]) for rows_WL in rows) for rank in new]
             topology, initial_slots[:] = after_join(*self._machine_of(rank_states), stated, most)
-            living = np.flatnonzero(topology.alive_W).tolist()
-            topology = after_loss(topology, living, num_experts, self.settings.min_copies)
-            slots = topology.slots_W[living].tolist()
-            return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
+            return self._placed_on(topology, np.flatnonzero(topology.alive_W).tolist(), rows)
 
         facts = {"call": "rank_joined", "ranks that join": str(new)}
         work = yield from self._regroup(group, members, problem, facts, target)
         self._commit(work, initial_slots)
+
+    def _placed_on(self, machine: Topology, members: Sequence[int], rows: Rows) -> tuple[Topology, Rows]:
+        """The machine with these ranks alone alive, and what each of them shall hold. rows: what they hold."""
+        num_experts, repairs = self.ledger.num_experts, self.layers[0].on_lost_expert == "raise"
+        topology = after_loss(machine, members, num_experts, self.settings.min_copies)
+        slots = topology.slots_W[list(members)].tolist()
+        return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
 
     def _regroup(
         self,
@@ -372,8 +371,7 @@ class RebalanceManager:
             epochs=[layer.epoch for layer in self.layers],
             machine={"topology": machine, "initial_slots": self._initial_slots_W} if serves else None,
         )
-        peers = self.peers.renewed(group)
-        work = Regrouping(self.layers, peers, self.settings, rank_state, self._follow, target)
+        work = Regrouping(self.layers, Peers(group, self.peers.tp), self.settings, rank_state, self._follow, target)
         yield from work.steps()
         return work
 

@@ -17,6 +17,7 @@ import numpy as np
 from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
+from moe_mk.placement.balance.moves import plan_moves
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
@@ -196,8 +197,12 @@ class Migration:
 
 
 def moves_of(ledger: Ledger, message: PlanMessage) -> dict[int, LayerMoves]:
-    """What each layer must receive, by layer, in ranks of the group and slots of those ranks."""
-    moves, group = ledger.moves_to(message.phy2log), {rank: at for at, rank in enumerate(ledger.living)}
+    """What each layer must receive, by layer, in ranks of the group and slots of those ranks.
+
+    Near sources first, in rounds without two transfers at one rank.
+    """
+    moves = plan_moves(ledger.phy2log, message.phy2log, ledger.topology)
+    group = {rank: at for at, rank in enumerate(ledger.living)}
     gpu_P = ledger.topology.gpu_P
     found: dict[int, LayerMoves] = {}
     for x in np.unique(moves.layer).tolist():

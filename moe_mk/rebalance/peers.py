@@ -72,10 +72,6 @@ class Peers:
                 mine = -1  # reported to the other group as well
         return mine >= 0
 
-    def renewed(self, ep: Communicator) -> Peers:
-        """The same TP group with another EP group, after a rank was lost."""
-        return Peers(ep, self.tp)
-
 
 def _spread(comm: Communicator, column: Tensor, size: int, phase: str) -> Flight[Tensor]:
     """Broadcast the first rank's column in a group; nothing is sent if the size is 0."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
-from moe_mk.rebalance.background import BackgroundJob, Failed
+from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.load import LoadHistory
 from moe_mk.rebalance.metrics import Balance, measure_balance
@@ -59,21 +60,47 @@ class PlacementPlanner:
     ) -> None:
         """Collect what the planning thread made, report its errors, and start its next job. Never waits."""
         outcome = self._thread.poll()
-        if isinstance(outcome, Failed):
-            self._report(outcome.error, step)
+        if outcome is not None and (error := outcome.exception()) is not None:
+            self._report(error, step)
         elif outcome is not None:
-            self._take(outcome.value)
+            self._take(outcome.result())
         if self.busy or step < self._not_before:
             return
         load_XE = history.load(self.settings.phase)
         if self.wanted and (load_XE.any() or (ledger.phy2log < 0).any()):
-            self._begin(self._full_job(load_XE, ledger, plan_id, base), full=True)
+            planned_XE = load_XE if load_XE.any() else np.ones_like(load_XE)
+
+            def place(now: Ledger) -> PlanMessage:
+                made = self._planner(planned_XE, now.topology, now.phy2log)
+                return PlanMessage.of(made, plan_id, base, now.phy2log)
+
+            self._begin(place, planned_XE, ledger, full=True)
         elif balance is not None and history.num_windows > self._windows and load_XE.any():
             self._windows = history.num_windows
             if balance.step_over_ideal > 1.0 + self.settings.resplit_gain:
-                self._begin(self._share_job(load_XE, ledger, plan_id, base), full=False)
 
-    def _begin(self, job: Callable[[], PlanMessage | str], *, full: bool) -> None:
+                def split(now: Ledger) -> PlanMessage:
+                    share = resplit(now.phy2log, load_XE, now.topology)
+                    return PlanMessage(plan_id, base, now.phy2log, share, "shares re-solved", full=False)
+
+                self._begin(split, load_XE, ledger, full=False)
+
+    def _begin(
+        self, make: Callable[[Ledger], PlanMessage], load_XE: NDArray[np.float64], ledger: Ledger, *, full: bool
+    ) -> None:
+        """Start a job. make: a message, given what serves now; one of shares alone must save enough."""
+        now = replace(ledger, phy2log=ledger.phy2log.copy(), share=ledger.share.copy())
+
+        def job() -> PlanMessage | str:
+            message = make(now)
+            if not np.array_equal(message.phy2log, now.phy2log):
+                return message
+            after = replace(now, phy2log=message.phy2log, share=message.share)
+            before_time, after_time = (measure_balance(load_XE, each).step_over_ideal for each in (now, after))
+            if before_time - after_time >= self.settings.resplit_gain:
+                return message
+            return f"nothing gained: step time {before_time:.4f} of ideal, {after_time:.4f} with new shares"
+
         self._full = full
         self._thread.start(job)
 
@@ -91,46 +118,6 @@ class PlacementPlanner:
         self._not_before = step + self.settings.backoff * 2 ** (self._failures - 1)
         then = f"the placement stays; the next plan is tried at step {self._not_before}"
         self.journal.record(step, f"planning failed: {type(error).__name__}: {error}", then)
-
-    def _full_job(
-        self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
-    ) -> Callable[[], PlanMessage | str]:
-        topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
-        load_XE = load_XE if load_XE.any() else np.ones_like(load_XE)
-
-        def job() -> PlanMessage | str:
-            made = self._planner(load_XE, topology, slots)
-            message = PlanMessage.of(made, plan_id, base, slots)
-            now = Ledger(topology, ledger.num_experts, slots, share)
-            after = Ledger(topology, ledger.num_experts, message.phy2log, message.share)
-            moved = not np.array_equal(message.phy2log, slots)
-            return message if moved else self._if_it_pays(message, load_XE, now, after)
-
-        return job
-
-    def _share_job(
-        self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
-    ) -> Callable[[], PlanMessage | str]:
-        topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
-
-        def job() -> PlanMessage | str:
-            new = resplit(slots, load_XE, topology)
-            now = Ledger(topology, ledger.num_experts, slots, share)
-            after = Ledger(topology, ledger.num_experts, slots, new)
-            return self._if_it_pays(
-                PlanMessage(plan_id, base, slots, new, "shares re-solved", full=False), load_XE, now, after
-            )
-
-        return job
-
-    def _if_it_pays(
-        self, message: PlanMessage, load_XE: NDArray[np.float64], now: Ledger, after: Ledger
-    ) -> PlanMessage | str:
-        """A change of shares alone, if it saves enough."""
-        before_time, after_time = (measure_balance(load_XE, each).step_over_ideal for each in (now, after))
-        if before_time - after_time >= self.settings.resplit_gain:
-            return message
-        return f"nothing gained: step time {before_time:.4f} of ideal, {after_time:.4f} with new shares"
 
     def _plan(self, load_XE: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
         s, living = self.settings, int(topology.alive_W.sum())

@@ -17,7 +17,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
-from moe_mk.rebalance.background import BackgroundJob, Done, Failed
+from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights.expert_weights import SlotWeights
 
@@ -98,11 +98,11 @@ class ExpertTransfer:
         if outcome is None:
             return True
         self._reading = False
-        if isinstance(outcome, Failed):
-            self.trouble = f"reading {self.layer.name!r} failed: {type(outcome.error).__name__}: {outcome.error}"
-        elif isinstance(outcome, Done):
-            self.arrived |= outcome.value
-            self.read_bytes += sum(slot.num_bytes for slot in outcome.value.values())
+        if (error := outcome.exception()) is not None:
+            self.trouble = f"reading {self.layer.name!r} failed: {type(error).__name__}: {error}"
+        else:
+            self.arrived |= outcome.result()
+            self.read_bytes += sum(slot.num_bytes for slot in outcome.result().values())
         return False
 
     def post(self) -> None:

@@ -56,7 +56,7 @@ from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import Span, hidden_share
 
 X = TypeVar("X")
-STAGES: dict[Kind, str] = {"D": "dispatch", "M": "experts", "C": "combine", "S": "onward"}
+STAGES = {"D": "dispatch", "M": "experts", "C": "combine", "S": "onward"}
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,11 @@ class TileRecord:
 
     def spans(self) -> list[Span]:
         """The intervals as spans of a trace, see `lab.trace.chrome`."""
-        return [Span(_stage(i.name), i.start, i.end, i.end - i.start) for i in self.intervals()]
+        return [Span(STAGES[i.name[0]], i.start, i.end, i.end - i.start) for i in self.intervals()]
 
     def hidden_share(self) -> float | None:
         """The share of communication time, from 0 to 1, in which experts computed; None without communication."""
         return hidden_share(self.spans())
-
-
-def _stage(name: str) -> str:
-    return next(stage for kind, stage in STAGES.items() if name.startswith(kind))
 
 
 Kind = Literal["D", "M", "C", "S"]

@@ -1,14 +1,15 @@
 """A background job always ends in its result, its error, or a timeout."""
 
 import threading
+from concurrent.futures import Future
 from unittest.mock import Mock
 
 import pytest
 
-from moe_mk.rebalance.background import BackgroundJob, Done, Failed
+from moe_mk.rebalance.background import BackgroundJob
 
 
-def wait_for(thread: BackgroundJob[int]) -> Done[int] | Failed:
+def wait_for(thread: BackgroundJob[int]) -> Future[int]:
     pause = threading.Event()
     while (outcome := thread.poll()) is None:
         pause.wait(0.005)
@@ -19,7 +20,7 @@ def test_a_result_is_returned_once() -> None:
     thread: BackgroundJob[int] = BackgroundJob("adder", limit_s=60)
     assert thread.poll() is None and not thread.busy
     thread.start(lambda: 1 + 1)
-    assert thread.busy and wait_for(thread) == Done(2)
+    assert thread.busy and wait_for(thread).result() == 2
     assert thread.poll() is None and not thread.busy
 
 
@@ -27,24 +28,21 @@ def test_a_result_is_returned_once() -> None:
 def test_an_error_is_reported_and_not_raised(inline: bool) -> None:
     thread: BackgroundJob[int] = BackgroundJob("divider", limit_s=60, inline=inline)
     thread.start(lambda: 1 // 0)
-    outcome = wait_for(thread)
-    assert isinstance(outcome, Failed) and isinstance(outcome.error, ZeroDivisionError)
+    assert isinstance(wait_for(thread).exception(), ZeroDivisionError)
 
 
 def test_a_thread_that_is_torn_down_is_reported_too() -> None:
     thread: BackgroundJob[int] = BackgroundJob("leaver", limit_s=60)
     thread.start(Mock(side_effect=SystemExit(3)))
-    outcome = wait_for(thread)
-    assert isinstance(outcome, Failed) and isinstance(outcome.error, SystemExit)
+    assert isinstance(wait_for(thread).exception(), SystemExit)
 
 
 def test_a_job_that_hangs_is_given_up_and_the_next_one_runs() -> None:
     release = threading.Event()
     thread: BackgroundJob[int] = BackgroundJob("sleeper", limit_s=0.01)
     thread.start(lambda: int(release.wait(60)))
-    outcome = wait_for(thread)
-    assert isinstance(outcome, Failed) and "sleeper took more than 0.01 s and was abandoned" in str(outcome.error)
+    assert "sleeper took more than 0.01 s and was abandoned" in str(wait_for(thread).exception())
     thread.limit_s = 60.0
     thread.start(lambda: 7)
     release.set()
-    assert wait_for(thread) == Done(7)
+    assert wait_for(thread).result() == 7
