@@ -28,8 +28,6 @@ HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
 UNKNOWN = -1
 ANY = -1
 """The bytes that a rank awaits which learns from the header how many rows come with it."""
-Buffer = memoryview
-"""Writable bytes of a tensor."""
 
 
 class Kind(IntEnum):
@@ -101,7 +99,7 @@ class Envelope(NamedTuple):
 
     tensor: Tensor
     """uint8 on the host, dense."""
-    memory: Buffer
+    memory: memoryview
     """The same bytes."""
     at: int
     """Where the rows begin, at HEADER_BYTES or later."""

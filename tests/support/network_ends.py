@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Event, Lock
+from threading import Event
 from types import ModuleType
 
 import pytest
@@ -17,7 +17,7 @@ from moe_mk.comm.network.frames import LinkError
 from moe_mk.comm.network.link import Link, Pipe, PipeLink
 from moe_mk.comm.network.links import LINKS, Links, LinksContext
 from moe_mk.comm.network.tcp import TcpPipe
-from moe_mk.comm.network.window import Counters, OwnWindow
+from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.symmetric.flags import words_of
 from moe_mk.external.library import find, installed
 from moe_mk.trace.clock import now
@@ -32,10 +32,10 @@ def own_window(data_bytes: int, registered_bytes: int | None = None) -> OwnWindo
     """Flags, then one word for each counter and rank, and data of their own."""
     flags = torch.zeros((FLAGS + COUNTERS * RANKS) * FLAG_BYTES, dtype=torch.uint8)
     data, words = torch.zeros(registered_bytes or data_bytes, dtype=torch.uint8), words_of(flags)
-    counters = Counters(words, RANKS, lambda n: (FLAGS + n) * FLAG_BYTES, Lock())
     return OwnWindow(
-        data.numpy().data, data_bytes, FLAGS, words, lambda flag: flag * FLAG_BYTES, counters, COUNTERS, Event()
-    )
+        data.numpy().data, data_bytes, FLAGS, words, lambda flag: flag * FLAG_BYTES, RANKS, COUNTERS, Event(),
+        counter_flags=range(FLAGS, FLAGS + COUNTERS * RANKS),
+    )  # fmt: skip
 
 
 CHOSEN = {"link": "tcp"}

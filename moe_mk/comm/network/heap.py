@@ -24,10 +24,11 @@ from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.command import Op, TransferCommand
 from moe_mk.comm.network.proxy import Proxy
-from moe_mk.comm.symmetric.flags import PULSE_S, WORD_BYTES, Clock, Waiting, Words, word_of
+from moe_mk.comm.symmetric.flags import PULSE_S, WORD_BYTES, Clock, WaitingForProcess, Words, word_of
 from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.errors import ShapeError
+from moe_mk.process import Process
 
 ENDED = "its process has ended"
 GRACE_S = 0.5
@@ -74,17 +75,15 @@ class Staging:
         self._uses.append((self._taken, channel, place))
 
 
-class WaitingForHosts(Waiting):
+class WaitingForHosts(WaitingForProcess):
     """Wait for the proxy to bring something from another host, and for processes of this one as before."""
 
     def __init__(
-        self, rank: int, phase: str, epoch: int, layer: str, *, near: Waiting,
-        dead: Callable[[], int | None], far: frozenset[int], proxy: Proxy, timeout_s: float, clock: Clock,
+        self, rank: int, phase: str, epoch: int, layer: str, *, peers: Sequence[Process], timeout_s: float,
+        clock: Clock, far: frozenset[int], proxy: Proxy,
     ) -> None:  # fmt: skip
-        """dead: a rank whose process has ended, if there is one; those of other hosts cannot be seen."""
-        super().__init__(rank, phase, epoch, layer)
-        self._near, self._first_dead, self._far, self._proxy = near, dead, far, proxy
-        self._timeout_s, self._clock, self._began, self._verdict = timeout_s, clock, clock(), ""
+        super().__init__(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
+        self._far, self._proxy, self._far_since = far, proxy, clock()
         self._dead: int | None = None
         self._left_at: float | None = None
 
@@ -95,15 +94,20 @@ class WaitingForHosts(Waiting):
         if peer in self._far:
             is_silent = not self._proxy.window.arrived.wait(PULSE_S)
             self._proxy.window.arrived.clear()
-            self._look(peer)
+            self._look_far(peer)
             if is_silent and not self._verdict and peer not in self._proxy.left and self._first_dead() == peer:
                 self._verdict = ENDED
         else:
-            self._near.pause(peer)
+            super().pause(peer)
             if self._proxy.lost or self._proxy.fault is not None:
-                self._look(peer)
+                self._look_far(peer)
 
-    def _look(self, peer: int) -> None:
+    def _first_dead(self) -> int | None:
+        """A rank whose process has ended, if there is one; those of other hosts cannot be seen."""
+        own = self._peers[self.rank]
+        return next((number for number, each in enumerate(self._peers) if each.is_gone(own)), None)
+
+    def _look_far(self, peer: int) -> None:
         lost = self._proxy.lost
         if self._proxy.fault is not None:
             fault = self._proxy.fault
@@ -112,9 +116,8 @@ class WaitingForHosts(Waiting):
             # Whoever is awaited may have met it first and given up: the one that was lost is named.
             self._dead = next(iter(lost))
             self._verdict = lost[self._dead]
-        elif self._clock() - self._began > self._timeout_s:
-            text = f"sent nothing within {self._timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
-            self._verdict = "; ".join(filter(None, (text, self._proxy.resuming())))
+        elif self._clock() - self._far_since > self._timeout_s:
+            self._verdict = "; ".join(filter(None, (self._late, self._proxy.resuming())))
         elif peer in self._proxy.left and not self._proxy.resuming():
             self._look_who_made_it_leave(self._proxy.left[peer])
 
@@ -220,7 +223,7 @@ class NetworkHeap(SymmetricHeap):
     def counter(self, counter: int) -> int:
         """What all ranks have added to a counter of this one."""
         self._check()
-        return self.proxy.window.counters.value(counter)
+        return self.proxy.window.counter(counter)
 
     def quiet(self) -> None:
         """Wait until every peer has all puts and signals of this rank. Raises CommError."""

@@ -8,7 +8,8 @@ connected. A rank that could not ends the attempt on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from threading import Event, Lock
+from functools import partial
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -25,16 +26,14 @@ from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap, Staging, WaitingF
 from moe_mk.comm.network.links import LINKS, Links, LinksContext
 from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
-from moe_mk.comm.network.window import Counters, OwnWindow
+from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.symmetric.flags import (
     Clock,
-    Waiting,
-    WaitingForProcess,
     Words,
     reasons_against_words,
     words_of,
 )
-from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, aligned
+from moe_mk.comm.symmetric.heap import FLAG_BYTES, WindowShape, aligned
 from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.comm.symmetric.setup import PHASE, Opening
 from moe_mk.comm.threads import ThreadCommunicator
@@ -223,19 +222,17 @@ class _Opening(Opening):
     def _own_window(self, memory: Memory, words: Words) -> OwnWindow:
         base, shape = self.comm.rank * self.shape.window_bytes, self.shape
         data_at = base + shape.data_at
-        first_counter = self.num_flags
-        counters = Counters(words, self.comm.size, lambda n: base + (first_counter + n) * FLAG_BYTES, Lock())
         return OwnWindow(
             registered=memory.bytes.numpy().data[data_at : data_at + shape.data_bytes],
             data_bytes=self.data_bytes,
             num_flags=shape.num_flags + shape.ranks,
             words=words,
             flag_at=lambda flag: base + flag * FLAG_BYTES,
-            counters=counters,
+            sources=self.comm.size,
             num_counters=self.num_counters,
             arrived=Event(),
             reserve=lambda start, num_bytes: memory.reserve(data_at + start, num_bytes),
-            counter_flags=range(first_counter, shape.num_flags),
+            counter_flags=range(self.num_flags, shape.num_flags),
         )
 
     def _heap(self, proxy: Proxy, memory: Memory, words: Words, peers: list[Process]) -> NetworkHeap:
@@ -243,7 +240,9 @@ class _Opening(Opening):
         channels = proxy.channels
         staging = Staging(self.data_bytes, staging_bytes, lambda channel, place: channels[channel].ring.tail > place)
         rank, layer = self.comm.rank, self.comm.layer
-        waits = _waits(rank, self.far, proxy, peers, self.timeout_s, self.clock)
+        waits = partial(  # numbers and the proxy alone, so that the heap keeps no group alive
+            WaitingForHosts, rank, peers=peers, timeout_s=self.timeout_s, clock=self.clock, far=self.far, proxy=proxy
+        )
         return NetworkHeap(
             memory, words, self.shape, rank, waits, proxy=proxy, far=self.far, staging=staging, layer=layer
         )
@@ -254,20 +253,3 @@ class _Opening(Opening):
             if note["link"] != own:
                 text = f"uses network link {note['link']!r}, this rank {own!r}"
                 self.fail(f"{text} [kernel.network_link: the same on all ranks]", peer)
-
-
-def _waits(
-    rank: int, far: frozenset[int], proxy: Proxy, peers: list[Process], timeout_s: float, clock: Clock
-) -> StartWaiting:
-    """How waits begin; numbers and the proxy alone, so that the heap keeps no group alive."""
-
-    def begin(phase: str, epoch: int, layer: str) -> Waiting:
-        near = WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
-        return WaitingForHosts(
-            rank, phase, epoch, layer, near=near, dead=dead, far=far, proxy=proxy, timeout_s=timeout_s, clock=clock
-        )
-
-    def dead() -> int | None:
-        return next((number for number, each in enumerate(peers) if each.is_gone(peers[rank])), None)
-
-    return begin

@@ -9,7 +9,7 @@ adds up its words, so concurrent additions are not lost and the processor needs 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Lock
 
 from moe_mk.comm.network.command import MOST_BYTES
@@ -18,29 +18,6 @@ from moe_mk.comm.symmetric.flags import Words
 from moe_mk.errors import unless_signalled
 
 _WORD = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counters of one window."""
-
-    words: Words
-    sources: int
-    at: Callable[[int], int]
-    """Position of word number n, in bytes."""
-    lock: Lock
-    """Between threads of this process that serve one source."""
-
-    def add(self, source: int, counter: int, value: int) -> None:
-        """Add a number, modulo 2^64, for one source."""
-        place = self.at(counter * self.sources + source)
-        with self.lock:
-            self.words.store(place, self.words.load(place) + value & _WORD)
-
-    def value(self, counter: int) -> int:
-        """What all sources have added so far, modulo 2^64."""
-        first = counter * self.sources
-        return sum(self.words.load(self.at(first + source)) for source in range(self.sources)) & _WORD
 
 
 @dataclass(frozen=True)
@@ -54,7 +31,8 @@ class OwnWindow:
     num_flags: int
     words: Words
     flag_at: Callable[[int], int]
-    counters: Counters
+    sources: int
+    """Ranks that may add to a counter: each has a word of its own in it."""
     num_counters: int
     arrived: Event
     """Set whenever a flag or counter has changed, or a peer was lost."""
@@ -62,6 +40,8 @@ class OwnWindow:
     """Take the pages of a range of the registered memory before it is written. Raises OSError where there are none."""
     counter_flags: range = range(0)
     """Flags that are words of counters: peers add to them and never store."""
+    lock: Lock = field(default_factory=Lock)
+    """Between threads of this process that serve one source."""
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError for a flag, a counter or bytes that a peer may not name."""
@@ -97,8 +77,15 @@ class OwnWindow:
         self.words.store(self.flag_at(flag), word)
 
     def add(self, source: int, counter: int, value: int) -> None:
-        """Add to a counter, which `check` has passed."""
-        self.counters.add(source, counter, value)
+        """Add to a counter, which `check` has passed: modulo 2^64, for one source."""
+        place = self.flag_at(self.counter_flags.start + counter * self.sources + source)
+        with self.lock:
+            self.words.store(place, self.words.load(place) + value & _WORD)
+
+    def counter(self, counter: int) -> int:
+        """What all sources have added so far, modulo 2^64."""
+        first = self.counter_flags.start + counter * self.sources
+        return sum(self.words.load(self.flag_at(first + source)) for source in range(self.sources)) & _WORD
 
     def _data(self, at: int, size: int) -> memoryview:
         if at + size > self.data_bytes:

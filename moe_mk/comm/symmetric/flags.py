@@ -193,11 +193,15 @@ class WaitingForProcess(Waiting):
         self._sleep_s = min(self._sleep_s * GROWTH, LONGEST_SLEEP_S)
         self._look(peer)
 
+    @property
+    def _late(self) -> str:
+        return f"sent nothing within {self._timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
+
     def _look(self, peer: int) -> None:
         now = self._clock()
         self._began = self._began or now
         if now - self._began > self._timeout_s:
-            self._verdict = f"sent nothing within {self._timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
+            self._verdict = self._late
         elif now - self._looked > PULSE_S:
             self._looked = now
             if self._peers[peer].is_gone(self._peers[self.rank]):

@@ -18,7 +18,6 @@ from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.comm.symmetric.flags import (
     Clock,
-    Waiting,
     WaitingForProcess,
     WaitingInLockstep,
     reasons_against_words,
@@ -60,12 +59,9 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
         opening.agreed({"problem": opening.tried(lambda: opening.attach(notes))[1]})
     assert opening.memory is not None
     peers = [Process(**note["process"]) for note in notes]
-    rank, timeout_s = comm.rank, comm.timeout_s  # numbers, so that the heap keeps no group alive
-
-    def waits(phase: str, epoch: int, layer: str) -> Waiting:
-        return WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
-
-    return SymmetricHeap(opening.memory, words_of(opening.memory.bytes), shape, rank, waits, comm.layer)
+    # Numbers, so that the heap keeps no group alive.
+    waits = partial(WaitingForProcess, comm.rank, peers=peers, timeout_s=comm.timeout_s, clock=clock)
+    return SymmetricHeap(opening.memory, words_of(opening.memory.bytes), shape, comm.rank, waits, comm.layer)
 
 
 class Opening:

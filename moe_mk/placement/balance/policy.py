@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 import numpy as np
 
-from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError
+from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError, unless_signalled
 from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.request import PlacementRequest, Split, split_shares
 from moe_mk.placement.balance.shares import copies_of
@@ -84,11 +86,11 @@ def resolve(name: Policy, request: PlacementRequest) -> tuple[Policy, EplbPolicy
     if request.split not in get_args(Split):
         raise ConfigError(f"split={request.split!r} is not known{did_you_mean(str(request.split), get_args(Split))}")
     policy, why = EPLB_POLICIES[name](), f"policy {name} as asked"
-    with _Foreign(name):
+    with _foreign(name):
         other, because = policy.stands_for(request)
     if other:
         name, policy, why = other, EPLB_POLICIES[other](), because
-    with _Foreign(name):
+    with _foreign(name):
         against = policy.reasons_against(request)
     if against:
         raise UnsupportedError(f"policy {name!r} cannot serve this topology; use 'flat' or 'auto'", against)
@@ -97,7 +99,7 @@ def resolve(name: Policy, request: PlacementRequest) -> tuple[Policy, EplbPolicy
 
 def fresh(name: Policy, policy: EplbPolicy, request: PlacementRequest) -> SlotPlacement:
     """Place every layer anew. Raises UnsupportedError, with every reason, for an answer that cannot serve."""
-    with _Foreign(name):
+    with _foreign(name):
         placed = policy.place(request)
     if wrong := _problems(placed, request):
         raise UnsupportedError(
@@ -130,17 +132,13 @@ def _problems(placed: SlotPlacement, request: PlacementRequest) -> list[str]:
     return wrong
 
 
-class _Foreign:
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
     """Turns whatever a policy of another wheel raises into UnsupportedError with its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, MoEMKError):
-            origin = EPLB_POLICIES.origin(self.name)
-            what = f"policy {self.name!r} of {origin} failed"
-            raise UnsupportedError(what, [f"{type(error).__name__}: {error}"]) from error
+    try:
+        yield
+    except MoEMKError:
+        raise
+    except unless_signalled(Exception) as error:
+        what = f"policy {name!r} of {EPLB_POLICIES.origin(name)} failed"
+        raise UnsupportedError(what, [f"{type(error).__name__}: {error}"]) from error

@@ -213,10 +213,24 @@ class LowLatencyTransport(PrepareFinalize):
             return y_TH
 
     def _read_mask(self) -> None:
-        """After a combine: see which ranks the kernels masked. Where they never do, nothing."""
+        """After a combine: see which ranks the kernels masked, where the buffer reports that."""
+        surface = self._session.buffer
+        if surface.mask is not None:
+            with self._session.call("combine"):
+                surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=False)
+            self._expect_unmasked("combine")
 
     def _expect_unmasked(self, phase: str) -> None:
-        """Raise CommError for a rank that the kernels are known to have masked. Where they never do, nothing."""
+        """Raise CommError for a rank that the kernels are known to have masked."""
+        mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.pool.left_out
+        masked = [] if mask is None else [rank for rank, status in enumerate(mask.host_W.tolist()) if status]
+        for rank in masked:
+            if rank not in left_out:
+                with self._session.call(phase):
+                    text = (
+                        f"the kernels masked rank {rank} after their timeout and dropped its rows; it is dead or late"
+                    )
+                    raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=rank)
 
     def _numbers_of(self, physical_TK: Tensor) -> Tensor:
         """The library's numbers of experts; -1 goes nowhere."""
@@ -350,24 +364,6 @@ class DeepEPLowLatency(LowLatencyTransport):
                 surface.buffer.low_latency_update_mask_buffer(rank, rank in gone)
             surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=True)
         kept.left_out = gone
-
-    def _read_mask(self) -> None:
-        surface = self._session.buffer
-        if surface.mask is not None:
-            with self._session.call("combine"):
-                surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=False)
-            self._expect_unmasked("combine")
-
-    def _expect_unmasked(self, phase: str) -> None:
-        mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.pool.left_out
-        masked = [] if mask is None else [rank for rank, status in enumerate(mask.host_W.tolist()) if status]
-        for rank in masked:
-            if rank not in left_out:
-                with self._session.call(phase):
-                    text = (
-                        f"the kernels masked rank {rank} after their timeout and dropped its rows; it is dead or late"
-                    )
-                    raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=rank)
 
 
 SURFACE = "deep_ep"

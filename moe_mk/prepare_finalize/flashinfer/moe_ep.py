@@ -40,11 +40,12 @@ from moe_mk.prepare_finalize.flashinfer.nvlink import (
     LIBRARY,
     LINE_BYTES,
     MULTIPLE,
-    TOP_KS,
     NvlinkOneSided,
     NvlinkTwoSided,
+    filled_top_k,
     leave_out_once,
     rank_mask,
+    routes_of,
     workspace_bytes,
 )
 from moe_mk.quant.plain import Plain
@@ -157,7 +158,7 @@ class MoeEpOneSided(MoeEpTransport):
 
     @property
     def _top_k(self) -> int:
-        return next(k for k in TOP_KS if k >= self.context.top_k)
+        return filled_top_k(self.context.top_k)
 
     @property
     def _longer_wire(self) -> int:
@@ -180,10 +181,7 @@ class MoeEpOneSided(MoeEpTransport):
         more = self._top_k - self.context.top_k
         ids_TK = pad(self._numbers.of(routing.ids_TK), (0, more), value=-1)
         weights_TK = pad(routing.weights_TK.to(torch.float32), (0, more))
-        highest_T1 = ids_TK.amax(dim=1, keepdim=True)
-        instead_T1 = torch.where(highest_T1 >= 0, highest_T1, self._numbers.first)
-        marked_TK = torch.where(ids_TK >= 0, weights_TK, NOWHERE)
-        return torch.where(ids_TK >= 0, ids_TK, instead_T1).contiguous(), marked_TK.contiguous()
+        return routes_of(ids_TK, self._numbers.first), torch.where(ids_TK >= 0, weights_TK, NOWHERE).contiguous()
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
@@ -191,7 +189,7 @@ class MoeEpOneSided(MoeEpTransport):
         combined = filled_hidden(problem.dtype, hidden) * problem.dtype.dtype.itemsize
         wires = [problem.dtype, *([] if problem.activations is None else [problem.activations])]
         dispatched = max(combined, *(wire_bytes(wire, hidden) for wire in wires))
-        filled = next((k for k in TOP_KS if k >= top_k), top_k)
+        filled = filled_top_k(top_k)
         return workspace_bytes(problem.ranks, problem.config.kernel.max_num_tokens, dispatched + 8 * filled, combined)
 
 

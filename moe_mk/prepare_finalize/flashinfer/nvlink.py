@@ -207,6 +207,17 @@ def _aligned(part_TX: Tensor) -> Tensor:
     return pad(part_TX, (0, short)) if short else part_TX.contiguous()
 
 
+def routes_of(ids_TK: Tensor, first: int) -> Tensor:
+    """Ids without -1: a token that has any goes to its other ranks only, one that has nothing else to `first`."""
+    highest_T1 = ids_TK.amax(dim=1, keepdim=True)
+    return torch.where(ids_TK >= 0, ids_TK, torch.where(highest_T1 >= 0, highest_T1, first)).contiguous()
+
+
+def filled_top_k(top_k: int) -> int:
+    """What the kernels are built for that takes so many experts a token."""
+    return next((k for k in TOP_KS if k >= top_k), top_k)
+
+
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """What the kernels are built for."""
 LINE_BYTES = 128
@@ -236,7 +247,7 @@ class NvlinkOneSided(PrepareFinalize):
         self._masks = Call(self._library.MoeAlltoAll, []).knows("enable_rank_mask")
         self._mapping, self._config = domain_of(context)
         self._numbers = UniformExpertIds(context)
-        self._top_k = next(k for k in TOP_KS if k >= context.top_k)
+        self._top_k = filled_top_k(context.top_k)
         combined = row_bytes(context.dtype, context.hidden_size)
         dispatched = max(combined, row_bytes(context.wire, context.hidden_size)) + 8 * self._top_k
         self._size = workspace_bytes(context.comm.size, context.max_num_tokens, dispatched, combined)
@@ -295,7 +306,7 @@ class NvlinkOneSided(PrepareFinalize):
         ids_TK = payloads[-2]
         widest_first = sorted(range(len(payloads)), key=lambda number: -payloads[number].element_size())
         windows = buffer_slot.buffer.dispatch(
-            self._routes(ids_TK),
+            routes_of(ids_TK, self._numbers.first),
             [payloads[number] for number in widest_first],
             self.context.max_num_tokens,
             invalid_token_expert_id=-1,
@@ -303,12 +314,6 @@ class NvlinkOneSided(PrepareFinalize):
             **self._mask,
         )
         return [windows[widest_first.index(number)].flatten(0, 1) for number in range(len(payloads))]
-
-    def _routes(self, ids_TK: Tensor) -> Tensor:
-        """Ids without -1: a token that has any goes to its other ranks only, one that has nothing else stays here."""
-        highest_T1 = ids_TK.amax(dim=1, keepdim=True)
-        instead_T1 = torch.where(highest_T1 >= 0, highest_T1, self._numbers.first)
-        return torch.where(ids_TK >= 0, ids_TK, instead_T1).contiguous()
 
     def _exchange(self, number: int) -> Any:
         """One more workspace; every rank opens it at the same call."""
@@ -325,9 +330,11 @@ class NvlinkOneSided(PrepareFinalize):
         hidden, top_k = problem.config.model.hidden_size, problem.config.router.top_k
         wires = [problem.dtype, *([] if problem.activations is None else [problem.activations])]
         row = max(packed_row_bytes(wire, hidden, 0) for wire in wires)
-        filled = next((k for k in TOP_KS if k >= top_k), top_k)
         return workspace_bytes(
-            problem.ranks, problem.config.kernel.max_num_tokens, row + 8 * filled, row_bytes(problem.dtype, hidden)
+            problem.ranks,
+            problem.config.kernel.max_num_tokens,
+            row + 8 * filled_top_k(top_k),
+            row_bytes(problem.dtype, hidden),
         )
 
 

@@ -138,15 +138,11 @@ class RowExchange:
         arrived are counted as traffic of this rank with itself.
         """
         self._count(here, sum(received) * sum(widths))
-        counted = self._counted(sent, here)
-        if not _are_few(sent, received, sum(widths)):
-            return (yield from self._dispatch_apart(write, widths, (counted, sent, received), phase))
+        if here or not _are_few(sent, received, sum(widths)):
+            return (yield from self._dispatch_apart(write, widths, (self._counted(sent, here), sent, received), phase))
         packed_XB = torch.empty((sum(sent), sum(widths)), dtype=torch.uint8, device=self.device)
         write(side_by_side(packed_XB, widths[0]), slice(0, len(packed_XB)))
-        if here:
-            arrived_RB = yield from self._exchange_others(packed_XB, (counted, sent, received), phase)
-        else:
-            arrived_RB = yield from self.comm.all_to_all(packed_XB, sent, received, phase)
+        arrived_RB = yield from self.comm.all_to_all(packed_XB, sent, received, phase)
         return side_by_side(arrived_RB, widths[0])
 
     def combine(
@@ -193,17 +189,6 @@ class RowExchange:
         arrived[received_at[me + 1] :].put(others[received_at[me] :])
         self.scratch.give(going, coming)
         return arrived
-
-    def _exchange_others(self, packed_XB: Tensor, counts: Counts, phase: str) -> Flight[Tensor]:
-        """Few bytes of which the own ones are not counted here."""
-        counted, sent, received = counts
-        at, before = offsets(sent), sum(received[: self.comm.rank])
-        going, lent = self._for_others(packed_XB, sent)
-        coming_XB = torch.empty((self._others(received), packed_XB.shape[1]), dtype=torch.uint8, device=self.device)
-        yield from self.comm.all_to_others(coming_XB, going, counted, received, phase)
-        self.scratch.give(*lent)
-        own_XB = packed_XB[at[self.comm.rank] : at[self.comm.rank + 1]]
-        return torch.cat((coming_XB[:before], own_XB, coming_XB[before:]))
 
     def _fill(self, going_XB: Tensor, value_bytes: int, write: Write, at: Sequence[int]) -> None:
         to, me = side_by_side(going_XB, value_bytes), self.comm.rank

@@ -13,13 +13,13 @@ def test_every_source_has_a_word_of_its_own_and_the_counter_is_their_sum() -> No
         window.add(source, 1, 10**source)
     words = [window.words.load((FLAGS + n) * FLAG_BYTES) for n in range(COUNTERS * RANKS)]
     assert words == [0, 0, 0, 0, 2, 20, 200, 2000]
-    assert window.counters.value(1) == 2222 and window.counters.value(0) == 0
+    assert window.counter(1) == 2222 and window.counter(0) == 0
 
 
 def test_sums_go_around_at_64_bits() -> None:
     window = own_window(64)
     window.add(0, 0, (1 << 64) - 1)
     window.add(1, 0, 3)
-    assert window.counters.value(0) == 2
+    assert window.counter(0) == 2
     window.add(0, 0, 5)
-    assert window.counters.value(0) == 7
+    assert window.counter(0) == 7

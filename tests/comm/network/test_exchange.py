@@ -93,8 +93,8 @@ def test_a_counter_is_the_sum_of_what_was_added(kind: str) -> None:
         zero.commit(*([put(1, 0, 64 * (n % 9), 64)] if n % 3 else []), add(1, 1, number))
         one.commit(add(0, 0, 2))
     run(zero, one)
-    assert one.window.counters.value(1) == sum(numbers) and one.window.counters.value(0) == 0
-    assert zero.window.counters.value(0) == 400
+    assert one.window.counter(1) == sum(numbers) and one.window.counter(0) == 0
+    assert zero.window.counter(0) == 400
 
 
 @pytest.mark.row(157)
@@ -111,11 +111,11 @@ def test_an_atomic_that_rides_along_halves_the_messages_and_is_seen_after_its_by
             end.turn()
         for end in (other, another):
             end.turn()
-            seen = end.window.counters.value(0)
+            seen = end.window.counter(0)
             assert all(set(end.window.registered[m * 64 : m * 64 + 64]) == {m} for m in range(1, seen + 1))
     run(together, other)
     run(apart, another)
-    assert other.window.counters.value(0) == another.window.counters.value(0) == 49
+    assert other.window.counter(0) == another.window.counter(0) == 49
     assert (together.exchange.watch.messages[1], apart.exchange.watch.messages[1]) == (49, 98)
 
 
@@ -229,7 +229,7 @@ def test_what_a_peer_may_not_send_is_refused_by_name_and_written_nowhere(frame: 
         turns(zero, one)
     assert refused.value.peer == 0
     assert bytes(one.window.registered) == before and not any(one.flag(flag) for flag in range(FLAGS))
-    assert not any(one.window.counters.value(counter) for counter in range(2))
+    assert not any(one.window.counter(counter) for counter in range(2))
 
 
 def test_a_group_with_parts_behind_its_last_one_is_refused() -> None:
@@ -392,7 +392,7 @@ def test_whenever_a_link_ends_each_group_is_applied_once_and_in_order(seed: int)
         if draw.random() < 0.1:
             resume(zero, one, draw)
     run(zero, one)
-    assert [end.window.counters.value(1) for end in (zero, one)] == sums
+    assert [end.window.counter(1) for end in (zero, one)] == sums
     assert [end.flag(3) for end in (zero, one)] == words
     assert [bytes(end.window.registered[:8000]) for end in (zero, one)] == [bytes(each) for each in expected]
     assert all(bytes(end.window.registered[to : to + 60]) == brought for end, to, brought in gets) and gets

@@ -129,7 +129,7 @@ def test_a_link_cut_at_any_step_is_resumed_and_loses_and_repeats_nothing(sender:
                 cutter.steps_left = draw.randint(1, 90)
         cutter.steps_left = None
         wait_for(lambda: ours.is_idle)
-        assert theirs.window.counters.value(0) == total
+        assert theirs.window.counter(0) == total
         assert theirs.window.registered[: 900 * 100] == ours.window.registered[: 900 * 100]
         assert not ours.lost and not theirs.lost and not ours.fault and not theirs.fault
         assert cuts[0] > 10, "links have to be cut for this to say anything"
@@ -159,7 +159,7 @@ def all_send_to_all(made: list[Proxy]) -> Iterator[None]:
             producer.join()
     wait_for(lambda: all(proxy.is_idle for proxy in made))
     sums = [sum(range(last + 1)) for last in written]
-    assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
+    assert [proxy.window.counter(0) for proxy in made] == [sum(sums) - own for own in sums]
     assert not any(proxy.lost or proxy.fault for proxy in made)
 
 
@@ -280,7 +280,7 @@ def test_counters_add_up_under_writers_at_once() -> None:
         for thread in threads:
             thread.join()
         wait_for(lambda: all(proxy.is_idle for proxy in made))
-        assert made[0].window.counters.value(1) == 4 * sum(range(300))
+        assert made[0].window.counter(1) == 4 * sum(range(300))
 
 
 def test_a_peer_that_ends_without_a_goodbye_is_lost_on_both_sides_when_it_does_not_come_back() -> None:

@@ -14,11 +14,12 @@ def waiting(dead: Callable[[], int | None], clock: Iterator[float], ended: str =
     """Rank 3 awaits rank 0 of another host, which has stated goodbye; rank 2 is on this host."""
     window = SimpleNamespace(arrived=threading.Event())
     proxy: Any = SimpleNamespace(lost={}, fault=None, left={0: ended}, window=window, resuming=lambda: "")
-    near: Any = None
-    return WaitingForHosts(
-        3, "combine", 7, "layers.3", near=near, dead=dead, far=frozenset({0, 1}), proxy=proxy,
-        timeout_s=30.0, clock=lambda: next(clock),
+    made: Any = WaitingForHosts(
+        3, "combine", 7, "layers.3", peers=[], timeout_s=30.0, clock=lambda: next(clock), far=frozenset({0, 1}),
+        proxy=proxy,
     )  # fmt: skip
+    made._first_dead = dead
+    return made  # type: ignore[no-any-return]
 
 
 def pauses_until_raised(wait: WaitingForHosts, most: int = 50) -> tuple[int, str]:
