@@ -20,6 +20,7 @@ from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_
 from moe_mk.comm.failure import Failure, GroupStatus
 from moe_mk.comm.header import EAGER_BYTES, Arrival, Envelope
 from moe_mk.comm.messages import Caller, GroupMessages
+from moe_mk.comm.traffic import COUNT_BYTES
 from moe_mk.errors import CommError, ConfigError, unless_signalled
 from moe_mk.flight import Flight, InFlight
 
@@ -303,8 +304,6 @@ class DistributedCommunicator(Communicator):
 
 MOST_MEMBERS = 62
 """Maximum size of a group that can continue without some ranks: excluded ranks are sent as bits of a number."""
-COUNT_BYTES = 8
-"""A count, as traffic has it; headers are not counted."""
 
 
 def staging_device(device: torch.device, backends: Mapping[str, str]) -> torch.device:

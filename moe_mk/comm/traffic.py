@@ -19,9 +19,8 @@ from moe_mk.errors import ConfigError
 
 SELF, INTRA_NODE, INTER_NODE = "self", "intra_node", "inter_node"
 LINKS = (SELF, INTRA_NODE, INTER_NODE)
-
-
 COUNT_BYTES = 8
+"""A count; headers are not counted."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, offsets
-from moe_mk.comm.distributed import COUNT_BYTES, DistributedCommunicator
+from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.failure import Failure
 from moe_mk.comm.header import ANY, Arrival, Envelope
+from moe_mk.comm.traffic import COUNT_BYTES
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import CommError

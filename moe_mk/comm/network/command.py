@@ -101,18 +101,10 @@ class TransferCommand:
         body = (first >> 48) << 64 | second
         return cls(op, peer, size, body >> FIELD_BITS["at"], body & _FIELD_MASKS["at"], flag)
 
-    def to_bytes(self) -> bytes:
-        return b"".join(word.to_bytes(8, "little") for word in self.pack())
-
 
 def ring_bytes(capacity: int) -> int:
     """What a ring takes."""
     return COMMANDS_AT + capacity * COMMAND_BYTES
-
-
-def packed(commands: list[TransferCommand]) -> Packed:
-    """Commands in their memory format."""
-    return np.array([command.pack() for command in commands], dtype=np.uint64).reshape(-1, 2)
 
 
 class CommandRing:
@@ -149,17 +141,6 @@ class CommandRing:
         self._slots[self._head % self.capacity] = command.pack()
         self._commit(1)
         return True
-
-    def push_many(self, commands_X2: Packed) -> int:
-        """Commit as many commands as there is room for; returns how many."""
-        count = min(self._room(), len(commands_X2))
-        first = self._head % self.capacity
-        before_end = min(count, self.capacity - first)
-        self._slots[first : first + before_end] = commands_X2[:before_end]
-        self._slots[: count - before_end] = commands_X2[before_end:count]
-        if count:
-            self._commit(count)
-        return count
 
     def read(self, number: int, most: int) -> Packed:
         """A copy of the committed commands from a number on, at most so many."""

@@ -96,10 +96,17 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _failed(what: str, problem: BaseException) -> LinkError:
-    kind = type(problem).__name__
-    ended = ": its process has ended or cannot be reached" if "RemoteDisconnect" in kind else ""
-    return LinkError(f"NIXL cannot {what}: {kind}: {problem}{ended}")
+@contextmanager
+def _calling(what: str) -> Iterator[None]:
+    """Turn what NIXL raises into LinkError."""
+    try:
+        yield
+    except LinkError:
+        raise
+    except Exception as problem:
+        kind = type(problem).__name__
+        ended = ": its process has ended or cannot be reached" if "RemoteDisconnect" in kind else ""
+        raise LinkError(f"NIXL cannot {what}: {kind}: {problem}{ended}") from problem
 
 
 @dataclass(eq=False)
@@ -154,12 +161,10 @@ class NixlLinks(Links):
         self.name = secrets.token_hex(NAME_BYTES)
         self._base, self._num_bytes = context.registered.data_ptr(), context.registered.numel()
         options = ucx_options(context.address, own_addresses(), has_rdma=has_rdma_device())
-        try:
+        with _calling(f"open its {PLUGIN} plugin with {options} and register memory"):
             with _quiet():
                 self._agent = self._made(context.library, options)
             self._memory = self._agent.register_memory([(self._base, self._num_bytes, 0, "")], MEMORY, [PLUGIN])
-        except Exception as problem:
-            raise _failed(f"open its {PLUGIN} plugin with {options} and register memory", problem) from problem
         in_child(self, NixlLinks._leave_to_parent)
 
     def _made(self, library: Any, options: str) -> Any:
@@ -181,10 +186,8 @@ class NixlLinks(Links):
     @property
     def metadata(self) -> bytes:
         """Where the memory is, the name of the agent, and what NIXL needs to reach it."""
-        try:
+        with _calling("describe this agent"):
             own: bytes = self._agent.get_partial_agent_metadata(self._memory, True, [PLUGIN])
-        except Exception as problem:
-            raise _failed("describe this agent", problem) from problem
         return _HEAD.pack(self._base, self._num_bytes, self.name.encode()) + own
 
     def connect(self, metadata: Mapping[int, bytes]) -> None:
@@ -193,10 +196,8 @@ class NixlLinks(Links):
             self._load(rank, theirs)
         self._unheard = set(self._peers)
         for rank, peer in self._peers.items():
-            try:
+            with _calling(f"reach rank {rank}"):
                 self._agent.send_notif(peer.name, GREETING)
-            except Exception as problem:
-                raise _failed(f"reach rank {rank}", problem) from problem
 
     def _load(self, rank: int, metadata: bytes) -> None:
         if not _HEAD.size < len(metadata) <= MOST_METADATA_BYTES:
@@ -207,10 +208,8 @@ class NixlLinks(Links):
         if num_bytes != self._num_bytes or name in self._rank_of or name == self.name:
             text = f"rank {rank} registers {num_bytes} bytes, this rank {self._num_bytes}"
             raise LinkError(text if num_bytes != self._num_bytes else f"rank {rank} has the agent name of another rank")
-        try:
+        with _calling(f"load the agent of rank {rank}"):
             loaded = self._agent.add_remote_agent(metadata[_HEAD.size :])
-        except Exception as problem:
-            raise _failed(f"load the agent of rank {rank}", problem) from problem
         loaded = loaded.decode("ascii", "replace") if isinstance(loaded, bytes) else loaded
         if loaded != name:
             raise LinkError(f"the NIXL metadata of rank {rank} describes agent {loaded!r}, not {name!r}")
@@ -232,9 +231,10 @@ class NixlLinks(Links):
             if self._agent is None:
                 return
             try:
-                arrived = self._agent.get_new_notifs([PLUGIN])
-            except Exception as problem:
-                self._problem = str(_failed("receive", problem))
+                with _calling("receive"):
+                    arrived = self._agent.get_new_notifs([PLUGIN])
+            except LinkError as problem:
+                self._problem = str(problem)
                 return
             for name, notes in arrived.items():
                 rank = self._rank_of.get(name)
@@ -284,31 +284,23 @@ class NixlLinks(Links):
         peer, size = self._peers[rank], write.payload.nbytes
         source = np.frombuffer(write.payload, dtype=np.uint8).__array_interface__["data"][0]
         agent = self._agent
-        try:
-            with self._lock:
-                ours = agent.get_xfer_descs([(source, size, 0)], MEMORY)
-                theirs = agent.get_xfer_descs([(peer.base + write.frame.at, size, 0)], MEMORY)
-                write.handle = agent.initialize_xfer("WRITE", ours, theirs, peer.name, write.note, [PLUGIN])
-                write.state = agent.transfer(write.handle)
-        except Exception as problem:
-            raise _failed(f"write {size} bytes to rank {rank}", problem) from problem
+        with _calling(f"write {size} bytes to rank {rank}"), self._lock:
+            ours = agent.get_xfer_descs([(source, size, 0)], MEMORY)
+            theirs = agent.get_xfer_descs([(peer.base + write.frame.at, size, 0)], MEMORY)
+            write.handle = agent.initialize_xfer("WRITE", ours, theirs, peer.name, write.note, [PLUGIN])
+            write.state = agent.transfer(write.handle)
 
     def is_done(self, rank: int, write: _Write) -> bool:
         """Whether a write is complete. Raises LinkError for one that has failed."""
-        try:
-            with self._lock:
-                if write.state == "PROC":
-                    write.state = self._agent.check_xfer_state(write.handle)
-                if write.state == "PROC":
-                    return False
-                if write.state != "DONE":
-                    raise LinkError(f"NIXL reports {write.state} for {write.payload.nbytes} bytes to rank {rank}")
+        size = write.payload.nbytes
+        with _calling(f"write {size} bytes to rank {rank}"), self._lock:
+            if write.state == "PROC":
+                write.state = self._agent.check_xfer_state(write.handle)
+            if write.state not in ("PROC", "DONE"):
+                raise LinkError(f"NIXL reports {write.state} for {size} bytes to rank {rank}")
+            if write.state == "DONE":
                 write.handle.release()
-                return True
-        except LinkError:
-            raise
-        except Exception as problem:
-            raise _failed(f"write {write.payload.nbytes} bytes to rank {rank}", problem) from problem
+        return write.state == "DONE"
 
     def _is_over(self, write: _Write) -> bool:
         try:

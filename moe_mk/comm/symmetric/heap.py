@@ -78,23 +78,6 @@ class WindowShape:
         return self.ranks * self.window_bytes
 
 
-class _NoWords(Words):
-    """The flags of a heap that is the parent's: each access raises."""
-
-    def __init__(self, refuse: Callable[[], None]) -> None:
-        self._refuse = refuse
-
-    def store(self, at: int, word: int) -> None:
-        self._refuse()
-
-    def load(self, at: int) -> int:
-        self._refuse()
-        return 0
-
-    def fence(self) -> None:
-        self._refuse()
-
-
 class SymmetricHeap:
     """One rank's hold on the windows of all."""
 
@@ -118,7 +101,7 @@ class SymmetricHeap:
 
     def _leave_to_parent(self) -> None:
         """In a forked child: refuse every operation."""
-        self._is_forked, self._words = True, _NoWords(self._check)
+        self._is_forked = True
 
     def _check(self) -> None:
         if self._is_forked:
@@ -182,6 +165,7 @@ class SymmetricHeap:
 
     def signal(self, peer: int, flag: int, epoch: int, count: int = 0) -> None:
         """Store a flag of a peer; everything put before is seen by whoever sees it."""
+        self._check()
         self.traffic.moved("signal", peer, WORD_BYTES, self.rank)
         self._words.store(self._flag_at(peer, flag), word_of(epoch, count))
 
@@ -195,6 +179,7 @@ class SymmetricHeap:
 
         flags: the flag that each peer stores. Raises CommError when a peer has ended or is later than the deadline.
         """
+        self._check()
         waiting, counts = self._waiting(phase, epoch, self.layer), {}
         for peer, flag in flags.items():
             at = self._flag_at(self.rank, flag)
@@ -237,6 +222,7 @@ class SymmetricHeap:
 
     def quiet(self) -> None:
         """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""
+        self._check()
         self._words.fence()
 
     def barrier(self, phase: str = "barrier") -> None:

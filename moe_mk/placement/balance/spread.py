@@ -58,9 +58,7 @@ def spread(load: Doubles, sites: Sites, *, least: int = 1) -> tuple[Ints, Double
     weighed = load + np.where(total > 0, total * 1e-12, 1.0) / load.shape[1]
     count = copy_counts(weighed, sites.num_slots, least=least, most=sites.num_gpus)
     expert, part = expand(weighed, count, sites.num_slots)
-    placed, piece = _packed(expert, part, sites)
-    placed, piece = swap_refined(placed, piece, sites)
-    return placed, piece
+    return swap_refined(*_packed(expert, part, sites), sites)
 
 
 def _packed(expert: Ints, part: Doubles, sites: Sites) -> tuple[Ints, Doubles]:

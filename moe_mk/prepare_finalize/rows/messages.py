@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.header import ANY, HEADER_BYTES, Arrival, Envelope
-from moe_mk.flight import Flight, wait
+from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import Exchange, ExchangeCalls, WindowPlaces
 from moe_mk.kernels.native.layer import ExchangeLayer, NativeParts, Stage
 from moe_mk.kernels.native.library import Native
@@ -30,6 +30,9 @@ from moe_mk.prepare_finalize.packing import Rows
 from moe_mk.prepare_finalize.rows.formats import FUSED_TOKENS, Encode, KernelRowFormat
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import Routing
+
+if TYPE_CHECKING:
+    from moe_mk.prepare_finalize.all_to_all import AllToAll
 
 
 class MessageRows:
@@ -173,26 +176,14 @@ class _LayerCall(MessageRows):
         return self.layer.tokens_sent(self.num_tokens)
 
 
-class Apart(Protocol):
-    """A transport's own steps for the parts of a call that do not fit into messages."""
-
-    def counts_of(self, arrived: Mapping[int, Arrival], sent: Sequence[int]) -> list[int]:
-        """Rows received from each rank, checked."""
-
-    def run_apart(
-        self, call: MessageRows, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply
-    ) -> Flight[Tensor]:
-        """The rest of a call in which rows of some peer follow their count."""
-
-    def combine_apart(self, y_RH: Tensor, call: MessageRows, received: list[int]) -> Flight[Tensor]:
-        """The rest of a call with sums that do not fit into messages."""
-
-
 class FusedMessages:
-    """A `LayerCall`. What does not change between calls is prepared once for each call that is open at a time."""
+    """A `LayerCall`. What does not change between calls is prepared once for each call that is open at a time.
+
+    apart: the transport, whose own steps end calls with parts that do not fit into messages.
+    """
 
     def __init__(
-        self, context: TransportContext, form: KernelRowFormat, parts: NativeParts, apart: Apart, multiply: Multiply
+        self, context: TransportContext, form: KernelRowFormat, parts: NativeParts, apart: AllToAll, multiply: Multiply
     ) -> None:
         self.routes, self._comm, self._apart, self._multiply = parts[2] is not None, context.comm, apart, multiply
         self._parts, self._ran = (context, form, parts), context.spans.ledger.ran
