@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
 from math import comb
 
@@ -23,7 +22,7 @@ def expected_groups(
     most = min(kept or expert_groups, expert_groups)
     aligned = num_experts % expert_groups == 0 and (groups % expert_groups == 0 or expert_groups % groups == 0)
     if most < expert_groups and aligned:
-        return groups * (1.0 - _Limited(num_experts // expert_groups, expert_groups, most, groups).missed(top_k))
+        return groups * (1.0 - _missed(num_experts // expert_groups, expert_groups, most, groups, top_k))
     elsewhere = max(num_experts - max(num_experts // groups, 1), 0)
     return groups * (1.0 - comb(elsewhere, top_k) / comb(num_experts, top_k))
 
@@ -33,33 +32,26 @@ def expected_experts(num_local: float, num_experts: int, top_k: int, tokens: int
     return num_local * (1.0 - (1.0 - top_k / num_experts) ** tokens)
 
 
-@dataclass(frozen=True)
-class _Limited:
-    """Experts are drawn best first. Once `kept` expert groups have shown up, all others are out."""
+def _missed(per_group: int, expert_groups: int, kept: int, groups: int, top_k: int) -> float:
+    """The chance that none of K experts is on one given rank or node, of experts that are drawn best first.
 
-    per_group: int
-    """Experts of an expert group."""
-    expert_groups: int
-    kept: int
-    groups: int
-
-    def missed(self, top_k: int) -> float:
-        """The chance that none of K experts is on one given rank or node."""
-        own_groups = max(self.expert_groups // self.groups, 1)
-        own = max(self.per_group // max(self.groups // self.expert_groups, 1), 1)
-        # (expert groups seen, experts of the own group seen, all of them elsewhere): chance
-        states = {(0, 0): 1.0}
-        for drawn in range(top_k):
-            after: dict[tuple[int, int], float] = defaultdict(float)
-            for (seen, in_own), chance in states.items():
-                is_full = seen == self.kept
-                pool = (self.kept if is_full else self.expert_groups) * self.per_group - drawn
-                foreign = seen - (in_own > 0)
-                others = self.per_group - own - in_own if in_own or not is_full else 0
-                known = foreign * self.per_group - (drawn - in_own)
-                new = 0 if is_full else (self.expert_groups - own_groups - foreign) * self.per_group
-                after[seen + (in_own == 0), in_own + 1] += chance * others / pool
-                after[seen, in_own] += chance * known / pool
-                after[seen + 1, in_own] += chance * new / pool
-            states = after
-        return sum(states.values())
+    per_group: experts of an expert group. Once `kept` expert groups have shown up, all others are out.
+    """
+    own_groups = max(expert_groups // groups, 1)
+    own = max(per_group // max(groups // expert_groups, 1), 1)
+    # (expert groups seen, experts of the own group seen, all of them elsewhere): chance
+    states = {(0, 0): 1.0}
+    for drawn in range(top_k):
+        after: dict[tuple[int, int], float] = defaultdict(float)
+        for (seen, in_own), chance in states.items():
+            is_full = seen == kept
+            pool = (kept if is_full else expert_groups) * per_group - drawn
+            foreign = seen - (in_own > 0)
+            others = per_group - own - in_own if in_own or not is_full else 0
+            known = foreign * per_group - (drawn - in_own)
+            new = 0 if is_full else (expert_groups - own_groups - foreign) * per_group
+            after[seen + (in_own == 0), in_own + 1] += chance * others / pool
+            after[seen, in_own] += chance * known / pool
+            after[seen + 1, in_own] += chance * new / pool
+        states = after
+    return sum(states.values())

@@ -543,7 +543,10 @@ class GroupMessages:
         gone = self._ended_processes(0.0 if late else CLOSING_S)
         if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
-        notices = self._left_notices()
+        notices: dict[int, Header] = {}
+        for each, receive in self._notices.items():  # read without a wait, whose end would close the others
+            with suppress(ValueError):
+                notices[each] = Header.unpacked(receive.memory)
         # Else it died before its first header, and only its own connections have ended.
         if late or any(header.kind is Kind.WAITING for header in notices.values()):
             self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
@@ -565,14 +568,6 @@ class GroupMessages:
         else:
             text = f"its connection ended: {str(problem).splitlines()[0]}"
         return self._error(caller, phase, peer, text)
-
-    def _left_notices(self) -> dict[int, Header]:
-        """What peers have reported before connections ended: read without a wait, whose end would close the others."""
-        notices: dict[int, Header] = {}
-        for peer, receive in self._notices.items():
-            with suppress(ValueError):
-                notices[peer] = Header.unpacked(receive.memory)
-        return notices
 
     def _ended(self, peer: int) -> str:
         return f"its process {self._processes[peer].number} has ended"

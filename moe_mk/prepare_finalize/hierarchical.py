@@ -90,12 +90,6 @@ class Held:
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
 
-    @classmethod
-    def by_node(cls, own: Rows, crossed: Rows, between: Leg, rank: int) -> Held:
-        """What a rank holds once rows of equal places have crossed to it."""
-        before = sum(between.received[:rank])
-        return cls((crossed[:before], own, crossed[before:]))
-
     def ids(self, top_k: int) -> Tensor:
         """(X, K) int32: the physical experts of each row."""
         first = self.pieces[0].widths[1] - top_k * (ID_BYTES + WEIGHT_BYTES)
@@ -232,9 +226,9 @@ class Hierarchical(PrepareFinalize):
             crossed = yield from crossing
             if number + 1 < len(pieces):
                 crossing = _begun(self._cross(pieces[number + 1], legs[number + 1]))
-            held = Held.by_node(
-                piece, side_by_side(crossed.rows, piece.values.shape[1]), between, self.context.comm.rank
-            )
+            others = side_by_side(crossed.rows, piece.values.shape[1])
+            before = sum(between.received[: self.context.comm.rank])
+            held = Held((others[:before], piece, others[before:]))
             lists = [wanted(self._rank_of(held, between), {rank: rank for rank in self._members})]
             (within,) = yield from self._exchange_counts(lists, self._members, [held], "relay counts")
             write = held.writer(within.row_X, within.sent)

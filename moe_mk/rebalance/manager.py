@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_mk.comm.agreement import digest
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import Group, communicator
@@ -37,7 +38,7 @@ from moe_mk.rebalance.migration import Migration, Vote
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import DIGEST, BadPlanMessage, PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
-from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit, settings_digest
+from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, RebalanceWarning, State
 
@@ -360,7 +361,7 @@ class RebalanceManager:
             problem=problem,
             must_equal=facts
             | {
-                "settings": settings_digest(self.settings),
+                "settings": digest({"": repr(self.settings)}).hex()[:16],
                 "layers": str([layer.name for layer in self.layers]),
                 "experts": str(self.ledger.num_experts),
                 "on_lost_expert": str([layer.on_lost_expert for layer in self.layers]),

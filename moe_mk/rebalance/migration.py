@@ -150,17 +150,16 @@ class Migration:
         if transfer.trouble or self.staged is not None:
             return Vote.REFUSE if transfer.trouble else Vote.READY
         try:
-            self.staged = [
-                (x, self.layers[x].live.stage(self._map(x), transfer.arrived if x == transfer.moves.layer else None))
-                for x in self.batches[0]
-            ]
+            staged = []
+            for x in self.batches[0]:
+                placed = self.ledger.map_of(self.message.phy2log[x], self.message.share[x])
+                arrived = transfer.arrived if x == transfer.moves.layer else None
+                staged.append((x, self.layers[x].live.stage(placed, arrived)))
+            self.staged = staged
         except unless_signalled(Exception) as problem:
             transfer.trouble = f"staging failed: {type(problem).__name__}: {problem}"
             return Vote.REFUSE
         return Vote.READY
-
-    def _map(self, x: int) -> Any:
-        return self.ledger.map_of(self.message.phy2log[x], self.message.share[x])
 
     def _vote(self, mine: Vote, step: int) -> Flight[Vote]:
         """Hear what all ranks say, and back off where one refuses or all have waited long enough."""

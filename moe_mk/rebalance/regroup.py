@@ -13,7 +13,6 @@ commit, so the same call may be made again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -282,11 +281,6 @@ class Regrouping:
                 "the same call may be made again",
                 lines,
             ) from problem
-
-
-def settings_digest(settings: RebalanceSettings) -> str:
-    """A digest, equal for equal settings."""
-    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def after_loss(machine: Topology, members: Sequence[int], num_experts: int, copies: int) -> Topology:

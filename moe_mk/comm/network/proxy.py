@@ -93,8 +93,7 @@ class Proxy:
         """Peers that have ended on purpose, with the links to them that had ended before."""
         self.fault: BaseException | None = None
         """What ended a thread."""
-        self.on_step: Callable[[Step, tuple[int, int]], None] = on_step
-        self._clock, self._peers, self._resume_s, self.links = clock, peers, resume_s, links
+        self._clock, self._peers, self._resume_s, self.links, self._on_step = clock, peers, resume_s, links, on_step
         self._addresses: dict[int, Address] = {}
         self._lost: dict[int, str] = {}
         # All by (peer, channel):
@@ -109,9 +108,11 @@ class Proxy:
         self._door = Acceptor(*listening, clock, self._admit, self._awaited)
         self._num_awaited = sum(peer > rank for peer in peers)
         """See `_awaited`."""
-        self.channels = [Channel(number, self._ring(), peers) for number in range(settings.channels)]
+        numbers, capacity = range(settings.channels), settings.ring_capacity
+        memories = [torch.zeros(ring_bytes(capacity), dtype=torch.uint8, device="cpu") for _ in numbers]
+        self.channels = [Channel(number, CommandRing(memories[number], capacity), peers) for number in numbers]
         most = settings.most_in_flight_bytes
-        self._exchanges = [Exchange(c, window, self.watch, clock, most, self._noted) for c in self.channels]
+        self._exchanges = [Exchange(c, window, self.watch, clock, most, on_step) for c in self.channels]
         self._workers: list[Worker] = []
         in_child(self, Proxy._leave_to_parent)
 
@@ -163,8 +164,8 @@ class Proxy:
         if not ring.has_room:
             return False
         key = (channel, ring.head)
-        self.on_step(Step.DATA_PRODUCED, key)
-        self.on_step(Step.REQUEST_WRITTEN, key)
+        self._on_step(Step.DATA_PRODUCED, key)
+        self._on_step(Step.REQUEST_WRITTEN, key)
         ring.push(command)
         self._worker_of(channel).doorbell.ring_if_awaited()
         return True
@@ -194,10 +195,6 @@ class Proxy:
     def _leave_to_parent(self) -> None:
         """In a forked child there are no threads; sockets close themselves."""
         self.fault, self._workers, self._exchanges = LinkError(FORKED), [], []
-
-    def _ring(self) -> CommandRing:
-        capacity = self.settings.ring_capacity
-        return CommandRing(torch.zeros(ring_bytes(capacity), dtype=torch.uint8, device="cpu"), capacity)
 
     def _worker(self, number: int) -> Worker:
         exchanges = self._exchanges[number :: self.settings.threads]
@@ -249,9 +246,6 @@ class Proxy:
             return hello.applied
 
         self._worker_of(hello.channel).adopt(hello.channel, hello.rank, hello.attempt, pipe, answered)
-
-    def _noted(self, step: Step, key: tuple[int, int]) -> None:
-        self.on_step(step, key)
 
     def _note_link(self, peer: int, channel: int, problem: LinkError | None) -> None:
         """A link has begun, or a problem has ended one. By the thread that works on the channel."""

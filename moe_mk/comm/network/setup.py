@@ -13,8 +13,6 @@ from threading import Event
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator
 from moe_mk.comm.header import host_number
@@ -39,7 +37,6 @@ from moe_mk.comm.symmetric.setup import PHASE, Opening
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
-from moe_mk.flight import wait
 from moe_mk.process import Process
 
 MOST_RANKS = 1 << FIELD_BITS["peer"]
@@ -129,10 +126,11 @@ class _Opening(Opening):
             self._check_links(notes)
             attaching = self.tried(lambda: self.attach(notes))[1]
             own, opening = (b"", "") if attaching else self.tried(lambda: self._open_links(address.host))
-            sizes = self.agreed({"metadata": len(own or b""), "problem": attaching or opening})
+            known = self.agreed({"metadata": (own or b"").hex(), "problem": attaching or opening})
             assert self.memory is not None and listening is not None and self._links is not None
-            if any(note["metadata"] for note in sizes):  # before threads work: a greeting of an unknown rank is lost
-                self._connect_links(self._links, own or b"", [int(note["metadata"]) for note in sizes])
+            if any(note["metadata"] for note in known):  # before threads work: a greeting of an unknown rank is lost
+                theirs = {peer: bytes.fromhex(known[peer]["metadata"]) for peer in sorted(self.far)}
+                self._connect_links(self._links, theirs)
             words = words_of(self.memory.bytes)
             proxy = Proxy(
                 self.comm.rank, sorted(self.far), self._own_window(self.memory, words), listening, self.clock,
@@ -169,15 +167,12 @@ class _Opening(Opening):
         self._links = kind(LinksContext(registered, address, self.clock, self.network.library))
         return self._links.metadata
 
-    def _connect_links(self, links: Links, own: bytes, sizes: list[int]) -> None:
-        """Let far ranks know each other's links. Raises CommError on all ranks, also for a size out of bounds."""
-        for peer, size in enumerate(sizes):
-            if not 0 <= size <= MOST_METADATA_BYTES:
+    def _connect_links(self, links: Links, theirs: dict[int, bytes]) -> None:
+        """Let far ranks know each other's links. Raises CommError on all ranks."""
+        for peer, metadata in theirs.items():
+            if (size := len(metadata)) > MOST_METADATA_BYTES:
                 text = f"describes its {self.network.link} links in {size} bytes, more than {MOST_METADATA_BYTES}"
                 self.fail(text, peer)
-        column = torch.tensor(list(own), dtype=torch.uint8, device="cpu").view(-1, 1)
-        rows = bytes(wait(self.comm.all_gather(column, sizes, PHASE)).flatten().tolist())
-        theirs = {peer: rows[(begin := sum(sizes[:peer])) : begin + sizes[peer]] for peer in sorted(self.far)}
         self.agreed({"problem": self.tried(lambda: links.connect(theirs))[1]})
 
     def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ FOLDER = Path("/dev/shm")
 OURS_ALONE = 0o600
 PREFIX = "moe-mk-window-"
 """Every file of such a name has been locked by its maker from the start."""
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 """Of Linux, which the module mmap does not name."""
 _mmap = ctypes.CDLL(None).mmap
@@ -45,8 +46,9 @@ class Memory:
     is_shared = False
     """Whether other processes map it too."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = _view(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    def __init__(self, num_bytes: int, there: Tensor | None = None) -> None:
+        """there: bytes that other ranks of this process have too."""
+        self.bytes = _view(mmap.mmap(-1, num_bytes, flags=PRIVATE)) if there is None else there
 
     @property
     def num_bytes(self) -> int:
@@ -114,8 +116,8 @@ class SharedMemory(Memory):
                     os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
         self._close()
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        _mmap(self.bytes.data_ptr(), self.num_bytes, protection, flags | MAP_FIXED | MAP_NORESERVE, -1, 0)
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, PRIVATE | MAP_FIXED | MAP_NORESERVE
+        _mmap(self.bytes.data_ptr(), self.num_bytes, protection, flags, -1, 0)
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

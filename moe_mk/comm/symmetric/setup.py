@@ -50,7 +50,7 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
         raise UnsupportedError("no memory can be shared in this group", reasons)
     shape = WindowShape(comm.size, num_flags, data_bytes)
     if isinstance(comm, LockstepCommunicator):
-        memory = _MailedMemory(shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
+        memory = Memory(shape.total_bytes, shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
         return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, partial(WaitingInLockstep, comm.rank))
     assert isinstance(comm, DistributedCommunicator)
     with Opening(comm, shape, range(comm.size)) as opening:
@@ -125,13 +125,6 @@ class Opening:
 
     def fail(self, text: str, peer: int | None = None) -> NoReturn:
         raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)
-
-
-class _MailedMemory(Memory):
-    """The memory behind a tensor that another rank has left in the world's mail boxes."""
-
-    def __init__(self, bytes_: torch.Tensor) -> None:
-        self.bytes = bytes_
 
 
 def shared_in_world(comm: LockstepCommunicator, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -55,11 +55,6 @@ class NodeShelf:
             self.held[expert] = left
 
 
-def hybrid_limit(sites: Sites) -> int:
-    """The most experts for which every node keeps a slot to spare for a piece from elsewhere."""
-    return int((sites.slots_W - 1).sum()) + len(np.unique(sites.node_W))
-
-
 def hybrid(load: Doubles, sites: Sites, groups: int, *, target: float) -> tuple[Ints, Doubles, Doubles]:
     """Place every row with groups kept on a node. Returns expert and load per slot [X, P], and the exported load part.
 
@@ -348,9 +343,10 @@ class Hybrid(EplbPolicy):
 
     def reasons_against(self, request: PlacementRequest) -> list[str]:
         """The reasons for which groups cannot be kept on one node."""
-        experts, limit = request.load.shape[1], hybrid_limit(request.sites)
+        experts, nodes = request.load.shape[1], len(np.unique(request.sites.node_W))
+        limit = int((request.sites.slots_W - 1).sum()) + nodes  # a slot of each node for pieces from elsewhere
         wrong = []
-        if len(np.unique(request.sites.node_W)) < 2:
+        if nodes < 2:
             wrong.append("there is only one node")
         if request.groups < 2:
             wrong.append(f"groups={request.groups}: nothing to keep together")

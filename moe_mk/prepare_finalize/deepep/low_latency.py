@@ -161,7 +161,8 @@ class LowLatencyTransport(PrepareFinalize):
         geometry = ("low latency", self._max_tokens, hidden, self._numbers.total)
         self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, geometry)
         with self._session.call("set-up"):
-            num_bytes = self._bytes_by(library)
+            hint: Callable[..., int] = getattr(library.Buffer, self.dialect.size_hint)
+            num_bytes = hint(self._max_tokens, hidden, context.comm.size, self._numbers.total)
         self._session.open((num_bytes,), lambda most: Surface.of(self._open(library, *most)))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -248,10 +249,6 @@ class LowLatencyTransport(PrepareFinalize):
         options = {"allow_nvlink_for_low_latency_mode": True, "explicitly_destroy": False}
         options |= {"enable_shrink": True} if self.dialect.shrinks else {}
         return Call(library.Buffer, list(needed))(needed, options)
-
-    def _bytes_by(self, library: ModuleType) -> int:
-        hint: Callable[..., int] = getattr(library.Buffer, self.dialect.size_hint)
-        return hint(self._max_tokens, self._hidden, self.context.comm.size, self._numbers.total)
 
     def _expect_turn(self, phase: str) -> None:
         """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""

@@ -159,7 +159,10 @@ class NvlinkTwoSided(PrepareFinalize):
                     ids_TK, weights_TK, None, for_ids, c.max_num_tokens, c.comm.rank, c.comm.size,
                     self._numbers.total, self._numbers.total, c.top_k,
                 )  # fmt: skip
-                parts = [self._push(part, route, for_rows) for part in payloads_of(x_wire)]
+                parts: list[Tensor] = [
+                    self._moe.mnnvl_moe_alltoallv(_aligned(part), route, for_rows, c.comm.rank, c.comm.size)
+                    for part in payloads_of(x_wire)
+                ]
             yield InFlight("dispatch")
             handle = DispatchHandle(route, x_TH.shape[0])
             slots_RK = self._numbers.slots(ids_RK)
@@ -177,11 +180,6 @@ class NvlinkTwoSided(PrepareFinalize):
                 )
             yield InFlight("combine")
             return y_TX[:, : output.y.shape[1]].contiguous()
-
-    def _push(self, part_TX: Tensor, route: Any, workspace: Any) -> Tensor:
-        c = self.context
-        arrived: Tensor = self._moe.mnnvl_moe_alltoallv(_aligned(part_TX), route, workspace, c.comm.rank, c.comm.size)
-        return arrived
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

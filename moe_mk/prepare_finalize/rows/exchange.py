@@ -176,7 +176,9 @@ class RowExchange:
         counted, sent, received = counts
         at, received_at, me = offsets(sent), offsets(received), self.comm.rank
         going, coming = (self.take((self._others(each), sum(widths)), torch.uint8) for each in (sent, received))
-        self._fill(going.rows, widths[0], write, at)
+        to = side_by_side(going.rows, widths[0])
+        write(to[: at[me]], slice(0, at[me]))
+        write(to[at[me] :], slice(at[me + 1], at[-1]))
         flight = self.comm.all_to_others(coming.rows, going.rows, counted, received, phase)
         step = next(flight)
         shapes = ((received_at[-1], width) for width in widths)
@@ -189,11 +191,6 @@ class RowExchange:
         arrived[received_at[me + 1] :].put(others[received_at[me] :])
         self.scratch.give(going, coming)
         return arrived
-
-    def _fill(self, going_XB: Tensor, value_bytes: int, write: Write, at: Sequence[int]) -> None:
-        to, me = side_by_side(going_XB, value_bytes), self.comm.rank
-        write(to[: at[me]], slice(0, at[me]))
-        write(to[at[me] :], slice(at[me + 1], at[-1]))
 
     def _for_others(self, y_RH: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[Borrowed]]:
         """The rows that are not this rank's own, one behind the other: a view, where it has no others on both sides."""
