@@ -48,8 +48,7 @@ class PlacementTables:
     one_to_one: bool
     """Every expert has one choice, so nothing is to be searched."""
     is_identity: bool = False
-    """Whether physical ids equal logical ones, so that callers need not translate. Always False on a GPU: a captured
-    graph reads the tables at each replay, and `overwrite` may change them."""
+    """Whether physical ids equal logical ones, so that callers need not translate. Always False on a GPU."""
 
     @property
     def num_experts(self) -> int:
@@ -74,26 +73,11 @@ class PlacementTables:
         mine = (physical_ids >= 0) & (self.rank_of_P[safe] == rank)
         return torch.where(mine, self.slot_of_P[safe], torch.full_like(physical_ids, -1))
 
-    def overwrite(self, other: PlacementTables) -> None:
-        """Take the content of tables of the same shapes in place, so that a captured graph reads them from now on."""
-        mine, theirs = self._tensors(), other._tensors()
-        if [t.shape for t in mine] != [t.shape for t in theirs] or self.one_to_one != other.one_to_one:
-            raise ConfigError(
-                f"tables of {len(self.edges_X)} choices cannot take those of {len(other.edges_X)}"
-                f" (one choice an expert: {self.one_to_one} and {other.one_to_one}); capture the graph again"
-            )
-        object.__setattr__(self, "is_identity", False)
-        for to, new in zip(mine, theirs, strict=True):
-            to.copy_(new)
-
     def _search(self, expert_TK: Tensor, salt: int) -> Tensor:
         token_T = torch.arange(expert_TK.shape[0], dtype=torch.int64, device=expert_TK.device)
         hashed_TK = mixed(token_T[:, None] * 0x9E3779B1 + expert_TK * 0xC2B2AE3D + salt * 0x85EBCA77)
         key_TK = (expert_TK << POINT) + (hashed_TK >> (32 - POINT))
         return torch.searchsorted(self.edges_X, key_TK, right=True)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.edges_X, self.choice_X, self.rank_of_P, self.slot_of_P]
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -34,18 +34,6 @@ class LoadWindow:
         self.counts_2XE = torch.zeros((len(PHASES), num_layers, num_experts), dtype=torch.int64, device=device)
         self._seen_XE: Tensor | None = None
 
-    def record(self, layer: int, ids_TK: Tensor, phase: Phase, num_tokens: Tensor | int | None = None) -> None:
-        """Count the logical experts of one layer's tokens; -1 is not counted.
-
-        num_tokens: how many of the rows are tokens, the rest is padding; a tensor is not read by the host.
-        """
-        counts_TK = (ids_TK >= 0).to(torch.int64)
-        if num_tokens is not None:
-            row_T = torch.arange(ids_TK.shape[0], dtype=torch.int64, device=ids_TK.device)
-            counts_TK = counts_TK * (row_T < num_tokens)[:, None]
-        experts = ids_TK.clamp_min(0).flatten().long()
-        self.counts_2XE[number_of(phase), layer].index_add_(0, experts, counts_TK.flatten())
-
     def gather(self, loads: Sequence[Tensor], phase: Phase) -> None:
         """Add what the counters of all layers, one [E] each, have gained since the last call; they may start over."""
         now_XE = torch.stack(list(loads))

@@ -1,11 +1,11 @@
-"""The choice among replicas: deterministic, in proportion to shares, near ones first, and the same in a CUDA graph."""
+"""The choice among replicas: deterministic, in proportion to shares, near ones first."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk import ConfigError, ExpertMap
+from moe_mk import ExpertMap
 from moe_mk.placement.expert_map import POINT, edges_of, mixed, seen_from
 
 CPU = torch.device("cpu")
@@ -78,38 +78,3 @@ def test_neighbouring_numbers_hash_far_apart() -> None:
     hashed = mixed(torch.arange(1 << 14, dtype=torch.int64))
     assert hashed.unique().numel() == 1 << 14 and hashed.min() >= 0 and hashed.max() < 1 << 32
     assert torch.bincount(hashed >> 28, minlength=16).float().std() < 5 * 32  # 1024 a bin, sd 31
-
-
-def test_tables_are_overwritten_in_place_or_refused() -> None:
-    tables, other = SHARED.tables(CPU), ExpertMap(SHARED.experts_of_rank, 4, (0.0, 1.0, 1.0, 1.0, 0.0, 1.0)).tables(CPU)
-    edges_X = tables.edges_X
-    tables.overwrite(other)
-    assert tables.edges_X is edges_X and torch.equal(edges_X, other.edges_X)
-    with pytest.raises(ConfigError, match="tables of 6 choices cannot take those of 4"):
-        tables.overwrite(ExpertMap.linear(4, 2).tables(CPU))
-    two_of_one = ExpertMap(((0, 1), (2, 0)), 3).tables(CPU)  # four choices as well
-    with pytest.raises(ConfigError, match=r"one choice an expert: True and False\); capture the graph again"):
-        ExpertMap.linear(4, 2).tables(CPU).overwrite(two_of_one)
-    turned, straight = ExpertMap(((2, 3), (1, 0)), 4).tables(CPU), ExpertMap.linear(4, 2).tables(CPU)
-    assert straight.is_identity and not turned.is_identity
-    straight.overwrite(turned)
-    assert not straight.is_identity and straight.to_physical(torch.arange(4)[None], 0).tolist() == [[3, 2, 0, 1]]
-
-
-@pytest.mark.gpu
-def test_the_choice_is_captured_in_a_graph_and_follows_overwritten_tables() -> None:
-    device = torch.device("cuda", 0)
-    tables, other = (
-        SHARED.tables(device),
-        ExpertMap(SHARED.experts_of_rank, 4, (0.0, 1.0, 1.0, 1.0, 0.0, 1.0)).tables(device),
-    )
-    ids_TK = torch.randint(-1, 4, (256, 4), dtype=torch.int32, device=device)
-    tables.to_physical(ids_TK, 5)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chosen_TK = tables.to_physical(ids_TK, 5)
-    graph.replay()
-    assert torch.equal(chosen_TK.cpu(), SHARED.tables(CPU).to_physical(ids_TK.cpu(), 5))
-    tables.overwrite(other)
-    graph.replay()
-    assert torch.equal(chosen_TK, other.to_physical(ids_TK, 5))
