@@ -67,13 +67,18 @@ class PointToPoint(Communicator):
         self.messages[phase] += 2 * (self.size - 1)
         if isinstance(self.inner, DistributedCommunicator):
             return (yield from self.inner.all_to_all(rows, send, receive, phase))
-        starts, received_at = offsets(send), offsets(receive)
+        at, received_at = offsets(send), offsets(receive)
         received = torch.empty((sum(receive), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        mine = slice(received_at[self.rank], received_at[self.rank + 1])
-        received[mine] = rows[starts[self.rank] : starts[self.rank + 1]]
-        parts = [rows[starts[peer] : starts[peer + 1]] for peer in range(self.size)]
-        holes = [received[received_at[peer] : received_at[peer + 1]] for peer in range(self.size)]
-        yield from self._in_rounds(parts, holes, phase)
+        for step in range(self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            part, place = rows[at[to] : at[to + 1]], received[received_at[source] : received_at[source + 1]]
+            if step > 0:
+                going, coming = [0] * self.size, [0] * self.size
+                going[to], coming[source] = send[to], receive[source]
+                part = yield from self.inner.all_to_all(part, going, coming, phase)
+            place.copy_(part)
+        if self.size == 1:
+            yield InFlight(phase)
         return received
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
@@ -99,15 +104,6 @@ class PointToPoint(Communicator):
 
     def _count_stayed(self, phase: str, rows: Tensor, count: int) -> None:
         """Nothing: messages alone are counted."""
-
-    def _in_rounds(self, parts: Sequence[Tensor], holes: Sequence[Tensor], phase: str) -> Flight[None]:
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            send, receive = [0] * self.size, [0] * self.size
-            send[to], receive[source] = len(parts[to]), len(holes[source])
-            holes[source].copy_((yield from self.inner.all_to_all(parts[to], send, receive, phase)))
-        if self.size == 1:
-            yield InFlight(phase)
 
 
 @dataclass(frozen=True)
@@ -259,27 +255,26 @@ class AllToAll(PrepareFinalize):
         comm.traffic.sent("dispatch counts", [COUNT_BYTES] * comm.size, comm.rank)
         going = {peer: Envelope.empty(0, outgoing.sent[peer]) for peer in peers}
         arrived, received = yield from self._swap(going, outgoing.sent)
-        early = {peer: arrival for peer, arrival in arrived.items() if arrival.num_bytes}
-        coming = [0 if peer in early else count for peer, count in enumerate(received)]
-        rows = yield from self._dispatch(outgoing, outgoing.sent, coming)
-        if early:
-            parts = [self._arrived(early[peer]) if peer in early else None for peer in range(comm.size)]
-            rows = _merged(rows, coming, parts)
-        return self._opened(rows, DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens))
+        handle = DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens)
+        return self._opened((yield from self._with_others(outgoing, arrived, received)), handle)
 
-    def _with_others(self, own: Rows, arrived: Mapping[int, Arrival], received: list[int]) -> Flight[Rows]:
-        """All rows in rank order: those that came with their counts, and those that come now."""
-        comm, widths = self.context.comm, own.widths
-        parts: list[Rows | None] = [
-            own if peer == comm.rank else self._arrived(arrived[peer]) for peer in range(comm.size)
-        ]
-        coming = [received[peer] if parts[peer] is None else 0 for peer in range(comm.size)]
-        if not any(coming):
+    def _with_others(self, own: Rows | _Outgoing, arrived: Mapping[int, Arrival], received: list[int]) -> Flight[Rows]:
+        """All rows in rank order: those that came with their counts, and those that come now.
+
+        own: this rank's, where all others are sent already.
+        """
+        comm = self.context.comm
+        parts = [None if peer == comm.rank else self._arrived(arrived[peer]) for peer in range(comm.size)]
+        parts[comm.rank] = own if isinstance(own, Rows) else None
+        coming = [received[peer] if part is None else 0 for peer, part in enumerate(parts)]
+        if isinstance(own, _Outgoing):
+            rows = yield from self._dispatch(own, own.sent, coming)
+        elif any(coming):  # nothing is written
+            rows = yield from self._exchange.dispatch(lambda *_: None, own.widths, [0] * comm.size, coming, "dispatch")
+        else:
             yield from comm.skip("dispatch")
             return joined([part for part in parts if part is not None])
-        # Its rows are sent already: nothing is written.
-        rows = yield from self._exchange.dispatch(lambda *_: None, widths, [0] * comm.size, coming, "dispatch")
-        return _merged(rows, coming, parts)
+        return rows if all(part is None for part in parts) else _merged(rows, coming, parts)
 
     def _swap(
         self, going: Mapping[int, Envelope], sent: Sequence[int]
@@ -301,7 +296,7 @@ class AllToAll(PrepareFinalize):
 
     def _arrived(self, arrival: Arrival) -> Rows | None:
         """The rows that came with their count; None if they come later."""
-        if arrival.num_rows and not arrival.num_bytes:
+        if not arrival.num_bytes:
             return None
         return rows_of(arrival.rows, arrival.num_rows, self._size.values, self._size.tail)
 
