@@ -268,9 +268,7 @@ class Communicator(ABC):
 
     def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
         """Gather one number of each rank."""
-        mine = torch.tensor([[count]], dtype=torch.int64, device="cpu")
-        theirs = yield from self.all_gather(mine, [1] * self.size, phase)
-        return [int(number) for number in theirs.flatten().tolist()]
+        return (yield from self.exchange_counts([count] * self.size, phase))
 
     def gather_texts(self, text: str, phase: str) -> Flight[list[str]]:
         """Gather a text of each rank."""

@@ -129,10 +129,6 @@ class DistributedCommunicator(Communicator):
         theirs = yield from self._swap({}, dict.fromkeys(self._others()), phase, dict(enumerate(counts)))
         return [counts[peer] if peer == self.rank else theirs[peer] for peer in range(self.size)]
 
-    def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
-        """The same count in the headers to all."""
-        return (yield from self.exchange_counts([count] * self.size, phase))
-
     def swap_eager(
         self, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int], phase: str
     ) -> Flight[dict[int, Arrival]]:

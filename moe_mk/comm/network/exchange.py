@@ -114,19 +114,16 @@ class Exchange:
         payload = self.window.own(message.source, message.size) if message.size else NOTHING
         stream.flying.append(Flying(message, frame.number, self.clock()))
         stream.in_flight_bytes += message.size
-        self._measure(message, stream)
-        stream.link.post(frame, payload)
-        for step in (Step.WORK_QUEUED, Step.RECORD_WRITTEN, Step.DOORBELL_RUNG) if has_commands else ():
-            self.on_step(step, key)
-        if stream.parts >= MOST_OPEN_PARTS:
-            self._post(stream, Message(message.peer, Kind.FENCE))
-
-    def _measure(self, message: Message, stream: Stream) -> None:
         watch, peer = self.watch, message.peer
         watch.messages[peer] += 1
         if message.size:
             watch.sizes[1 << (message.size - 1).bit_length()] += 1
         watch.most_in_flight[peer] = max(watch.most_in_flight[peer], stream.in_flight_bytes)
+        stream.link.post(frame, payload)
+        for step in (Step.WORK_QUEUED, Step.RECORD_WRITTEN, Step.DOORBELL_RUNG) if has_commands else ():
+            self.on_step(step, key)
+        if stream.parts >= MOST_OPEN_PARTS:
+            self._post(stream, Message(message.peer, Kind.FENCE))
 
     def _landing(self, stream: Stream, frame: Frame) -> memoryview:
         """Where a payload goes; payload of an applied group goes to scratch memory. Raises FrameError."""
@@ -156,7 +153,7 @@ class Exchange:
 
     def _apply(self, peer: int, link: Link, control: Frame) -> None:
         if control.kind is Kind.STORE:
-            self.window.store(control.flag, control.value)
+            self.window.words.store(self.window.flag_at(control.flag), control.value)  # `check` has passed it
         elif control.kind is Kind.ADD:
             self.window.add(peer, control.flag, control.value)
         elif control.kind is Kind.FENCE:

@@ -157,7 +157,8 @@ class NixlLinks(Links):
         self._latest: dict[tuple[int, int], int] = {}
         self._left_over: dict[int, list[_Write]] = {}
         self._alert_until_s = 0.0
-        self._problem = ""
+        self.problem = ""
+        """Why nothing can be received any more; empty if it can."""
         self.name = secrets.token_hex(NAME_BYTES)
         self._base, self._num_bytes = context.registered.data_ptr(), context.registered.numel()
         options = ucx_options(context.address, own_addresses(), has_rdma=has_rdma_device())
@@ -234,7 +235,7 @@ class NixlLinks(Links):
                 with _calling("receive"):
                     arrived = self._agent.get_new_notifs([PLUGIN])
             except LinkError as problem:
-                self._problem = str(problem)
+                self.problem = str(problem)
                 return
             for name, notes in arrived.items():
                 rank = self._rank_of.get(name)
@@ -317,11 +318,6 @@ class NixlLinks(Links):
             if under_way:
                 self._left_over.setdefault(key[0], []).extend(under_way)
             self._alert_until_s = self.context.clock() + ALERT_S
-
-    @property
-    def problem(self) -> str:
-        """Why nothing can be received any more; empty if it can."""
-        return self._problem
 
     def close(self) -> None:
         """End the agent: no peer can write the memory of this rank any more."""

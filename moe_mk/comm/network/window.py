@@ -72,10 +72,6 @@ class OwnWindow:
             raise LinkError(f"bytes {source} to {source + size} are outside of {self.registered.nbytes} registered")
         return self.registered[source : source + size]
 
-    def store(self, flag: int, word: int) -> None:
-        """Store a flag, which `check` has passed."""
-        self.words.store(self.flag_at(flag), word)
-
     def add(self, source: int, counter: int, value: int) -> None:
         """Add to a counter, which `check` has passed: modulo 2^64, for one source."""
         place = self.flag_at(self.counter_flags.start + counter * self.sources + source)

@@ -93,10 +93,9 @@ class Injector:
         )
         vars(experts).update(run=multiply, fuse_layer=lambda *_: None)
         if self.fault.kind == "counts":
-            exchange, gather, swap = comm.exchange_counts, comm.gather_count, comm.swap_eager
+            exchange, swap = comm.exchange_counts, comm.swap_eager
             vars(comm).update(
                 exchange_counts=lambda counts, phase: exchange(self._counts(counts), phase),
-                gather_count=lambda count, phase: gather(self._counts([count])[0], phase),
                 swap_eager=lambda going, awaited, phase: swap(self._counted(going, awaited), awaited, phase),
             )
 
