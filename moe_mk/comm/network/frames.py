@@ -25,7 +25,8 @@ from moe_mk.errors import MoEMKError
 
 SEQUENCE_BITS, LAP_BITS, KIND_BITS, FLAG_BITS = 4, 12, 4, 12
 WINDOW = 1 << SEQUENCE_BITS
-TURN = 1 << (SEQUENCE_BITS + LAP_BITS)
+_KIND_AT = SEQUENCE_BITS + LAP_BITS
+TURN = 1 << _KIND_AT
 """Numbers repeat after so many groups."""
 
 C = TypeVar("C")
@@ -58,30 +59,6 @@ class Kind(IntEnum):
     """How many groups have been applied; belongs to none either."""
     BYE = 7
     """The last message of a rank that needs its peers no more; without it the end of a link is a loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Immediate:
-    """The immediate data of a write."""
-
-    number: int
-    """Of the group, modulo TURN."""
-    kind: Kind
-    flag: int = 0
-
-    def pack(self) -> int:
-        assert 0 <= self.flag < 1 << FLAG_BITS
-        lap_at = SEQUENCE_BITS
-        kind_at = lap_at + LAP_BITS
-        number = self.number % TURN
-        return number % WINDOW | number // WINDOW << lap_at | self.kind << kind_at | self.flag << (kind_at + KIND_BITS)
-
-    @classmethod
-    def unpack(cls, bits: int) -> Immediate:
-        """Raises ValueError for a kind that is none."""
-        kind_at = SEQUENCE_BITS + LAP_BITS
-        kind = Kind(bits >> kind_at & ((1 << KIND_BITS) - 1))
-        return cls(bits & (TURN - 1), kind, bits >> (kind_at + KIND_BITS))
 
 
 @dataclass(slots=True)
@@ -190,7 +167,8 @@ class Frame:
     """For the sender's log: the number of the last command behind it, plus one; 0 if there is none. Lower 32 bits."""
 
     def pack(self) -> bytes:
-        immediate = Immediate(self.number, self.kind, self.flag).pack()
+        assert 0 <= self.flag < 1 << FLAG_BITS
+        immediate = self.number % TURN | self.kind << _KIND_AT | self.flag << (_KIND_AT + KIND_BITS)
         return _LAYOUT.pack(immediate, self.size, self.at, self.value, self.part, self.covers, self.serial & 0xFFFFFFFF)
 
     @classmethod
@@ -198,7 +176,8 @@ class Frame:
         """Raises FrameError for bytes that are no header."""
         immediate, size, at, value, part, covers, serial = _LAYOUT.unpack(header)
         try:
-            known = Immediate.unpack(immediate)
+            kind = Kind(immediate >> _KIND_AT & ((1 << KIND_BITS) - 1))
         except ValueError as problem:
             raise FrameError(f"no message begins with {bytes(header[:4]).hex()}: {problem}") from problem
-        return cls(known.kind, known.number, part, covers, size, at, known.flag, value, serial)
+        number, flag = immediate & (TURN - 1), immediate >> (_KIND_AT + KIND_BITS)
+        return cls(kind, number, part, covers, size, at, flag, value, serial)

@@ -4,19 +4,20 @@ import random
 
 import pytest
 
-from moe_mk.comm.network.frames import TURN, WINDOW, Immediate, Kind, Reorder, WindowOverflow
+from moe_mk.comm.network.frames import TURN, WINDOW, Frame, FrameError, Kind, Reorder, WindowOverflow
 
 
 def test_an_immediate_is_32_bits_with_the_sequence_in_the_lowest_four() -> None:
     # Group 35 = lap 2, sequence 3; kind 2; flag 5.
-    assert Immediate(35, Kind.STORE, 5).pack() == 3 | 2 << 4 | 2 << 16 | 5 << 20
+    frame = Frame(Kind.STORE, 35, flag=5)
+    assert int.from_bytes(frame.pack()[:4], "little") == 3 | 2 << 4 | 2 << 16 | 5 << 20
     for number in (0, 15, 16, TURN - 1):
         for kind in Kind:
-            immediate = Immediate(number, kind, 4095)
-            assert immediate.pack() < 1 << 32 and Immediate.unpack(immediate.pack()) == immediate
-    assert Immediate.unpack(Immediate(TURN + 2, Kind.FENCE).pack()).number == 2
-    with pytest.raises(ValueError, match="15 is not a valid Kind"):
-        Immediate.unpack(15 << 16)
+            frame = Frame(kind, number, 1, 2, 3, 4, 4095, 6, 7)
+            assert Frame.unpack(frame.pack()) == frame
+    assert Frame.unpack(Frame(Kind.FENCE, TURN + 2).pack()).number == 2
+    with pytest.raises(FrameError, match="no message begins with 00000f00: 15 is not a valid Kind"):
+        Frame.unpack((15 << 16).to_bytes(32, "little"))
 
 
 @pytest.mark.row(154, 155)
