@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.quant.blocked import BlockedScheme
-from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import as_bytes, decode_rows, encode_rows, from_bytes, row_bytes
+from moe_mk.quant.wire import WireTypes, as_bytes, decode_rows, encode_rows, from_bytes, row_bytes
 
 SMALL_BYTES = 1 << 20
 """What is less is copied in less time than an operation takes to begin."""
@@ -115,9 +113,6 @@ def opened(rows: Rows, wire: QuantScheme, top_k: int) -> tuple[QuantTensor, Tens
     ids_at, weights_at = rows.tails.shape[1] - top_k * (ID_BYTES + WEIGHT_BYTES), -top_k * WEIGHT_BYTES
     ids_RK = from_bytes(rows.tails[:, ids_at:weights_at], torch.int32)
     weights_RK = from_bytes(rows.tails[:, weights_at:], torch.float32)
-    values = rows.values.contiguous()
-    if isinstance(wire, Plain):
-        return QuantTensor(values.view(wire.dtype), None, wire), ids_RK, weights_RK
-    assert isinstance(wire, BlockedScheme)
-    scales = None if wire.is_static else from_bytes(rows.tails[:, :ids_at], wire.scale_dtype)
-    return QuantTensor(values.view(wire.element.dtype), scales, wire), ids_RK, weights_RK
+    types = WireTypes.of(wire)
+    scales = None if types.scales is None else from_bytes(rows.tails[:, :ids_at], types.scales)
+    return QuantTensor(rows.values.contiguous().view(types.values), scales, wire), ids_RK, weights_RK

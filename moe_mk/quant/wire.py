@@ -37,15 +37,28 @@ def encode_rows(q: QuantTensor) -> Tensor:
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
+@dataclass(frozen=True)
+class WireTypes:
+    """What the tensors of a wire scheme hold."""
+
+    values: torch.dtype
+    scales: torch.dtype | None
+
+    @classmethod
+    def of(cls, wire: QuantScheme) -> WireTypes:
+        """None for scales that do not travel."""
+        if isinstance(wire, Plain):
+            return cls(wire.dtype, None)
+        assert isinstance(wire, BlockedScheme)
+        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
+
+
 def decode_rows(bytes_RB: Tensor, scheme: QuantScheme, hidden_size: int) -> QuantTensor:
     """Bytes (R, B) to rows (R, H)."""
-    if isinstance(scheme, Plain):
-        return QuantTensor(from_bytes(bytes_RB, scheme.dtype), None, scheme)
-    assert isinstance(scheme, BlockedScheme)
-    wide = hidden_size // scheme.per_byte
-    values = from_bytes(bytes_RB[:, :wide], scheme.element.dtype)
-    scales = None if scheme.is_static else from_bytes(bytes_RB[:, wide:], scheme.scale_dtype)
-    return QuantTensor(values, scales, scheme)
+    types = WireTypes.of(scheme)
+    wide = bytes_RB.shape[1] if types.scales is None else hidden_size // scheme.per_byte
+    scales = None if types.scales is None else from_bytes(bytes_RB[:, wide:], types.scales)
+    return QuantTensor(from_bytes(bytes_RB[:, :wide], types.values), scales, scheme)
 
 
 def from_bytes(bytes_RB: Tensor, dtype: torch.dtype) -> Tensor:

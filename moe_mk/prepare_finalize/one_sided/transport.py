@@ -52,14 +52,13 @@ from moe_mk.prepare_finalize.rows.formats import (
     Encode,
     KernelRowFormat,
     RowBytes,
-    WireTypes,
     by_rank,
     exchanged_parts,
 )
 from moe_mk.prepare_finalize.rows.sums import Part, add_up
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
+from moe_mk.quant.wire import WireTypes, as_bytes, from_bytes, row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 DISPATCH, COMBINE = InFlight("dispatch"), InFlight("combine")

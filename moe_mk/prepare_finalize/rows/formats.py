@@ -16,8 +16,8 @@ from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, tails
 from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import Plain
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import row_bytes
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.wire import WireTypes, row_bytes
 from moe_mk.tokens import Routing
 
 GROUP = 128
@@ -50,22 +50,6 @@ class RowBytes:
     def tail(self) -> int:
         """Scales, ids and weights."""
         return self.scales + self.top_k * (ID_BYTES + WEIGHT_BYTES)
-
-
-@dataclass(frozen=True)
-class WireTypes:
-    """What the tensors of a wire scheme hold."""
-
-    values: torch.dtype
-    scales: torch.dtype | None
-
-    @classmethod
-    def of(cls, wire: QuantScheme) -> WireTypes:
-        """None for scales that do not travel."""
-        if isinstance(wire, Plain):
-            return cls(wire.dtype, None)
-        assert isinstance(wire, BlockedScheme)
-        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
 
 
 def by_rank(context: TransportContext, scales_TX: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, list[int]]:
