@@ -2,7 +2,7 @@
 
 For GPUs with peer access where no EP library is installed. Compiled for sm_90 and run in Triton's interpreter; not yet
 measured on a GPU. Processes map each other's windows by torch's symmetric memory where every rank has a GPU of its own,
-else by CUDA IPC; `GpuBufferSlot.how` states which, and why.
+else by CUDA IPC; `reached_by` lists which, and why.
 
     dispatch  one launch copies rows [values | scales | ids | weights] to every rank of their experts and sets its flag
     arrival   (W, M) rows, those of each source at the front of its part; the ids of the rest are -1
@@ -163,6 +163,11 @@ class OneSidedGpu(PrepareFinalize):
             y_TH = pull_sums(buffer.windows, handle.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
             buffer.busy = False
             return y_TH
+
+    @property
+    def reached_by(self) -> list[str]:
+        """How peers access the open windows, and why no better way is used."""
+        return [buffer.how for buffer in self._pool.slots]
 
     def leave_out(self, active_W: Tensor) -> None:
         """Change who takes part, int32 (W,): 0 for ranks that no rank sends to or waits for.
