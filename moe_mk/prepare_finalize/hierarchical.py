@@ -60,17 +60,10 @@ class Leg:
 
     row_X: Tensor
     """int64. The held row behind each row sent, peer by peer, ascending inside one."""
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: Sequence[int]
+    received: Sequence[int]
     held: int
     """Rows that were there to choose from."""
-
-    @classmethod
-    def of(
-        cls, row_of: Mapping[int, Tensor], sent: Sequence[int], received: Sequence[int], held: int, none: Tensor
-    ) -> Leg:
-        """From the rows for each peer that takes part; none: an empty int64 tensor."""
-        return cls(torch.cat([none, *(row_of[peer] for peer in sorted(row_of))]), tuple(sent), tuple(received), held)
 
 
 @dataclass(frozen=True)
@@ -308,8 +301,11 @@ class Hierarchical(PrepareFinalize):
         most = self.context.max_num_tokens * (1 if talks_to is self._relays else self.nodes.num_nodes)
         for counts_W in received_XW:
             comm.check_counts(counts_W, most, phase)
-        none = torch.empty(0, dtype=torch.int64, device=self.context.device)
-        return [Leg.of(*each, none) for each in zip(lists, sent_XW, received_XW, map(len, held), strict=True)]
+        none, sorted_lists = torch.empty(0, dtype=torch.int64, device=self.context.device), map(sorted, lists)
+        row_X = [
+            torch.cat([none, *(row_of[p] for p in peers)]) for row_of, peers in zip(lists, sorted_lists, strict=True)
+        ]
+        return [Leg(*each) for each in zip(row_X, sent_XW, received_XW, map(len, held), strict=True)]
 
     def _rank_of(self, held: Held, between: Leg) -> Tensor:
         """(X, K): the rank of each assignment of held rows, -1 for nowhere. Raises CommError for ids of no expert."""

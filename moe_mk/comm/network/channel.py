@@ -68,12 +68,12 @@ def messages_of(taken: Iterable[Taken], most_bytes: int = MOST_BYTES) -> list[Me
         command = each.command
         last = last_of.get(command.peer)
         if last is not None and _merged(last, command, most_bytes):
-            last.taken.append(each)
-            continue
-        message = _message(command)
+            message = last
+        else:
+            message = last_of[command.peer] = _message(command)
+            made.append(message)
         message.taken.append(each)
-        made.append(message)
-        last_of[command.peer] = message
+        message.serial = each.place
     return made
 
 
@@ -225,7 +225,7 @@ class Channel:
         words = self.ring.read(first, most).tolist()
         read = [Taken(TransferCommand.unpack(*pair), first + place) for place, pair in enumerate(words)]
         self.taken.extend(read)
-        self.backlog.extend(self._numbered(messages_of(read)))
+        self.backlog.extend(messages_of(read))
         return read
 
     def settle(self) -> list[Taken]:
@@ -250,13 +250,8 @@ class Channel:
         again = [each for each in own if not self._is_done(each) or each in gets]
         for each in again:
             each.number = None
-        self.backlog.extendleft(reversed(self._numbered(messages_of(again))))
+        self.backlog.extendleft(reversed(messages_of(again)))
         self.settle()
 
     def _is_done(self, taken: Taken) -> bool:
         return taken.number is not None and taken.number < self.streams[taken.command.peer].confirmed
-
-    def _numbered(self, messages: list[Message]) -> list[Message]:
-        for message in messages:
-            message.serial = message.taken[-1].place
-        return messages
