@@ -301,10 +301,8 @@ class Hierarchical(PrepareFinalize):
         most = self.context.max_num_tokens * (1 if talks_to is self._relays else self.nodes.num_nodes)
         for counts_W in received_XW:
             comm.check_counts(counts_W, most, phase)
-        none, sorted_lists = torch.empty(0, dtype=torch.int64, device=self.context.device), map(sorted, lists)
-        row_X = [
-            torch.cat([none, *(row_of[p] for p in peers)]) for row_of, peers in zip(lists, sorted_lists, strict=True)
-        ]
+        none = torch.empty(0, dtype=torch.int64, device=self.context.device)
+        row_X = [torch.cat([none, *(rows for _, rows in sorted(row_of.items()))]) for row_of in lists]
         return [Leg(*each) for each in zip(row_X, sent_XW, received_XW, map(len, held), strict=True)]
 
     def _rank_of(self, held: Held, between: Leg) -> Tensor:
