@@ -277,6 +277,9 @@ class Auto(EplbPolicy):
 
     summary = "hybrid where groups can be kept on one node, else flat"
 
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
+        return []
+
     def place(self, request: PlacementRequest) -> SlotPlacement:
         return EPLB_POLICIES[self.stands_for(request)[0]]().place(request)
 
@@ -313,6 +316,9 @@ class Flat(EplbPolicy):
 
     summary = "evenest of all; nodes and groups do not matter"
     whole_nodes = False
+
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
+        return []
 
     def place(self, request: PlacementRequest) -> SlotPlacement:
         experts, piece = spread(request.load, request.sites, least=request.least)

@@ -62,9 +62,9 @@ class EplbPolicy(ABC):
     mends_near: ClassVar[bool] = False
     """Whether small changes are first tried inside nodes."""
 
+    @abstractmethod
     def reasons_against(self, request: PlacementRequest) -> list[str]:
         """Every reason for which it cannot place this request; empty if it can."""
-        return []
 
     @abstractmethod
     def place(self, request: PlacementRequest) -> SlotPlacement:
