@@ -36,7 +36,7 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes
-from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
 class UniformExpertIds:
@@ -183,6 +183,7 @@ class RowKernels(PrepareFinalize):
     """Which; layers of one group share a buffer of the same."""
     later: ClassVar[str]
     """The argument that makes a call return before its kernels finish."""
+    _ids_dtype: torch.dtype
 
     def __init__(self, context: TransportContext) -> None:
         """Check what travels; no buffer is made yet. Raises UnsupportedError."""
@@ -205,6 +206,17 @@ class RowKernels(PrepareFinalize):
             self._wait(event, "combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
             return y_TH
+
+    def _sent(self, x_TH: Tensor, routing: Routing) -> dict[str, Any]:
+        """What a dispatch of either kind is given. Raises ShapeError for more tokens than there is room for."""
+        self.expect_room(x_TH)
+        return {
+            "x": to_library(self.encode(x_TH), self._hidden),
+            "topk_idx": self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous(),
+            "topk_weights": routing.weights_TK.to(torch.float32).contiguous(),
+            self.later: True,
+            **self._units(combine=False),
+        }
 
     @abstractmethod
     def _units(self, *, combine: bool) -> dict[str, object]:

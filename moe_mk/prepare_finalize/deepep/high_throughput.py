@@ -43,7 +43,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     Surface,
     from_library,
     padded_row,
-    to_library,
 )
 from moe_mk.tokens import Routing, RowTokens, Tokens
 
@@ -73,27 +72,15 @@ class HighThroughputTransport(RowKernels):
         self._session.open(sizes, lambda most: self._made(library, most))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        c = self.context
-        self.expect_room(x_TH)
-        rows = to_library(self.encode(x_TH), self._hidden)
-        ids_TK = self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous()
-        weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+        c, sent = self.context, self._sent(x_TH, routing)
         worst = c.comm.size * c.max_num_tokens if capturing(c.device) else 0
         with c.spans.span("dispatch"):
             buffer = self._session.buffer
             assert buffer.layout is not None
             with self._session.call("dispatch"):
-                *layout, _ = buffer.layout({"topk_idx": ids_TK, "num_experts": self._numbers.total})
+                *layout, _ = buffer.layout({"topk_idx": sent["topk_idx"], "num_experts": self._numbers.total})
                 received, slots_RK, weights_RK, _, handle, event = buffer.dispatch(
-                    {
-                        "x": rows,
-                        **dict(zip(LAYOUT, layout, strict=True)),
-                        "topk_idx": ids_TK,
-                        "topk_weights": weights_TK,
-                        self.later: True,
-                        **self._units(combine=False),
-                    },
-                    {"expert_alignment": 1, "num_worst_tokens": worst},
+                    sent | dict(zip(LAYOUT, layout, strict=True)), {"expert_alignment": 1, "num_worst_tokens": worst}
                 )
             yield InFlight("dispatch")
             self._wait(event, "dispatch")

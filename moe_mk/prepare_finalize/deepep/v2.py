@@ -41,7 +41,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     Surface,
     from_library,
     padded_row,
-    to_library,
 )
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
@@ -84,17 +83,11 @@ class ElasticTransport(RowKernels):
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         c = self.context
-        self.expect_room(x_TH)
-        needed = {
-            "x": to_library(self.encode(x_TH), self._hidden),
-            "topk_idx": self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous(),
-            "topk_weights": routing.weights_TK.to(torch.float32).contiguous(),
+        needed = self._sent(x_TH, routing) | {
             "num_experts": self._numbers.total,
             "num_max_tokens_per_rank": c.max_num_tokens,
             "do_expand": self.expand,
             "do_cpu_sync": not capturing(c.device),
-            self.later: True,
-            **self._units(combine=False),
         }
         with c.spans.span("dispatch"):
             buffer = self._session.buffer
