@@ -9,11 +9,18 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
 from moe_mk.placement.balance.policies import cluster_fill, clusters_of
 from moe_mk.placement.balance.shares import balance_of, copies_of, gpu_time, poured_shares
-from moe_mk.placement.balance.spread import fill_empty, imbalance, num_twins, spread, swap_refined
+from moe_mk.placement.balance.spread import (
+    fill_empty,
+    fill_limit,
+    imbalance,
+    num_twins,
+    spread,
+    swap_refined,
+    window_fill,
+)  # fmt: skip
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import Topology, plan, resplit
 

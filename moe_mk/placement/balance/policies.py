@@ -22,12 +22,19 @@ import torch
 
 from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.compat import rebalance_experts
-from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import pack, replicate
 from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, SlotPlacement
 from moe_mk.placement.balance.request import PlacementRequest, split_shares
 from moe_mk.placement.balance.shares import at_slots, balance_of, equal_shares, gpu_time
-from moe_mk.placement.balance.spread import fill_empty, imbalance, num_twins, spread, swap_refined
+from moe_mk.placement.balance.spread import (
+    fill_empty,
+    fill_limit,
+    imbalance,
+    num_twins,
+    spread,
+    swap_refined,
+    window_fill,
+)  # fmt: skip
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
 
 _DUST = 1e-9
