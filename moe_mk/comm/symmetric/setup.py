@@ -65,7 +65,7 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
 
 
 class Opening:
-    """A heap that is being opened, together with every rank: the memory of this host, and what ranks tell each other.
+    """A heap that is being opened, together with every rank: the memory of this host, and the notes of all ranks.
 
     A context that takes the name of the file away at its end.
     """

@@ -53,8 +53,8 @@ def test_held_rows_are_numbered_through_and_written_by_rank() -> None:
     # Rank 1 of nodes {0}, {1}, {2}: one row of node 0, own tokens 1 2 3, two rows of node 2. Rank 0 gets rows 0 and 4,
     # rank 1 rows 1 2 3 5, rank 2 row 5.
     between = Leg(torch.empty(0, dtype=torch.int64), (0, 0, 0), (1, 0, 2), 3)
-    landed = side_by_side(torch.cat((numbered(0, 1), numbered(4, 2))), 2)
-    held = Held((landed[: between.received[0]], side_by_side(numbered(1, 3), 2), landed[between.received[0] :]))
+    crossed = side_by_side(torch.cat((numbered(0, 1), numbered(4, 2))), 2)
+    held = Held((crossed[: between.received[0]], side_by_side(numbered(1, 3), 2), crossed[between.received[0] :]))
     assert len(held) == 6
     row_X, counts = torch.tensor([0, 4, 1, 2, 3, 5, 5]), (2, 4, 1)
     write = held.writer(row_X, counts)
