@@ -30,6 +30,8 @@ from moe_mk.flight import wait
 from moe_mk.process import Process
 
 PHASE = "window set-up"
+NOTE_BYTES = 512
+"""Of a note at least: every run sends as much, whatever the numbers of its processes."""
 X = TypeVar("X")
 
 
@@ -114,7 +116,7 @@ class Opening:
     def agreed(self, note: Mapping[str, object]) -> list[dict[str, Any]]:
         """Everybody's note, with its process. Raises CommError on every rank where one has a problem, or differs."""
         own = {"bytes": self.shape.total_bytes, "process": vars(Process.this()), **note}
-        notes = [json.loads(text) for text in wait(self.comm.gather_texts(json.dumps(own), PHASE))]
+        notes = [json.loads(text) for text in wait(self.comm.gather_texts(json.dumps(own).ljust(NOTE_BYTES), PHASE))]
         for peer, other in enumerate(notes):
             if other["bytes"] != own["bytes"]:
                 self.fail(f"opens windows of {other['bytes']} bytes in all, this rank {own['bytes']}", peer)
