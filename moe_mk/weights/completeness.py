@@ -72,7 +72,7 @@ def _surplus(unexpected: Sequence[str], num_experts: int, convention: Convention
         hints.append("a gate bias where none is expected")
     if any(part.role is Role.TABLE for part in parts):
         hints.append("a table of experts by token id; set router.hash_vocabulary to its rows")
-    if any(part.is_scale for part in parts):
+    if any(part.extra == "scale" for part in parts):
         hints.append("scales where plain weights are expected")
     return f" ({'; '.join(hints)})" if hints else ""
 
@@ -132,7 +132,7 @@ def transposed(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expect
     square = [
         name
         for name, each in expected.items()
-        if each.part.role in roles and not each.part.is_scale and each.shape[-2:] == each.shape[-2:][::-1]
+        if each.part.role in roles and each.part.extra != "scale" and each.shape[-2:] == each.shape[-2:][::-1]
         if len(each.shape) > 1
     ]
     if not swapped:

@@ -181,7 +181,7 @@ def describe_block(
             source, prefix, {name: expected[name] for name in local if name in expected and name in entries}
         )
     kind = "" if spec is None else kind_of_scheme(spec.scheme)
-    dtypes, scale_dtypes = _dtypes(parts, is_scale=False), _dtypes(parts, is_scale=True)
+    dtypes, scale_dtypes = _dtypes(parts, ""), _dtypes(parts, "scale")
     return LayerFacts(
         layer_of(prefix), prefix, convention.name,
         spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
@@ -225,7 +225,7 @@ def _guess(
     downs = [
         (part, entry)
         for part, entry in parts.items()
-        if part.role is Role.EXPERT and part.projection == "down" and not (part.is_scale or part.extra)
+        if part.role is Role.EXPERT and part.projection == "down" and not part.extra
     ]
     if not downs:
         return None, "no expert has a down projection"
@@ -354,7 +354,7 @@ def _integers(
         return _of_mlx(parts, Part(Role.EXPERT, of, expert), sizes[of])
     groups = []
     for projection, columns in sizes.items():
-        scales = parts.get(Part(Role.EXPERT, projection, expert, is_scale=True))
+        scales = parts.get(Part(Role.EXPERT, projection, expert, "scale"))
         if scales is None or len(scales.shape) != 2 or not min(*scales.shape, columns):
             return None
         groups.append((scales.shape[1 if by_row else 0], columns))
@@ -370,7 +370,7 @@ def _integers(
 
 def _of_mlx(parts: dict[Part, TensorEntry], part: Part, columns: int) -> quant.QuantScheme | None:
     """The scheme of a matrix of MLX, by the words and the scales of a row; None if unsupported."""
-    scales, words = parts.get(replace(part, is_scale=True)), parts[part].shape[-1]
+    scales, words = parts.get(replace(part, extra="scale")), parts[part].shape[-1]
     if scales is None or not min(*scales.shape, columns):
         return None
     bits, group = 32 * words // columns, columns // scales.shape[-1]
@@ -418,7 +418,7 @@ def _scheme(
     if dtype in FLOATS:
         return quant.plain(dtype)
     downs = {part: e for part, e in parts.items() if part.role is Role.EXPERT and part.projection == "down"}
-    scales = [e for part, e in downs.items() if part.is_scale]
+    scales = [e for part, e in downs.items() if part.extra == "scale"]
     if dtype is None or not scales:
         return None
     scale = scales[0]
@@ -448,7 +448,6 @@ def kind_of_scheme(scheme: quant.QuantScheme) -> str:
     return ""
 
 
-def _dtypes(parts: dict[Part, TensorEntry], *, is_scale: bool) -> str:
-    experts = {part: entry for part, entry in parts.items() if part.role is Role.EXPERT and not part.extra}
-    found = {entry.dtype_name for part, entry in experts.items() if part.is_scale == is_scale}
+def _dtypes(parts: dict[Part, TensorEntry], extra: str) -> str:
+    found = {entry.dtype_name for part, entry in parts.items() if (part.role, part.extra) == (Role.EXPERT, extra)}
     return " and ".join(sorted(found))

@@ -144,13 +144,11 @@ class LayerReader:
                 rows = rows.chunk(2)[projection == "up"]
             return (name, name), Unpacked(self._of_file(part, scheme, rows))
         present = self.source.names()
-        kinds = {"": part, "scale": replace(part, is_scale=True)}
-        kinds |= {extra: replace(part, extra=extra) for extra in ("zeros", "shape", "order")}
+        kinds = {extra: replace(part, extra=extra) for extra in ("", "scale", "zeros", "shape", "order")}
         held = {
-            what: self._open(each, row)
-            for what, each in kinds.items()
-            if (what in ("", "scale") or self.convention.holds(role, what))
-            and self.prefix + self.convention.spell(each) in present
+            extra: self._open(each, row)
+            for extra, each in kinds.items()
+            if self.convention.holds(role, extra) and self.prefix + self.convention.spell(each) in present
         }
         packing = "gptq_v2" if self.spec.gptq_v2 else self.convention.packing
         return (held[""][0], held["scale"][0]), unpack(packing, scheme, held)
@@ -210,7 +208,7 @@ class LayerReader:
             return (name, ""), QuantTensor(values, None, scheme)
         values = values.flatten(1) if values.dim() == 3 else values
         values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
-        scale_name, scales = self._open(replace(part, is_scale=True), row)
+        scale_name, scales = self._open(replace(part, extra="scale"), row)
         tall_wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
         above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
@@ -272,7 +270,8 @@ class LayerReader:
     def _packed_gate(self, part: Part, name: str, words: Tensor) -> Tensor:
         """A gate that MLX packed, in f32."""
         parts = {"": (name, words)}
-        for what, each in (("scale", replace(part, is_scale=True)), ("zeros", replace(part, extra="zeros"))):
+        for what in ("scale", "zeros"):
+            each = replace(part, extra=what)
             if self.prefix + self.convention.spell(each) not in self.source.names():
                 raise WeightError(f"{name} is packed without {self.convention.spell(each)}; affine gates are read only")
             parts[what] = self._open(each, None)

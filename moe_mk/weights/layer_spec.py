@@ -238,7 +238,7 @@ def _as_mlx_may_pack(each: Expected) -> list[Expected]:
     rows, columns = each.shape
     words = tuple((rows, columns * bits // WORD) for bits in (4, 8))
     shape, *others = ((rows, columns // group) for group in GROUPS[:3])
-    parts = replace(each.part, is_scale=True), replace(each.part, extra="zeros")
+    parts = (replace(each.part, extra=extra) for extra in ("scale", "zeros"))
     scales = [Expected(part, shape, FLOATS, tuple(others), optional=True) for part in parts]
     return [replace(each, dtypes=(*each.dtypes, torch.uint32), also=(*each.also, *words)), *scales]
 
@@ -314,17 +314,15 @@ class _Matrices:
     ) -> list[Expected]:
         """The tensors of a packed matrix, or one plain tensor."""
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
-            plain_part = Part(part.role, part.projection, part.expert, extra="plain")
-            return [Expected(plain_part, (*stack, rows, columns), FLOATS)]
+            return [Expected(replace(part, extra="plain"), (*stack, rows, columns), FLOATS)]
         of_file = self.convention.packing == "gguf"
         decoded = part.role is Role.SHARED or (of_file and isinstance(scheme, Plain | Grouped))
         shapes = packed_shapes(self.convention.packing, scheme, rows, columns, any_type=decoded)
-        found = []
-        for what, held in shapes.items():
-            here = Part(part.role, part.projection, part.expert, what == "scale", "" if what in ("", "scale") else what)
-            also = tuple((*stack, *other) for other in held.also)
-            found.append(Expected(here, (*stack, *held.shape), held.dtypes, also, held.optional))
-        return found
+        whole = {extra: [(*stack, *shape) for shape in (held.shape, *held.also)] for extra, held in shapes.items()}
+        return [
+            Expected(replace(part, extra=extra), whole[extra][0], held.dtypes, tuple(whole[extra][1:]), held.optional)
+            for extra, held in shapes.items()
+        ]
 
     def _scales(
         self, scheme: BlockedScheme, part: Part, stack: tuple[int, ...], rows: int, columns: int
@@ -336,8 +334,7 @@ class _Matrices:
             turned = (*stack, wide, tall)
             of_rows = (shape, (turned, *shorter)) if part.projection == "down" else (turned, (shape, *shorter))
             shape, shorter = ((), ((1,), stack, shape)) if tall == 1 else of_rows
-        scale = Part(part.role, part.projection, part.expert, is_scale=True)
-        tensors_of_part = [Expected(scale, shape, scale_dtypes(scheme), shorter)]
+        tensors_of_part = [Expected(replace(part, extra="scale"), shape, scale_dtypes(scheme), shorter)]
         if scheme.has_global_scale:
             tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
         if self.convention.holds(part.role, "input"):
@@ -347,13 +344,12 @@ class _Matrices:
     def _bias(self, part: Part, stack: tuple[int, ...], rows: int) -> list[Expected]:
         if not self.spec.has_expert_bias or not self.convention.holds(part.role, "bias"):
             return []
-        return [Expected(Part(part.role, part.projection, part.expert, extra="bias"), (*stack, rows), FLOATS)]
+        return [Expected(replace(part, extra="bias"), (*stack, rows), FLOATS)]
 
     def _scalar(self, part: Part, stack: tuple[int, ...], extra: str, *, optional: bool) -> Expected:
-        scalar = Part(part.role, part.projection, part.expert, extra=extra)
         also = (stack, (*stack, 1), (1,)) if stack else ((1,),)
         shape = () if self.spec.stacks_transposed else stack
-        return Expected(scalar, shape, (torch.float32, torch.bfloat16), also, optional)
+        return Expected(replace(part, extra=extra), shape, (torch.float32, torch.bfloat16), also, optional)
 
 
 def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:

@@ -7,7 +7,7 @@ or overwrite it at once. The layer is changed by `finish()` alone: a loader that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,11 +28,10 @@ from moe_mk.weights.source import MappingSource
 
 SHARDS = {"w1": "gate", "w2": "down", "w3": "up"}
 """Projections by the names that engines give to the shards of an expert."""
-KINDS: Mapping[str, dict[str, object]] = {
-    "weight": {}, "scale": {"is_scale": True}, "global_scale": {"extra": "global"}, "input_scale": {"extra": "input"},
-    "bias": {"extra": "bias"}, "zeros": {"extra": "zeros"}, "order": {"extra": "order"},
-}  # fmt: skip
-"""The tensors of a projection, by their names in `feed_shard`."""
+KINDS = {"weight": "", "global_scale": "global", "input_scale": "input"} | {
+    extra: extra for extra in ("scale", "bias", "zeros", "order")
+}
+"""`Part.extra` of the tensors of a projection, by their names in `feed_shard`."""
 
 
 class LayerLoader:
@@ -98,7 +97,7 @@ class LayerLoader:
             raise ConfigError(f"kind {kind!r} is unknown{did_you_mean(kind, list(KINDS))}")
         if not 0 <= expert_id < self._spec.num_experts:
             raise ConfigError(f"expert_id={expert_id} is out of range (0 <= expert_id < {self._spec.num_experts})")
-        part = replace(Part(Role.EXPERT, SHARDS[shard_id], expert_id), **KINDS[kind])  # type: ignore[arg-type]
+        part = Part(Role.EXPERT, SHARDS[shard_id], expert_id, KINDS[kind])
         convention = self._spelling
         if part.extra and not convention.holds(Role.EXPERT, part.extra):
             self._unexpected[f"{kind} of expert {expert_id}, {shard_id}"] = None
@@ -250,7 +249,7 @@ def _of_slot(slot: SlotWeights, part: Part) -> Tensor:
         return bias
     q = {"gate": slot.gate_IH, "up": slot.up_IH, "down": slot.down_HI}[part.projection]
     assert q is not None
-    held = q.scales if part.is_scale else q.global_scale if part.extra == "global" else q.values
+    held = {"scale": q.scales, "global": q.global_scale}.get(part.extra, q.values)
     assert held is not None
     return held
 

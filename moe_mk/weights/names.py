@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from itertools import product
 from typing import Any
 
 _PREFIX = re.compile(
@@ -50,11 +51,10 @@ class Part:
     """gate, up, down or gate_up; "" for router and bias."""
     expert: int | None = None
     """None: all experts in one tensor, or not a routed expert."""
-    is_scale: bool = False
     extra: str = ""
-    """Additional tensors of a projection: "global", the global f32 scale; "input", a calibrated activation scale;
-    "bias"; of packed integers "zeros" (zero points), "order" (of columns), "shape" (logical); "plain" in their place.
-    "" for the values and their scales."""
+    """Which tensor of a projection: "" for the values; "scale"; "global", the global f32 scale; "input", a calibrated
+    activation scale; "bias"; of packed integers "zeros" (zero points), "order" (of columns), "shape" (logical); "plain"
+    in their place."""
 
 
 _LATENT = {"down": "fc1_latent_proj.weight", "up": "fc2_latent_proj.weight", "norm": "latent_norm.weight"}
@@ -70,15 +70,11 @@ class Convention:
     """Prefix of the block in written checkpoints; {N} is the layer."""
     router: str
     bias: str
-    expert: str
-    expert_scale: str
-    shared: str
-    shared_scale: str
+    expert: Mapping[str, str]
+    """Templates of the tensors of a projection of routed experts, by `Part.extra`; "" for one without a name."""
+    shared: Mapping[str, str]
     expert_words: Mapping[str, str]
     shared_words: Mapping[str, str]
-    expert_extras: Mapping[str, str] = field(default_factory=dict)
-    """Templates of the additional tensors of a projection, by `Part.extra`."""
-    shared_extras: Mapping[str, str] = field(default_factory=dict)
     logit_bias: str = ""
     """A bias of the router's logits, which affects choice and weights; "" if the convention has none."""
     table: str = "gate.tid2eid"
@@ -108,25 +104,21 @@ class Convention:
     @property
     def stacked(self) -> bool:
         """Whether one tensor holds a projection of all experts, gate and up apart."""
-        return not self.fused and "{e}" not in self.expert
+        return not self.fused and "{e}" not in self.expert[""]
 
     def spell(self, part: Part) -> str:
         names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
                  Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
                  Role.EXPERT_SCALE: self.router_scale, Role.IMAGE_BIAS: f"{self.bias}_vl"}  # fmt: skip
         if part.role in names:
-            packed = part.is_scale or part.extra
-            return names[part.role].replace("weight", "scales" if part.is_scale else "biases" if packed else "weight")
+            return names[part.role].replace("weight", {"scale": "scales", "zeros": "biases"}.get(part.extra, "weight"))
         if part.role is Role.LATENT:
             return self.latent[part.projection]
         if part.role is Role.INPUT_NORM:
             return self.input_norm[part.projection]
-        if part.role is Role.SHARED:
-            template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
-        else:
-            template, words = (self.expert_scale if part.is_scale else self.expert), self.expert_words
-        if part.extra:
-            template = (self.shared_extras if part.role is Role.SHARED else self.expert_extras)[part.extra]
+        of_shared = part.role is Role.SHARED
+        words = self.shared_words if of_shared else self.expert_words
+        template = (self.shared if of_shared else self.expert)[part.extra]
         return template.format(e=part.expert, p=words[part.projection])
 
     def parse(self, local: str) -> Part | None:
@@ -142,78 +134,68 @@ class Convention:
 
     def holds(self, role: Role, extra: str) -> bool:
         """Whether the convention defines a name for an additional tensor of a projection."""
-        return extra in (self.shared_extras if role is Role.SHARED else self.expert_extras)
+        return extra in (self.shared if role is Role.SHARED else self.expert)
 
 
 _PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _FUSED_PROJ = {"gate_up": "gate_up_proj", "down": "down_proj"}
 _W123 = {"gate": "w1", "up": "w3", "down": "w2"}
 
+_EXPERT, _SHARED = "experts.{e}.{p}.", "shared_experts.{p}."
+
+
+def _in(folder: str, words: Mapping[str, str]) -> dict[str, str]:
+    """The templates of tensors by their last names."""
+    return {extra: folder + word for extra, word in words.items()}
+
+
+_INVERSE = {"": "weight", "scale": "weight_scale_inv"}
+_NEXT_TO = {"": "weight", "scale": "weight_scale"}
 OFFICIAL = Convention(
     name="official", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
-    expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale_inv",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale_inv",
-    expert_words=_PROJ, shared_words=_PROJ, expert_extras={"bias": "experts.{e}.{p}.bias"}, logit_bias="gate.bias",
+    expert=_in(_EXPERT, {**_INVERSE, "bias": "bias"}), shared=_in(_SHARED, _INVERSE),
+    expert_words=_PROJ, shared_words=_PROJ, logit_bias="gate.bias",
 )  # fmt: skip
-FUSED = Convention(
-    name="fused", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
-    expert="experts.{p}", expert_scale="experts.{p}_scale_inv",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale_inv",
-    expert_words=_FUSED_PROJ, shared_words=_PROJ,
+_STACKS = {"": "experts.{p}", "scale": "experts.{p}_scale_inv"}
+FUSED = replace(OFFICIAL, name="fused", expert=_STACKS, expert_words=_FUSED_PROJ, logit_bias="")
+STACKED = replace(FUSED, name="stacked", expert_words=_PROJ, expert={**_STACKS, "bias": "experts.{p}_bias"})
+MIXTRAL = replace(
+    OFFICIAL, name="mixtral", prefix="model.layers.{N}.block_sparse_moe.", bias="e_score_correction_bias",
+    expert=_in(_EXPERT, _INVERSE), expert_words=_W123, shared_words=_W123, logit_bias="",
 )  # fmt: skip
-STACKED = replace(FUSED, name="stacked", expert_words=_PROJ, expert_extras={"bias": "experts.{p}_bias"})
-MIXTRAL = Convention(
-    name="mixtral", prefix="model.layers.{N}.block_sparse_moe.", router="gate.weight", bias="e_score_correction_bias",
-    expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale_inv",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale_inv",
-    expert_words=_W123, shared_words=_W123,
+_SHORT = {"": "weight", "scale": "scale"}
+CONVERTED = replace(
+    MIXTRAL, name="converted", prefix="layers.{N}.ffn.", bias="gate.bias", expert=_in(_EXPERT, _SHORT),
+    shared=_in(_SHARED, _SHORT),
 )  # fmt: skip
-CONVERTED = Convention(
-    name="converted", prefix="layers.{N}.ffn.", router="gate.weight", bias="gate.bias",
-    expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.scale",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.scale",
-    expert_words=_W123, shared_words=_W123,
+_CALIBRATED = {**_NEXT_TO, "global": "weight_scale_2", "input": "input_scale"}
+SCALED = replace(
+    OFFICIAL, name="scaled", expert=_in(_EXPERT, {**_CALIBRATED, "bias": "bias"}), shared=_in(_SHARED, _CALIBRATED)
+)
+GPT_OSS = replace(
+    FUSED, name="gpt_oss", router="router.weight", bias="router.e_score_correction_bias",
+    expert={"": "experts.{p}_blocks", "scale": "experts.{p}_scales", "bias": "experts.{p}_bias"},
+    shared=_in(_SHARED, _NEXT_TO), logit_bias="router.bias", order="interleaved", blocks_apart=True,
 )  # fmt: skip
-SCALED = Convention(
-    name="scaled", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
-    expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale",
-    expert_words=_PROJ, shared_words=_PROJ,
-    expert_extras={"global": "experts.{e}.{p}.weight_scale_2", "input": "experts.{e}.{p}.input_scale",
-                   "bias": "experts.{e}.{p}.bias"}, logit_bias="gate.bias",
-    shared_extras={"global": "shared_experts.{p}.weight_scale_2", "input": "shared_experts.{p}.input_scale"},
-)  # fmt: skip
-GPT_OSS = Convention(
-    name="gpt_oss", prefix="model.layers.{N}.mlp.", router="router.weight", bias="router.e_score_correction_bias",
-    expert="experts.{p}_blocks", expert_scale="experts.{p}_scales",
-    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale",
-    expert_words=_FUSED_PROJ, shared_words=_PROJ, expert_extras={"bias": "experts.{p}_bias"},
-    logit_bias="router.bias", order="interleaved", blocks_apart=True,
-)  # fmt: skip
-GPT_OSS_PLAIN = replace(GPT_OSS, name="gpt_oss_plain", expert="experts.{p}", expert_scale="", blocks_apart=False)
+GPT_OSS_PLAIN = replace(
+    GPT_OSS, name="gpt_oss_plain", expert={**GPT_OSS.expert, "": "experts.{p}", "scale": ""}, blocks_apart=False
+)
+PACKED_WORDS: Mapping[str, Mapping[str, str]] = {
+    "compressed_tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point",
+                           "shape": "weight_shape", "order": "weight_g_idx", "bias": "bias"},
+    "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx", "bias": "bias"},
+    "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "bias": "bias"},
+    "mlx": {"": "weight", "scale": "scales", "zeros": "biases", "bias": "bias"},
+}  # fmt: skip
+"""The tensors of a packed matrix, which have a folder of their own, as of a linear module."""
 
 
 def _packed(packing: str, like: Convention) -> Convention:
-    """Names of packed integers: the tensors of a projection have a folder of their own, as of a linear module.
-
-    Shared experts have the names of plain weights, or those of packed ones.
-    """
-    words: dict[str, dict[str, str]] = {
-        "compressed_tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point",
-                               "shape": "weight_shape", "order": "weight_g_idx", "bias": "bias"},
-        "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx", "bias": "bias"},
-        "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "bias": "bias"},
-        "mlx": {"": "weight", "scale": "scales", "zeros": "biases", "bias": "bias"},
-    }  # fmt: skip
-    here = words[packing]
-    extras = {key: word for key, word in here.items() if key not in ("", "scale")}
+    """Names of packed integers. Shared experts have the names of plain weights, or those of packed ones."""
+    words = PACKED_WORDS[packing]
     return replace(
-        like, name=packing if like is OFFICIAL else f"{like.name}_{packing}", expert=f"experts.{{e}}.{{p}}.{here['']}",
-        expert_scale=f"experts.{{e}}.{{p}}.{here['scale']}",
-        expert_extras={key: f"experts.{{e}}.{{p}}.{word}" for key, word in extras.items()},
-        shared=f"shared_experts.{{p}}.{here['']}", shared_scale=f"shared_experts.{{p}}.{here['scale']}", shared_extras={
-        **{key: f"shared_experts.{{p}}.{word}" for key, word in extras.items()}, "plain": "shared_experts.{p}.weight",
-        }, packing=packing,
+        like, name=packing if like is OFFICIAL else f"{like.name}_{packing}", expert=_in(_EXPERT, words),
+        shared=_in(_SHARED, {**words, "plain": "weight"}), packing=packing,
     )  # fmt: skip
 
 
@@ -222,30 +204,24 @@ COMPRESSED, AWQ, GPTQ = (_packed(packing, OFFICIAL) for packing in ("compressed_
 _PACKED = (COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")))
 MLX = _packed("mlx", OFFICIAL)
 PACKED_GATES = tuple(
-    each for role in (Role.ROUTER, Role.SHARED_GATE) for each in (Part(role, is_scale=True), Part(role, extra="zeros"))
+    Part(role, extra=extra) for role in (Role.ROUTER, Role.SHARED_GATE) for extra in ("scale", "zeros")
 )
 """What belongs to gates that MLX packs."""
 _GGUF_WORDS = {"gate": "gate", "up": "up", "down": "down"}
 GGUF_NAMES = Convention(
     name="gguf", prefix="blk.{N}.", router="ffn_gate_inp.weight", bias="exp_probs_b.bias",
-    expert="ffn_{p}_exps.weight", expert_scale="", shared="ffn_{p}_shexp.weight", shared_scale="",
-    expert_words=_GGUF_WORDS, shared_words=_GGUF_WORDS, expert_extras={"bias": "ffn_{p}_exps.bias"},
+    expert={"": "ffn_{p}_exps.weight", "scale": "", "bias": "ffn_{p}_exps.bias"},
+    shared={"": "ffn_{p}_shexp.weight", "scale": ""}, expert_words=_GGUF_WORDS, shared_words=_GGUF_WORDS,
     logit_bias="ffn_gate_inp.bias", table="", shared_gate="ffn_gate_inp_shexp.weight", packing="gguf",
 )  # fmt: skip
 
 
 def _renamed(name: str, like: Convention, words: Mapping[str, str], **others: Any) -> Convention:
     """The convention with other words in its templates."""
-
-    def spelled(template: Any) -> Any:
-        if isinstance(template, str):
-            for word, other in words.items():
-                template = template.replace(word, other)
-            return template
-        return {key: spelled(value) for key, value in template.items()}
-
-    keys = ("expert", "expert_scale", "expert_extras", "shared", "shared_scale", "shared_extras")
-    return replace(like, **{"name": name, **{key: spelled(getattr(like, key)) for key in keys}, **others})
+    found = {"expert": dict(like.expert), "shared": dict(like.shared)}
+    for templates, (word, other) in product(found.values(), words.items()):
+        templates |= {extra: template.replace(word, other) for extra, template in templates.items()}
+    return replace(like, **{"name": name, **found, **others})
 
 
 _STACK = {"experts.{e}.": "switch_mlp."}
@@ -257,32 +233,35 @@ _MLX = (
              router=GPT_OSS.router, bias=GPT_OSS.bias, logit_bias=GPT_OSS.logit_bias),
 )  # fmt: skip
 _MLX_PLAIN = tuple(
-    replace(each, name=f"{each.name}_plain", packing="", expert_scale="", expert_extras={}) for each in _MLX[1:4]
+    replace(each, name=f"{each.name}_plain", packing="", expert={"": each.expert[""], "scale": ""})
+    for each in _MLX[1:4]
 )
 _FLOATS = {".weight": ".weight_packed", "weight_packed_scale_2": "weight_global_scale",
            "weight_packed_scale": "weight_scale", "input_scale": "input_global_scale"}  # fmt: skip
 PACKED = _renamed("packed", SCALED, _FLOATS, divides=True)
-PACKED = replace(PACKED, shared_extras={**PACKED.shared_extras, "plain": SCALED.shared})
+PACKED = replace(PACKED, shared={**PACKED.shared, "plain": SCALED.shared[""]})
 _ONE_SHARED = tuple(
     _renamed(f"{like.name}_one_shared", like, {"shared_experts.": "shared_expert."})
     for like in (OFFICIAL, FUSED, STACKED, SCALED, COMPRESSED, PACKED, AWQ, GPTQ)
 )
 """As the Qwen families spell their shared expert."""
 _GGUF_HALVES = {"gate_up": "gate_up", "down": "down"}
-GGUF_FUSED = replace(GGUF_NAMES, name="gguf_fused", expert_words=_GGUF_HALVES, expert_extras={})
+GGUF_FUSED = replace(
+    GGUF_NAMES, name="gguf_fused", expert_words=_GGUF_HALVES, expert={"": GGUF_NAMES.expert[""], "scale": ""}
+)
 MINIMAX_M3 = replace(MIXTRAL, name="minimax_m3", shared_words=_PROJ)
 _M3_SCALED = replace(SCALED, name="minimax_m3_scaled", prefix=MIXTRAL.prefix, bias=MIXTRAL.bias, expert_words=_W123)
 KIMI_K3 = replace(
     MIXTRAL, name="kimi_k3", bias="gate.e_score_correction_bias", shared_words=_PROJ,
-    expert="experts.{e}.{p}.weight_packed", expert_scale="experts.{e}.{p}.weight_scale",
+    expert=_in(_EXPERT, {"": "weight_packed", "scale": "weight_scale"}),
     latent={"down": "routed_expert_down_proj.weight", "up": "routed_expert_up_proj.weight",
             "norm": "routed_expert_norm.weight"},
 )  # fmt: skip
-KIMI_LINEAR = replace(KIMI_K3, name="kimi_linear", expert=MIXTRAL.expert, expert_scale=MIXTRAL.expert_scale)
+KIMI_LINEAR = replace(KIMI_K3, name="kimi_linear", expert=MIXTRAL.expert)
 _KIMI_PACKED = tuple(_packed(packing, KIMI_LINEAR) for packing in ("compressed_tensors", "awq", "gptq"))
 LLAMA4 = replace(
     FUSED, name="llama4", prefix="language_model.model.layers.{N}.feed_forward.", router="router.weight",
-    shared="shared_expert.{p}.weight", shared_scale="shared_expert.{p}.weight_scale_inv",
+    shared=_in("shared_expert.{p}.", _INVERSE),
 )  # fmt: skip
 _LLAMA4 = tuple(
     replace(
@@ -301,12 +280,14 @@ _GEMMA4 = tuple(
 )  # fmt: skip
 """Experts and router are next to the dense MLP of their decoder layer."""
 LLAMA4_ROWS = replace(
-    LLAMA4, name="llama4_rows", expert_scale="experts.{p}_scale", shared_scale="shared_expert.{p}.weight_scale"
-)
+    LLAMA4, name="llama4_rows", expert={"": "experts.{p}", "scale": "experts.{p}_scale"},
+    shared=_in("shared_expert.{p}.", _NEXT_TO),
+)  # fmt: skip
 """Stacks in FP8 with a scale for each output, as fbgemm writes them."""
 LLAMA4_WHOLE = replace(
-    LLAMA4_ROWS, name="llama4_whole", expert_scale="experts.{p}_weight_scale",
-    expert_extras={"input": "experts.{p}_input_scale"}, shared_extras={"input": "shared_expert.{p}.input_scale"},
+    LLAMA4_ROWS, name="llama4_whole",
+    expert={"": "experts.{p}", "scale": "experts.{p}_weight_scale", "input": "experts.{p}_input_scale"},
+    shared=_in("shared_expert.{p}.", {**_NEXT_TO, "input": "input_scale"}),
 )  # fmt: skip
 """Stacks in FP8 with one scale, as modelopt writes them."""
 LING = replace(OFFICIAL, name="ling", bias="gate.expert_bias")
@@ -318,23 +299,21 @@ _LONGCAT = tuple(
     )
     for like in (OFFICIAL, SCALED, COMPRESSED)
 )  # fmt: skip
-STEP = Convention(
-    name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
-    expert="moe.{p}.weight", expert_scale="moe.{p}.weight_scale_inv",
-    shared="share_expert.{p}.weight", shared_scale="share_expert.{p}.weight_scale_inv",
-    expert_words=_PROJ, shared_words=_PROJ,
+STEP = replace(
+    FUSED, name="step", prefix="model.layers.{N}.", router="moe.gate.weight", bias="moe.router_bias",
+    expert=_in("moe.{p}.", _INVERSE), shared=_in("share_expert.{p}.", _INVERSE), expert_words=_PROJ,
 )  # fmt: skip
 """One tensor a projection of all experts, next to the shared expert."""
 _SCALED_W123 = tuple(
-    _renamed(f"{like.name}_scaled", SCALED, {}, prefix=like.prefix, bias=like.bias, expert_words=_W123,
-             shared=like.shared, shared_scale=like.shared_scale, shared_words=_W123, shared_extras={})
+    replace(SCALED, name=f"{like.name}_scaled", prefix=like.prefix, bias=like.bias, expert_words=_W123,
+            shared=like.shared, shared_words=_W123)
     for like in (MIXTRAL, CONVERTED)
 )  # fmt: skip
 """modelopt's scales under the names of MiniMax-M2 and of DeepSeek-V4, whose shared experts keep their own format."""
 _QUARK = tuple(
     _renamed(f"{like.name}_quark", like, {"input_scale": "input_scale_2"})
     for like in (SCALED, _M3_SCALED, *_SCALED_W123, *_ONE_SHARED, *_LLAMA4, *_GEMMA4, *_LONGCAT)
-    if "input" in like.expert_extras and not like.divides
+    if "input" in like.expert and not like.divides
 )
 """NVFP4 of Quark: `input_scale_2` is the static activation scale."""
 _MIXTRAL_PACKED = replace(
@@ -355,16 +334,14 @@ CONVENTIONS: dict[str, Convention] = {
 @cache
 def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]]:
     it = CONVENTIONS[name]
-    expert, shared = (
-        {word: projection for projection, word in words.items()} for words in (it.expert_words, it.shared_words)
-    )
-    rows = [
-        (it.expert, Part(Role.EXPERT), expert),
-        (it.expert_scale, Part(Role.EXPERT, is_scale=True), expert),
-        *((template, Part(Role.EXPERT, extra=extra), expert) for extra, template in it.expert_extras.items()),
-        (it.shared, Part(Role.SHARED), shared),
-        (it.shared_scale, Part(Role.SHARED, is_scale=True), shared),
-        *((template, Part(Role.SHARED, extra=extra), shared) for extra, template in it.shared_extras.items()),
+    rows: list[tuple[str, Part, Mapping[str, str]]] = []
+    for role, templates, words in (
+        (Role.EXPERT, it.expert, it.expert_words),
+        (Role.SHARED, it.shared, it.shared_words),
+    ):
+        projections = {word: projection for projection, word in words.items()}
+        rows += [(template, Part(role, extra=extra), projections) for extra, template in templates.items()]
+    rows += [
         (it.router, Part(Role.ROUTER), {}),
         (it.bias, Part(Role.BIAS), {}),
         (f"{it.bias}_vl", Part(Role.IMAGE_BIAS), {}),

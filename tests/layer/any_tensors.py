@@ -27,7 +27,7 @@ def tensors_of(spec: LayerSpec, seed: int) -> dict[str, Tensor]:
             made[name] = size * (1 + torch.randn(shape, generator=draw) * 0.3)
         elif part.role in (Role.ROUTER, Role.SHARED_GATE, Role.LATENT):
             made[name] = torch.randn(shape, generator=draw) * 2 * shape[-1] ** -0.5
-        elif not part.is_scale and not part.extra:
+        elif not part.extra:
             scheme = spec.scheme_of(part.role, part.projection)
             columns = shape[1] * scheme.per_byte
             matrix = torch.randn((shape[0], columns), generator=draw) * 1.3 * columns**-0.5
@@ -39,7 +39,7 @@ def _stored(part: Part, q: QuantTensor, scheme: QuantScheme) -> dict[str, Tensor
     made = {SCALED.spell(part): q.values}
     if isinstance(scheme, BlockedScheme):
         assert q.scales is not None
-        made[SCALED.spell(replace(part, is_scale=True))] = q.scales
+        made[SCALED.spell(replace(part, extra="scale"))] = q.scales
         if q.global_scale is not None:
             made[SCALED.spell(replace(part, extra="global"))] = q.global_scale.reshape(())
     return made

@@ -5,7 +5,7 @@ import pytest
 from moe_mk.weights.names import CONVENTIONS, Part, Role, block_prefixes, layer_of, recognise
 
 GATE_7 = Part(Role.EXPERT, "gate", 7)
-DOWN_SCALE_7 = Part(Role.EXPERT, "down", 7, is_scale=True)
+DOWN_SCALE_7 = Part(Role.EXPERT, "down", 7, "scale")
 SHARED_UP = Part(Role.SHARED, "up")
 BIAS = Part(Role.BIAS)
 
@@ -18,7 +18,7 @@ BIAS = Part(Role.BIAS)
         ("official", SHARED_UP, "shared_experts.up_proj.weight"),
         ("official", BIAS, "gate.e_score_correction_bias"),
         ("fused", Part(Role.EXPERT, "gate_up"), "experts.gate_up_proj"),
-        ("fused", Part(Role.EXPERT, "down", is_scale=True), "experts.down_proj_scale_inv"),
+        ("fused", Part(Role.EXPERT, "down", extra="scale"), "experts.down_proj_scale_inv"),
         ("mixtral", GATE_7, "experts.7.w1.weight"),
         ("mixtral", Part(Role.EXPERT, "up", 7), "experts.7.w3.weight"),
         ("mixtral", Part(Role.EXPERT, "down", 7), "experts.7.w2.weight"),
@@ -38,10 +38,10 @@ def test_a_part_has_one_name_and_the_name_means_that_part(convention: str, part:
 @pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=list(CONVENTIONS))
 def test_every_part_of_a_convention_has_its_own_name(convention) -> None:
     experts = [None] if convention.fused or convention.stacked else [0, 1, 12, 255]
-    scales = (False, True) if convention.expert_scale else (False,)
     parts = [Part(Role.ROUTER), Part(Role.BIAS)]
-    parts += [Part(Role.SHARED, p, None, scale) for p in convention.shared_words for scale in scales]
-    parts += [Part(Role.EXPERT, p, e, scale) for p in convention.expert_words for e in experts for scale in scales]
+    parts += [Part(Role.SHARED, p, None, x) for p in convention.shared_words for x, t in convention.shared.items() if t]
+    own = [extra for extra, template in convention.expert.items() if template]
+    parts += [Part(Role.EXPERT, p, e, extra) for p in convention.expert_words for e in experts for extra in own]
     assert [convention.parse(convention.spell(part)) for part in parts] == parts
     assert len({convention.spell(part) for part in parts}) == len(parts)
 

@@ -19,15 +19,10 @@ from moe_mk.external.gguf_file import dequantized, parameter_names
 from moe_mk.quant import QuantTensor
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.weights.gguf_source import GgufSource, is_gguf
+from moe_mk.weights.names import PACKED_WORDS
 from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, decoded, of_gguf, unpack
 from moe_mk.weights.source import SafetensorsSource
 
-WORDS: Mapping[str, Mapping[str, str]] = {
-    "compressed-tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point"},
-    "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"},
-    "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros"},
-}
-"""The tensors of a packed matrix by quant_method."""
 PART = 2**24
 """Values of a block type that are decoded at once."""
 
@@ -41,10 +36,10 @@ class SafetensorsParameters:
         quant = stated_quantisation(path)
         self.kind = str(quant_from_hf(quant, self.where)["weights"]) if quant else "bf16"
         self._scheme = scheme_of_kind(self.kind) if self.kind in WEIGHT_ONLY_KINDS else None
-        method = str(quant.get("quant_method", ""))
-        v2 = method == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
-        self._packing = "gptq_v2" if v2 else method.replace("-", "_")
-        self._words, self._names = WORDS.get(method, {}), self.source.names()
+        packing = str(quant.get("quant_method", "")).replace("-", "_")
+        v2 = packing == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
+        self._packing = "gptq_v2" if v2 else packing
+        self._words, self._names = PACKED_WORDS.get(packing, {}), self.source.names()
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A copy of a parameter in a dtype, or None.

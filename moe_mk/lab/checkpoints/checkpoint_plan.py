@@ -38,7 +38,7 @@ def planned_tensors(shape: CheckpointShape) -> list[Planned]:
     return [
         Planned(
             prefix.replace("{N}", str(layer)) + name,
-            torch.float16 if halves and e.part.is_scale else router_dtype.get(e.part.role, e.dtypes[0]),
+            torch.float16 if halves and e.part.extra == "scale" else router_dtype.get(e.part.role, e.dtypes[0]),
             e.shape,
         )
         for layer in shape.layers

@@ -183,7 +183,7 @@ class _Conversion:
             if each.optional and not (self.convention.packing == "gptq" and each.part.extra == "order"):
                 continue
             dtype = each.dtypes[0]
-            if each.part.is_scale and self.convention.packing:
+            if each.part.extra == "scale" and self.convention.packing:
                 dtype = self._scale_dtype(block)
             if each.part.role in AS_STORED or each.part.extra == "bias":
                 dtype = self._stored_dtype(block, each.part)
@@ -210,7 +210,7 @@ class _Conversion:
         source, convention = block.reader, block.convention
         if not is_kept(source.spec.scheme, self.scheme):
             return torch.bfloat16
-        part = Part(Role.EXPERT, "up", 0, is_scale=True)
+        part = Part(Role.EXPERT, "up", 0, "scale")
         return self.source.entry(source.prefix + convention.spell(part)).dtype or torch.bfloat16
 
     def _maker(self, block: _Block, part: Part) -> Callable[[], Iterator[Tensor]]:
@@ -231,9 +231,9 @@ class _Conversion:
             return bias
         q = _projection(slot, part.projection)
         if self.convention.packing and part.extra != "plain":
-            found = pack(self.convention.packing, q)["scale" if part.is_scale else part.extra]
-            return found.to(self._scale_dtype(block)) if part.is_scale else found
-        tensor = q.scales if part.is_scale else q.global_scale if part.extra == "global" else q.values
+            found = pack(self.convention.packing, q)[part.extra]
+            return found.to(self._scale_dtype(block)) if part.extra == "scale" else found
+        tensor = {"scale": q.scales, "global": q.global_scale}.get(part.extra, q.values)
         assert tensor is not None
         return tensor
 

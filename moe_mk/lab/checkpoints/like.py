@@ -32,7 +32,7 @@ from moe_mk.quant.grouped import grouped
 from moe_mk.weights.input_scales import ENDS as INPUT_ENDS
 from moe_mk.weights.inspect import kind_of_scheme
 from moe_mk.weights.layer_spec import Expected, LayerSpec, expected_tensors
-from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
+from moe_mk.weights.names import CONVENTIONS, Convention, Role
 from moe_mk.weights.source import INDEX
 
 SMALL = 256
@@ -272,7 +272,7 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
     for name, each in expected.items():
         random = np.random.Generator(np.random.SFC64(seed_of(seed, name)))
         if each.part.role in (Role.EXPERT, Role.SHARED):
-            if not each.part.is_scale and each.part.extra in ("", "plain"):
+            if each.part.extra in ("", "plain"):
                 made |= _matrix(spec, convention, each, random)
             elif each.part.extra == "bias":
                 made[name] = _normal(random, each.shape, 0.1).to(torch.bfloat16)
@@ -283,7 +283,7 @@ def tensors_of(spec: LayerSpec, convention: Convention, seed: int) -> dict[str, 
                 scale = 16 / (6 * 448 if scheme.per_byte == 2 else 448)
                 scale = 1 / scale if convention.divides else scale
                 made[name] = torch.full(each.shape, scale, dtype=torch.float32, device="cpu")
-        elif each.part.is_scale or each.part.extra:  # of gates that are packed, see `_with_packed_gates`
+        elif each.part.extra:  # of gates that are packed, see `_with_packed_gates`
             continue
         elif each.part.role is Role.TABLE:
             draws = random.random((each.shape[0], spec.num_experts), dtype=np.float32)
@@ -319,7 +319,7 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
     if convention.packing and not isinstance(scheme, Plain):
         held = [pack("gptq_v2" if spec.gptq_v2 else convention.packing, q) for q in found]
         packed = {what: torch.stack([each[what] for each in held]) if stack else held[0][what] for what in held[0]}
-        return {convention.spell(_piece(part, what)): tensor for what, tensor in packed.items()}
+        return {convention.spell(replace(part, extra=what)): tensor for what, tensor in packed.items()}
     pieces = {"": [q.values for q in found]}
     if isinstance(scheme, BlockedScheme):
         pieces["scale"] = [q.scales for q in found if q.scales is not None]
@@ -328,7 +328,7 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
             pieces["global"] = [1.0 / each for each in above] if convention.divides else above
     made = {}
     for what, tensors in pieces.items():
-        name = convention.spell(each.part if what == "" else _piece(part, what))
+        name = convention.spell(each.part if what == "" else replace(part, extra=what))
         want = each if what == "" else expected_tensors(spec, convention)[name]
         whole = torch.stack(tensors) if stack and want.shape else tensors[0]
         turned = what == "" and stack and spec.stacks_transposed
@@ -337,10 +337,6 @@ def _matrix(spec: LayerSpec, convention: Convention, each: Expected, random: np.
         made[name] = whole.to(want.dtypes[0]) if want.dtypes[0].is_floating_point else whole.view(want.dtypes[0])
         made[name] = made[name].reshape(shape).contiguous()
     return made
-
-
-def _piece(part: Part, what: str) -> Part:
-    return replace(part, is_scale=what == "scale", extra="" if what == "scale" else what)
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Tensor:

@@ -52,5 +52,5 @@ def _named(slot: SlotWeights, role: Role, expert: int | None) -> dict[str, Tenso
     for projection, q in matrices_of(slot):
         out[OFFICIAL.spell(Part(role, projection, expert))] = q.values
         if q.scales is not None:
-            out[OFFICIAL.spell(Part(role, projection, expert, is_scale=True))] = q.scales
+            out[OFFICIAL.spell(Part(role, projection, expert, "scale"))] = q.scales
     return out

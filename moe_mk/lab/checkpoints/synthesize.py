@@ -236,7 +236,7 @@ def _write_packed(
     held = pack(convention.packing, q)
     for tensor in group:
         part = parts[tensor.name]
-        file.write(tensor.name, held["scale" if part.is_scale else part.extra].to(tensor.dtype))
+        file.write(tensor.name, held[part.extra].to(tensor.dtype))
 
 
 def _write_strips(file: SafetensorsWriter, weight: Planned, strips: Iterator[Tensor]) -> None:
