@@ -13,8 +13,8 @@ from typing import Any
 
 from moe_mk.config.keys import GGUF, unread_keys
 from moe_mk.errors import ConfigError
-from moe_mk.external.gguf_file import Value
 from moe_mk.registry import did_you_mean
+from moe_mk.weights.gguf_source import Value
 
 Metadata = Mapping[str, Value]
 SOFTMAX, SIGMOID = 1, 2

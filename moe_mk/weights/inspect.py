@@ -24,7 +24,7 @@ from moe_mk.weights.layer_spec import FLOATS, Features, LayerSpec, expected_tens
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
 from moe_mk.weights.packed_layouts import IN_GGUF
 from moe_mk.weights.safetensors_header import TensorEntry
-from moe_mk.weights.source import SafetensorsSource, TensorSource
+from moe_mk.weights.source import TensorSource
 
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of power-of-two scales in files."""
@@ -103,18 +103,15 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
     Raises WeightError only if there is no checkpoint or its index cannot be used at all.
     """
     source = open_source(path)
-    if isinstance(source, SafetensorsSource):
-        config, problems = _config(source.path)
-    else:  # the architecture in place of the model type
+    if isinstance(source, GgufSource):  # the architecture in place of the model type
         config, problems = {"model_type": source.metadata.get("general.architecture", "")}, []
+    else:
+        config, problems = _config(source.path)
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
     block = _block(quantization.get("weight_block_size"))
     num_bytes = 0
     for file in source.files:
-        if isinstance(source, GgufSource):
-            num_bytes = source.num_bytes
-            break
         try:
             num_bytes += source.header(file).num_bytes
         except WeightError as problem:

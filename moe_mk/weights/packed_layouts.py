@@ -24,10 +24,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError, WeightError
+from moe_mk.external.library import find
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.ggml_blocks import MXFP4_BYTES, MXFP4_VALUES
 from moe_mk.quant import BF16, MXFP4, MXFP8, NVFP4, WHOLE, BlockedScheme, Plain, QuantScheme, QuantTensor
@@ -276,13 +279,18 @@ IN_GGUF: Mapping[str, QuantScheme] = {
 """The scheme of each type of GGUF that is read."""
 
 
+def dequantized(type_name: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Rows of blocks as f32. type_name: as ggml spells it. Raises LibraryMissing without the package."""
+    gguf = find("gguf")
+    values: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType[type_name])
+    return values
+
+
 def decoded(name: str, rows: Tensor) -> QuantTensor:
     """Rows of a type of `DECODED`, uint8 (n, bytes), in the scheme that holds them. Raises LibraryMissing.
 
     d / 8 divides every value, and the scale of 32 values is d / 8 times the greatest common divisor of their quotients.
     """
-    from moe_mk.external.gguf_file import dequantized
-
     kind, n = DECODED[name], rows.shape[0]
     values = torch.from_numpy(dequantized(name.upper(), rows.cpu().numpy()))
     if kind.held == "bf16":

@@ -7,9 +7,10 @@ Source: the format description of github.com/huggingface/safetensors (8 bytes of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Header:
     """The tensors of one file, and the file's own metadata."""
 
     tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
+    metadata: Mapping[str, Any]
     num_bytes: int
     """Size of the file in bytes."""
 

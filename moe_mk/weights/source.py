@@ -1,4 +1,4 @@
-"""Sources of tensors: a directory of safetensors files, or a dictionary in memory.
+"""Sources of tensors: files with a header, such as a directory of safetensors, or a dictionary in memory.
 
 A tensor opened from a file is a view of its memory map: pages are read on first access and shared with every other
 process that maps the file.
@@ -139,12 +139,8 @@ class MappingSource(TensorSource):
         return self._tensors[name].detach().resolve_neg()
 
 
-class SafetensorsSource(TensorSource):
-    """A checkpoint directory with an index, a directory of safetensors files without one, or a single file.
-
-    Only headers are read here. All shards must be inside the directory; symbolic links may leave it only within a
-    Hugging Face cache (snapshots/ -> blobs/).
-    """
+class FileSource(TensorSource):
+    """Tensors of memory-mapped files, of which headers are read before one is opened."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -152,6 +148,10 @@ class SafetensorsSource(TensorSource):
         self._headers: dict[Path, Header] = {}
         self._maps: dict[Path, MappedFile] = {}
         self._file_of = self._find_files()
+
+    @abstractmethod
+    def _find_files(self) -> dict[str, Path]:
+        """The file of each tensor."""
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
@@ -195,6 +195,14 @@ class SafetensorsSource(TensorSource):
                 raise WeightError(f"{file.name[:100]} is named by the index but does not exist in {self.path}")
             self._headers[file] = read_header(file)
         return self._headers[file]
+
+
+class SafetensorsSource(FileSource):
+    """A checkpoint directory with an index, a directory of safetensors files without one, or a single file.
+
+    All shards must be inside the directory; symbolic links may leave it only within a Hugging Face cache (snapshots/ ->
+    blobs/).
+    """
 
     def _find_files(self) -> dict[str, Path]:
         if self.path.is_file():

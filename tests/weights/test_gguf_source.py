@@ -16,7 +16,6 @@ from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.errors import ConfigError, FallbackWarning, WeightError
-from moe_mk.external.gguf_file import read_gguf
 from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, gguf_from_hf, mxfp4_to_gguf, write_gguf
@@ -28,7 +27,7 @@ from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_metadata import hf_from_gguf
-from moe_mk.weights.gguf_source import GgufSource, open_source
+from moe_mk.weights.gguf_source import GgufSource, open_source, read_gguf
 from moe_mk.weights.packed_layouts import DECODED
 from moe_mk.weights.source import is_mapped
 from tests.weights.one_layer import load_written, wide
@@ -86,15 +85,15 @@ def test_slices_of_tensor_parallel_ranks_are_the_whole_and_cut_no_block(written:
 def split(folder: Path, target: Path, count: int) -> list[Path]:
     """The same tensors in parts named as llama.cpp's gguf-split names them."""
     whole = read_gguf(folder / "model.gguf")
-    data = np.fromfile(whole.path, dtype=np.uint8)
+    data = np.fromfile(folder / "model.gguf", dtype=np.uint8)
     files = []
     for part in range(count):
         tensors = [
             GgufTensor(
-                e.name, e.type_name, (e.num_bytes // 4,) if e.type_name == "F32" and len(e.shape) == 1 else _bytes(e),
+                e.name, e.dtype_name, (e.num_bytes // 4,) if e.dtype_name == "F32" and len(e.shape) == 1 else _bytes(e),
                 lambda e=e: data[e.start : e.start + e.num_bytes].reshape(_bytes(e)),
             )
-            for e in whole.tensors[part::count]
+            for e in [*whole.tensors.values()][part::count]
         ]  # fmt: skip
         tensors = [replace(t, shape=t.make().shape) for t in tensors]
         files.append(target / f"m-{part + 1:05d}-of-{count:05d}.gguf")
@@ -104,7 +103,7 @@ def split(folder: Path, target: Path, count: int) -> list[Path]:
 
 
 def _bytes(entry) -> tuple[int, ...]:
-    return (*entry.shape[:-1], entry.shape[-1] * 4) if entry.type_name == "F32" else entry.shape
+    return (*entry.shape[:-1], entry.shape[-1] * 4) if entry.dtype_name == "F32" else entry.shape
 
 
 @pytest.mark.row(169)
@@ -136,7 +135,7 @@ def test_a_truncated_file_names_the_tensors_that_are_cut_off(written: Callable[[
 def test_a_nan_factor_is_reported_with_its_tensor(written: Callable[[str], Path], tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     data = bytearray((written("q8_0") / "model.gguf").read_bytes())
-    entry = next(e for e in read_gguf(written("q8_0") / "model.gguf").tensors if e.name == "blk.1.ffn_up_exps.weight")
+    entry = read_gguf(written("q8_0") / "model.gguf").tensors["blk.1.ffn_up_exps.weight"]
     at = entry.start + 2 * entry.num_bytes // EXPERTS
     data[at : at + 2] = b"\x00\x7e"
     file.write_bytes(bytes(data))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from moe_mk import DeepseekV3MoE
 from moe_mk.errors import MoEMKError, WeightError
-from moe_mk.external.gguf_file import read_gguf
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
+from moe_mk.weights.gguf_source import read_gguf
 from moe_mk.weights.names import CONVENTIONS, block_prefixes, layer_of
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.source import INDEX
@@ -218,7 +218,7 @@ def test_a_gguf_header_that_cannot_be_is_reported(tmp_path: Path) -> None:
         with pytest.raises(WeightError, match=f"model.gguf has no readable GGUF header .*{words}"):
             read_gguf(file)
     file.write_bytes(changed(sizes, 2**60))
-    assert read_gguf(file).tensors[-1].num_bytes == 2**60 * 2 * 4, "counted without an end"
+    assert [*read_gguf(file).tensors.values()][-1].num_bytes == 2**60 * 2 * 4, "counted without an end"
 
 
 @pytest.mark.thorough
@@ -229,7 +229,7 @@ def test_no_change_of_a_gguf_file_ends_in_an_error_of_another_kind(tmp_path: Pat
     right, octets = outcome_of(tmp_path / "whole"), (tmp_path / "whole" / "model.gguf").read_bytes()
     # The header alone: data that change are other weights, not another format.
     random, file = Random(34), tmp_path / "model.gguf"
-    end = min(entry.start for entry in read_gguf(tmp_path / "whole" / "model.gguf").tensors)
+    end = min(entry.start for entry in read_gguf(tmp_path / "whole" / "model.gguf").tensors.values())
     for trial in range(100):
         changed = bytearray(octets)
         at = random.randrange(end) if trial != 1 else octets.index(b"embedding_length") + 20

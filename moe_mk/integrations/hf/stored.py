@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 from moe_mk.config.hf import read_config
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import UnsupportedError, WeightError
-from moe_mk.external.gguf_file import dequantized, parameter_names
+from moe_mk.external.library import find
 from moe_mk.quant import QuantTensor
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.weights.gguf_source import GgufSource, is_gguf
 from moe_mk.weights.names import PACKED_WORDS
-from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, decoded, of_gguf, unpack
+from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, decoded, dequantized, of_gguf, unpack
 from moe_mk.weights.source import SafetensorsSource
 
 PART = 2**24
@@ -131,6 +131,24 @@ class GgufParameters:
         rows = max(1, PART // max(1, held.shape[-1]))
         parts = (held[start : start + rows] for start in range(0, len(held), rows))
         return np.concatenate([dequantized(kind, part.numpy()) for part in parts])
+
+
+def parameter_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, str]:
+    """The tensors of a file by the names that transformers has for them, as far as the package knows them.
+
+    architecture: as files spell it. Raises LibraryMissing without the package, WeightError for an unknown one.
+    """
+    gguf = find("gguf")
+    number = next((key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), None)
+    if number is None:
+        raise WeightError(f"the gguf package knows no architecture {architecture!r}; install a newer one")
+    known = gguf.get_tensor_name_map(number, num_layers)
+
+    def stored(name: str) -> str | None:
+        found: str | None = known.get_name(name.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        return found
+
+    return {name: found for name in names if (found := stored(name)) is not None}
 
 
 def stated_quantisation(path: str | PathLike[str]) -> Mapping[str, Any]:
