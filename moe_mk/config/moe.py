@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError
+from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import divisors_of
 
@@ -426,7 +427,7 @@ class MoEConfig(Settings):
                 f"parallel.ep={p.ep} does not divide {where}={physical}; add {-physical % p.ep} replicas "
                 f"or use {gcd(physical, p.ep)} ranks"
             )
-        if p.tp not in (legal := self._legal_tp_sizes()):
+        if p.tp not in (legal := legal_tp_sizes((model.moe_intermediate_size, model.shared_size), model.quant.edges)):
             widths = f"model.moe_intermediate_size={model.moe_intermediate_size}"
             if model.shared_size:
                 widths += f" and {model.shared_size} of the shared experts"
@@ -454,12 +455,6 @@ class MoEConfig(Settings):
             what = f"are for INT4, INT8 and GGUF weights, not {self.model.quant.weights}; use auto, checkpoint or plain"
             problems.append(f"kernel.activations='int8' {what}")
         return problems
-
-    def _legal_tp_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that split routed and shared experts evenly, at block edges."""
-        widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
-        cut = [(width, side) for width in widths for side in self.model.quant.edges]
-        return [tp for tp in divisors_of(gcd(*widths)) if tp == 1 or all(w // tp % side == 0 for w, side in cut)]
 
     @classmethod
     def from_hf(

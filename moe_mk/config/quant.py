@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import lcm
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from moe_mk.config.base import Settings
-from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
-from moe_mk.quant.kinds import PLAIN_KINDS, STATIC_KINDS, WEIGHT_ONLY_KINDS, activation_group, scheme_of_kind
+from moe_mk.quant.kinds import PLAIN_KINDS, STATIC_KINDS, WEIGHT_ONLY_KINDS, activation_group, edges_of, scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
@@ -157,12 +155,6 @@ class QuantConfig(Settings):
 
     @property
     def edges(self) -> tuple[int, int]:
-        """(rows, columns): where a weight may be cut without dividing what shares a scale or a byte."""
-        # Rows of gate and up and columns of down are cut. A scale of a whole row or matrix holds for each part.
-        shared = (self.shared_scheme and self.shared_scheme.block) or (1, 1)
-        first, second = (scheme.block or (1, 1) for scheme in (self.weight_scheme, self.down_scheme))
-        rows, columns = (
-            lcm(*(1 if side >= WHOLE else side for side in sides))
-            for sides in ((first[0], shared[0]), (second[1], shared[1]))
-        )
-        return rows, columns
+        """(rows, columns): where a weight may be cut, see `edges_of`."""
+        shared = [scheme for scheme in (self.shared_scheme,) if scheme is not None]
+        return edges_of([self.weight_scheme, *shared], [self.down_scheme, *shared])

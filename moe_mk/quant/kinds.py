@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import gcd, lcm
 
 from moe_mk.errors import ConfigError
+from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
 from moe_mk.quant.gguf import GGUF, Gguf
@@ -15,6 +17,7 @@ from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import did_you_mean
+from moe_mk.shapes import divisors_of
 
 PLAIN_KINDS = ("bf16", "fp16", "fp32")
 BLOCK_KINDS = ("fp8_block", "int8_block")
@@ -57,3 +60,20 @@ def activation_group(scheme: QuantScheme) -> int:
     if isinstance(scheme, Gguf):
         return max(scheme.group, 32)
     return min(scheme.columns, LARGEST_ACTIVATION_GROUP) if isinstance(scheme, Grouped) else LARGEST_ACTIVATION_GROUP
+
+
+def edges_of(wide: Iterable[QuantScheme], down: Iterable[QuantScheme]) -> tuple[int, int]:
+    """(rows, columns): where weights may be cut without dividing what shares a scale or a byte.
+
+    Rows of gate and up and columns of down are cut. A scale of a whole row or matrix holds for each part.
+    """
+    rows = ((scheme.block or (1, 1))[0] for scheme in wide)
+    columns = ((scheme.block or (1, 1))[1] for scheme in down)
+    return lcm(*(side for side in rows if side != WHOLE)), lcm(*(side for side in columns if side != WHOLE))
+
+
+def legal_tp_sizes(widths: Iterable[int], edges: tuple[int, int]) -> list[int]:
+    """The tensor-parallel sizes that divide all intermediate sizes but 0 equally, at edges."""
+    widths = [width for width in widths if width]
+    cuts = [(width, side) for width in widths for side in edges]
+    return [n for n in divisors_of(gcd(*widths)) if n == 1 or all(width // n % side == 0 for width, side in cuts)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
-from moe_mk.weights.completeness import entry_problems, name_problems, raise_if, some
+from moe_mk.weights.completeness import entry_problems, name_problems, raise_if, read_entries, some
 from moe_mk.weights.inspect import describe_block, kind_of_scheme
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
@@ -52,8 +52,8 @@ def load_layer(
     problems = name_problems(local, expected, convention)
     needed, present = {*owned, None}, set(local)
     wanted = {name: each for name, each in expected.items() if name in present and each.part.expert in needed}
-    problems += entry_problems(source, prefix, wanted)
-    if problems:
+    entries, unreadable = read_entries(source, prefix, wanted)
+    if problems := [*problems, *unreadable, *entry_problems(entries, wanted)]:
         raise_if(f"{title} cannot be loaded", [*problems, *_other_format(source, prefix, spec)])
     reader = LayerReader(source, prefix, convention, spec, tp_rank, tp_size)
     weights = reader.layer(owned, layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -77,33 +77,33 @@ def _surplus(unexpected: Sequence[str], num_experts: int, convention: Convention
     return f" ({'; '.join(hints)})" if hints else ""
 
 
-def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expected]) -> list[str]:
-    """Wrong shapes, wrong dtypes, truncated and missing files among the tensors that will be read."""
-    files: dict[str, int] = defaultdict(int)
+def read_entries(source: TensorSource, prefix: str, names: Iterable[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Headers by local name, and one line for each missing or damaged file."""
     entries: dict[str, TensorEntry] = {}
-    shapes, dtypes, cut = [], [], []
-    for local, want in wanted.items():
+    unreadable: Counter[str] = Counter()
+    for name in names:
         try:
-            entry = source.entry(prefix + local)
+            entries[name] = source.entry(prefix + name)
         except WeightError as problem:
-            files[str(problem)] += 1
-            continue
-        entries[local] = entry
-        if wrong := wrong_shape(local, entry, want):
-            shapes.append(wrong)
-        if wrong := wrong_dtype(local, entry, want):
-            dtypes.append(wrong)
-        if entry.missing_bytes:
-            cut.append(f"{local} lacks {entry.missing_bytes} of {entry.num_bytes} bytes")
-    lines = [f"{problem} ({count} tensors of this layer)" for problem, count in files.items()]
-    for what, found in (
-        ("of a wrong shape", shapes),
-        ("of a wrong dtype", dtypes),
-        ("cut off, their file is truncated", cut),
-    ):
-        if found:
-            lines.append(f"{len(found)} tensors are {what}: {some(found)}")
-    return [*lines, *filter(None, [transposed(entries, wanted)])]
+            unreadable[str(problem)] += 1
+    return entries, [f"{problem} ({count} tensors of this layer)" for problem, count in unreadable.items()]
+
+
+def entry_problems(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expected]) -> list[str]:
+    """Wrong shapes, wrong dtypes and truncated files among those of the expected tensors that have a header."""
+    held = {name: entry for name, entry in entries.items() if name in expected}
+    found = {
+        "of a wrong shape": [wrong_shape(name, entry, expected[name]) for name, entry in held.items()],
+        "of a wrong dtype": [wrong_dtype(name, entry, expected[name]) for name, entry in held.items()],
+        "cut off, their file is truncated": [
+            f"{name} lacks {entry.missing_bytes} of {entry.num_bytes} bytes" if entry.missing_bytes else ""
+            for name, entry in held.items()
+        ],
+    }
+    lines = [
+        f"{len(bad)} tensors are {what}: {some(bad)}" for what, each in found.items() if (bad := [*filter(None, each)])
+    ]
+    return [*lines, *filter(None, [transposed(held, {name: expected[name] for name in held})])]
 
 
 def wrong_shape(name: str, entry: TensorEntry, want: Expected) -> str:

@@ -161,10 +161,10 @@ class ExpertWeights:
             return ExpertWeights(first, down, gated=gated)
         found = []
         for index in range(slots):
-            gate, up = _gate_and_up(first, index, inner, order) if gated else (None, first[index])
+            gate, up = gate_and_up(first[index], order) if gated else (None, first[index])
             biases = None
             if w13_bias is not None and w2_bias is not None:
-                gate_I, up_I = _halves(w13_bias[index], inner, order) if gated else (None, w13_bias[index])
+                gate_I, up_I = halves_of(w13_bias[index], order) if gated else (None, w13_bias[index])
                 biases = SlotBiases(gate_I, up_I, w2_bias[index])
             found.append(SlotWeights(gate, up, down[index], biases))
         return MappedExpertWeights(tuple(found), scheme)
@@ -185,10 +185,7 @@ class ExpertWeights:
         """The matrices of one physical expert, as views. Only the canonical layout can be read this way."""
         assert self.layout == CANONICAL, f"layout {self.layout!r} is private to the backend that made it"
         w13, w2 = self.w13[index], self.w2[index]
-        if not self.gated:
-            return SlotWeights(None, w13, w2)
-        half = w13.shape[0] // 2
-        return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2)
+        return SlotWeights(*gate_and_up(w13, "gate_up"), w2) if self.gated else SlotWeights(None, w13, w2)
 
 
 @dataclass(frozen=True)
@@ -410,23 +407,22 @@ def _scales_of_engine(
     raise ShapeError(f"{name} is {list(scales.shape)}, expected {' or '.join(map(str, wanted))}")
 
 
-def _gate_and_up(both: QuantTensor, index: int, inner: int, order: str) -> tuple[QuantTensor, QuantTensor]:
+def gate_and_up(both: QuantTensor, order: str) -> tuple[QuantTensor, QuantTensor]:
     """Gate and up of one expert as views; one scale of a whole tensor holds for both."""
-    q = both[index]
-    values = _halves(q.values, inner, order)
+    values = halves_of(both.values, order)
     scales, above, zeros = (
-        (part, part) if part is None or part.shape[0] == 1 else _halves(part, part.shape[0] // 2, order)
-        for part in (q.scales, q.global_scale, q.zeros)
+        (part, part) if part is None or part.shape[0] == 1 else halves_of(part, order)
+        for part in (both.scales, both.global_scale, both.zeros)
     )
-    gate, up = (QuantTensor(values[i], scales[i], q.scheme, above[i], zeros[i]) for i in (0, 1))
+    gate, up = (QuantTensor(values[i], scales[i], both.scheme, above[i], zeros[i]) for i in (0, 1))
     return gate, up
 
 
-def _halves(both: Tensor, length: int, order: str) -> tuple[Tensor, Tensor]:
+def halves_of(both: Tensor, order: str) -> tuple[Tensor, Tensor]:
     """Gate and up of rows of one expert, as views."""
     if order == "interleaved":
         return both[0::2], both[1::2]
-    first, second = both[:length], both[length:]
+    first, second = both.chunk(2)
     return (first, second) if order == "gate_up" else (second, first)
 
 
@@ -438,15 +434,6 @@ def narrow_rows(q: QuantTensor, start: int, length: int) -> QuantTensor:
 def narrow_columns(q: QuantTensor, start: int, length: int) -> QuantTensor:
     """Columns [start, start + length) of a matrix; the start must lie on a block edge."""
     return _narrow(q, 1, start, length)
-
-
-def every_other_row(q: QuantTensor, *, odd: bool) -> QuantTensor:
-    """Rows 0, 2, 4... of a matrix, or 1, 3, 5...: gate or up where they are interleaved."""
-    first, whole = int(odd), q.scheme.block == (WHOLE, WHOLE)
-    assert q.scheme.block is None or q.scheme.block[0] in (1, WHOLE), "rows that alternate cannot share a block"
-    scales = q.scales if q.scales is None or whole else q.scales[first::2]
-    zeros = None if q.zeros is None else q.zeros[first::2]
-    return replace(q, values=q.values[first::2], scales=scales, zeros=zeros)
 
 
 def _narrow(q: QuantTensor, axis: int, start: int, length: int) -> QuantTensor:

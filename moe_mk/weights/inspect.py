@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from moe_mk.files import read_json
 from moe_mk.quant.grouped import GROUPED, GROUPS, Grouped, grouped, kind_of
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
-from moe_mk.weights.completeness import entry_problems, name_problems, some
+from moe_mk.weights.completeness import entry_problems, name_problems, read_entries, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import FLOATS, Features, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
@@ -109,7 +108,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
         config, problems = _config(source.path)
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
-    block = _block(quantization.get("weight_block_size"))
+    sides: Any = quantization.get("weight_block_size")
+    is_block = isinstance(sides, list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+    block = (sides[0], sides[1]) if is_block else None
     num_bytes = 0
     for file in source.files:
         try:
@@ -140,12 +141,6 @@ def _config(path: Path) -> tuple[dict[str, object], list[str]]:
     return (config, []) if isinstance(config, dict) else ({}, ["config.json is not a JSON object"])
 
 
-def _block(sides: object) -> tuple[int, int] | None:
-    if isinstance(sides, list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
-        return sides[0], sides[1]
-    return None
-
-
 def describe_block(
     source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object], zero: int = 0
 ) -> LayerFacts:
@@ -154,41 +149,36 @@ def describe_block(
     zero: how many of the scored experts have no weights.
     """
     local = local_names(source.names(), prefix)
-    entries, unreadable = _entries(source, prefix, local)
+    entries, problems = read_entries(source, prefix, local)
     # Integers of compressed-tensors have the names of its four-bit floats.
     words = any(entry.dtype is torch.int32 for name, entry in entries.items() if name.endswith("weight_packed"))
     convention = recognise(local, fits=lambda names: words == (names.packing == "compressed_tensors"))
     parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
-    if convention.packing:
-        spec, why_not = _guess_packed(parts, convention, quantization)
-    else:
-        spec, why_not = _guess(parts, convention, block)
-    if spec is not None and 0 < zero < spec.num_experts and Part(Role.ROUTER) in parts:
-        spec = replace(spec, num_experts=spec.num_experts - zero, num_zero_experts=zero)
-    elif spec is not None and (bias := parts.get(Part(Role.BIAS))) is not None and len(bias.shape) == 1:
-        fused = spec.num_experts - bias.shape[0]
-        spec = replace(spec, num_fused_shared_experts=fused if 0 < fused < bias.shape[0] else 0)
-    problems = list(unreadable)
-    if spec is None:
-        problems.append(why_not)
-    else:
-        expected = expected_tensors(spec, convention)
-        problems += name_problems(local, expected, convention)
-        problems += entry_problems(
-            source, prefix, {name: expected[name] for name in local if name in expected and name in entries}
+    schemes: tuple[quant.QuantScheme | None, ...] = (None, None, None)
+    sizes, block_of, features = (0, 0, 0, 0), None, _named(parts)
+    try:
+        spec = (
+            _guess_packed(parts, convention, quantization) if convention.packing else _guess(parts, convention, block)
         )
-    kind = "" if spec is None else kind_of_scheme(spec.scheme)
-    dtypes, scale_dtypes = _dtypes(parts, ""), _dtypes(parts, "scale")
+        bias = parts.get(Part(Role.BIAS))
+        if 0 < zero < spec.num_experts and Part(Role.ROUTER) in parts:
+            spec = replace(spec, num_experts=spec.num_experts - zero, num_zero_experts=zero)
+        elif bias is not None and len(bias.shape) == 1:
+            fused = spec.num_experts - bias.shape[0]
+            spec = replace(spec, num_fused_shared_experts=fused if 0 < fused < bias.shape[0] else 0)
+        expected = expected_tensors(spec, convention)
+    except ConfigError as problem:
+        problems.append(str(problem))
+    else:
+        problems += [*name_problems(local, expected, convention), *entry_problems(entries, expected)]
+        sizes = spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size
+        schemes, features = (spec.scheme, spec.down_scheme, spec.shared_scheme), spec.features
+        block_of = spec.scheme.block if kind_of_scheme(spec.scheme) in BLOCK_KINDS else None
     return LayerFacts(
-        layer_of(prefix), prefix, convention.name,
-        spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
-        spec.shared_intermediate_size if spec else 0, dtypes, scale_dtypes,
-        spec.block if spec and kind in BLOCK_KINDS else None, len(local),
-        sum(entry.num_bytes for entry in entries.values()), tuple(problems), kind,
-        kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
-        kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
-        any(part.role is Role.EXPERT and part.extra == "input" for part in parts),
-        **(spec.features if spec else _named(parts)),
+        layer_of(prefix), prefix, convention.name, *sizes, _dtypes(parts, ""), _dtypes(parts, "scale"), block_of,
+        len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
+        *("" if scheme is None else kind_of_scheme(scheme) for scheme in schemes),
+        any(part.role is Role.EXPERT and part.extra == "input" for part in parts), **features,
     )  # fmt: skip
 
 
@@ -201,31 +191,20 @@ def _named(parts: dict[Part, TensorEntry]) -> dict[str, Any]:
         "has_image_bias": Part(Role.IMAGE_BIAS),
     }  # fmt: skip
     gated = any(part.role is Role.EXPERT and part.projection in ("gate", "gate_up") for part in parts)
-    return {name: part in parts for name, part in found.items()} | {"table": _table_of(parts), "gated": gated}
+    table = parts.get(Part(Role.TABLE))
+    sizes = None if table is None or len(table.shape) != 2 else table.shape
+    return {name: part in parts for name, part in found.items()} | {"table": sizes, "gated": gated}
 
 
-def _entries(source: TensorSource, prefix: str, local: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    entries: dict[str, TensorEntry] = {}
-    unreadable: Counter[str] = Counter()
-    for name in local:
-        try:
-            entries[name] = source.entry(prefix + name)
-        except WeightError as problem:
-            unreadable[str(problem)] += 1
-    return entries, [f"{problem} ({count} tensors of this layer)" for problem, count in unreadable.items()]
-
-
-def _guess(
-    parts: dict[Part, TensorEntry], convention: Convention, block: tuple[int, int] | None
-) -> tuple[LayerSpec | None, str]:
-    """The sizes of most down projections and of the gate, as the expected specification of the layer."""
+def _guess(parts: dict[Part, TensorEntry], convention: Convention, block: tuple[int, int] | None) -> LayerSpec:
+    """The specification of a layer, by most down projections and the gate. Raises ConfigError where there is none."""
     downs = [
         (part, entry)
         for part, entry in parts.items()
         if part.role is Role.EXPERT and part.projection == "down" and not part.extra
     ]
     if not downs:
-        return None, "no expert has a down projection"
+        raise ConfigError("no expert has a down projection")
     (shape, dtype), _ = Counter((entry.shape, entry.dtype) for _, entry in downs).most_common(1)[0]
     experts = [part.expert for part, _ in downs if part.expert is not None]
     router, shared = parts.get(Part(Role.ROUTER)), parts.get(Part(Role.SHARED, "down"))
@@ -233,7 +212,7 @@ def _guess(
     if convention.blocks_apart and len(shape) == 4:
         shape = (*shape[:2], shape[2] * shape[3])
     if len(shape) != (3 if convention.fused or convention.stacked else 2):
-        return None, f"down projections have shape {list(shape)}"
+        raise ConfigError(f"down projections have shape {list(shape)}")
     both, halves = parts.get(Part(Role.EXPERT, "gate_up" if convention.fused else "up")), 1 + convention.fused
     turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
     turned = (
@@ -247,7 +226,7 @@ def _guess(
     latent = parts.get(Part(Role.LATENT, "down"))
     hidden = shape[-2] if latent is None else latent.shape[-1]
     if latent is None and router is not None and len(router.shape) == 2 and shape[-2] != router.shape[1] == shape[-1]:
-        return None, (
+        raise ConfigError(
             f"down projections have shape {list(shape)} and the router {list(router.shape)}: "
             "matrices are stored transposed"
         )
@@ -256,7 +235,7 @@ def _guess(
     )
     scheme = _scheme(dtype, shape[-2:], parts, block)
     if scheme is None:
-        return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
+        raise ConfigError(f"expert weights of dtype {downs[0][1].dtype_name} are not supported")
     plain_dtype = shared.dtype if shared is not None and isinstance(scheme, quant.BlockedScheme) else None
     shared_scheme: quant.QuantScheme | None = None
     if plain_dtype in FLOATS and plain_dtype is not None:
@@ -267,51 +246,49 @@ def _guess(
     per_byte = (shared_scheme or scheme).per_byte
     width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = any(part.role is Role.EXPERT and part.extra == "bias" for part in parts)
-    try:
-        spec = LayerSpec(
-            num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width, has_expert_bias=biased,
-            shared_scheme=shared_scheme, stacks_transposed=turned, latent_size=None if latent is None else shape[-2],
-            **_named(parts),
-        )  # fmt: skip
-    except ConfigError as problem:
-        return None, str(problem)
-    nameless = "; ".join(unnamed_parts(spec, convention))
-    return (None, nameless) if nameless else (spec, "")
+    spec = LayerSpec(
+        num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width, has_expert_bias=biased,
+        shared_scheme=shared_scheme, stacks_transposed=turned, latent_size=None if latent is None else shape[-2],
+        **_named(parts),
+    )  # fmt: skip
+    if nameless := unnamed_parts(spec, convention):
+        raise ConfigError("; ".join(nameless))
+    return spec
 
 
-def _guess_packed(
-    parts: dict[Part, TensorEntry], convention: Convention, quantization: dict[str, object]
-) -> tuple[LayerSpec | None, str]:
-    """The specification of packed integers, from the gate and the projections of the first expert."""
+def _guess_packed(parts: dict[Part, TensorEntry], convention: Convention, quantization: dict[str, object]) -> LayerSpec:
+    """The same of packed integers, from the gate and the projections of the first expert."""
     router = parts.get(Part(Role.ROUTER))
     experts = [part.expert for part in parts if part.role is Role.EXPERT and part.expert is not None]
     first = None if convention.stacked or convention.fused else min(experts, default=0)
     halves = "gate_up" if convention.fused else "up"
     gate, up, down = (parts.get(Part(Role.EXPERT, projection, first)) for projection in ("gate", halves, "down"))
     if router is None or len(router.shape) != 2 or up is None or down is None:
-        return None, "the gate or the first expert is missing, which state the sizes of packed experts"
+        raise ConfigError("the gate or the first expert is missing, which state the sizes of packed experts")
     num_experts, hidden = router.shape
     latent = parts.get(Part(Role.LATENT, "down"))
     latent_size = latent.shape[0] if latent is not None and latent.shape else None
     if len(up.shape) != (3 if first is None else 2) or len(down.shape) != len(up.shape):
-        return None, f"projections have shapes {list(up.shape)} and {list(down.shape)}"
+        raise ConfigError(f"projections have shapes {list(up.shape)} and {list(down.shape)}")
     if convention.packing == "gguf":
         inner, stored = up.shape[-2] // (2 if convention.fused else 1), [t for t in (gate, up, down) if t is not None]
         if odd := " and ".join(f"{t.name} is {t.dtype_name}" for t in stored if _stored_in_gguf(t) is None):
-            return None, f"{odd}, which is not supported; types that are: {', '.join(IN_GGUF)}"
-        schemes = (
-            _together([t for t in (gate, up) if t is not None]),
-            _stored_in_gguf(down) or quant.plain(torch.bfloat16),
-        )
+            raise ConfigError(f"{odd}, which is not supported; types that are: {', '.join(IN_GGUF)}")
+        wide, bf16 = {_stored_in_gguf(each) for each in (gate, up) if each is not None}, quant.plain(torch.bfloat16)
+        # Gate and up of different types are decoded to bf16.
+        schemes = (wide.pop() if len(wide) == 1 else None) or bf16, _stored_in_gguf(down) or bf16
     else:
         inner, hidden = _width(convention, up, down), down.shape[-2] if convention.packing == "mlx" else hidden
         known = first, latent_size or hidden, inner
         integers = _integers(parts, convention, known, quantization)
         if integers is None:
-            return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
+            raise ConfigError("groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits")
         schemes = (integers, _integers(parts, convention, known, quantization, "down") or integers)
     shared = parts.get(Part(Role.SHARED, "up", extra="" if convention.packing == "mlx" else "plain"))
-    width = _shared_width(parts, convention, shared)
+    ups, downs = (parts.get(Part(Role.SHARED, projection)) for projection in ("up", "down"))
+    width = shared.shape[0] if shared is not None else 0
+    if shared is None and ups is not None and downs is not None:
+        width = _width(convention, ups, downs)
     theirs = {replace(part, role=Role.EXPERT): entry for part, entry in parts.items() if part.role is Role.SHARED}
     shared_scheme: quant.QuantScheme | None = None
     if shared is not None and shared.dtype in FLOATS:
@@ -319,22 +296,14 @@ def _guess_packed(
     elif width and convention.packing != "gguf":
         own = _integers(theirs, convention, (None, hidden, width), quantization)
         shared_scheme = own if own != schemes[0] else None
-    try:
-        spec = LayerSpec(
-            num_experts, hidden, inner, schemes[0], int(width > 0), width,
-            has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
-            down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
-            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization), latent_size=latent_size, **_named(parts),
-        )  # fmt: skip
-        expected_tensors(spec, convention)
-    except ConfigError as problem:
-        return None, str(problem)
-    return spec, ""
-
-
-def _is_gptq_v2(convention: Convention, scheme: quant.QuantScheme, quantization: dict[str, object]) -> bool:
-    stated = convention.packing == "gptq" and quantization.get("checkpoint_format") == "gptq_v2"
-    return stated and isinstance(scheme, Grouped) and scheme.has_zeros
+    v2 = convention.packing == "gptq" and quantization.get("checkpoint_format") == "gptq_v2"
+    return LayerSpec(
+        num_experts, hidden, inner, schemes[0], int(width > 0), width,
+        has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
+        down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
+        gptq_v2=v2 and isinstance(schemes[0], Grouped) and schemes[0].has_zeros, latent_size=latent_size,
+        **_named(parts),
+    )  # fmt: skip
 
 
 def _integers(
@@ -383,29 +352,9 @@ def _stored_in_gguf(entry: TensorEntry) -> quant.QuantScheme | None:
     return IN_GGUF.get(entry.dtype_name.lower())
 
 
-def _together(gate_and_up: Sequence[TensorEntry]) -> quant.QuantScheme:
-    """The scheme of gate and up of a GGUF file: their own if it is the same, else bf16, to which both are decoded."""
-    found = {_stored_in_gguf(each) for each in gate_and_up}
-    return found.pop() or quant.plain(torch.bfloat16) if len(found) == 1 else quant.plain(torch.bfloat16)
-
-
-def _shared_width(parts: dict[Part, TensorEntry], convention: Convention, plain_up: TensorEntry | None) -> int:
-    """The intermediate size of the shared experts; 0 without any."""
-    up, down = (parts.get(Part(Role.SHARED, projection)) for projection in ("up", "down"))
-    if plain_up is not None:
-        return plain_up.shape[0]
-    return 0 if up is None or down is None else _width(convention, up, down)
-
-
 def _width(convention: Convention, up: TensorEntry, down: TensorEntry) -> int:
     """The intermediate size of packed projections."""
     return {"gptq": up.shape[-1], "awq": down.shape[-2]}.get(convention.packing, up.shape[-2])
-
-
-def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
-    """The sizes of the table of experts by token id; None without a valid table."""
-    table = parts.get(Part(Role.TABLE))
-    return None if table is None or len(table.shape) != 2 else (table.shape[0], table.shape[1])
 
 
 def _scheme(

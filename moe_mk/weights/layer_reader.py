@@ -18,7 +18,8 @@ from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
     SlotBiases,
     SlotWeights,
-    every_other_row,
+    gate_and_up,
+    halves_of,
     narrow_columns,
     narrow_rows,
 )
@@ -96,16 +97,14 @@ class LayerReader:
         share = self.spec.slice_of(width, self.tp_rank, self.tp_size)
         if self.convention.packing:
             return self._packed_mlp(role, expert, share)
-        if role is Role.EXPERT and self.convention.fused:
-            both, down = Part(role, "gate_up"), Part(role, "down")
-            gate, up = (self._half(both, expert, which, share) for which in ("gate", "up"))
-            biases = self._biases(both, down, expert, share) if self.spec.has_expert_bias else None
-            return SlotWeights(gate, up, self._matrix(down, 1, *share, row=expert), biases)
-        row = expert if role is Role.EXPERT and self.convention.stacked else None
-        of = None if row is not None else expert
-        *gates, up = (self._matrix(Part(role, p, of), 0, *share, row=row) for p in self.spec.wide)
-        has_biases = self.spec.has_expert_bias and self.convention.holds(role, "bias")
-        biases = self._biases_apart(expert, share) if has_biases else None
+        routed, fused = role is Role.EXPERT, role is Role.EXPERT and self.convention.fused
+        row, of = (expert, None) if routed and (fused or self.convention.stacked) else (None, expert)
+        if fused:
+            names, both = self._quantised(Part(role, "gate_up"), row)
+            *gates, up = (self._noted(narrow_rows(q, *share), names) for q in gate_and_up(both, self._order))
+        else:
+            *gates, up = (self._matrix(Part(role, p, of), 0, *share, row=row) for p in self.spec.wide)
+        biases = self._biases(expert, share) if routed and self.spec.has_expert_bias else None
         down_HI = self._matrix(Part(role, "down", of), 1, *share, row=row)
         return SlotWeights(gates[0] if gates else None, up, down_HI, biases)
 
@@ -125,7 +124,7 @@ class LayerReader:
             halves.append(self._noted(narrow_rows(q, *share), (name, scale_name)))
         biases = None
         if role is Role.EXPERT and self.spec.has_expert_bias:
-            biases = self._biases_apart(expert, share, order_I)
+            biases = self._biases(expert, share, order_I)
         gate = halves[0] if self.spec.gated else None
         return SlotWeights(gate, halves[-1], self._noted(narrow_columns(down.q, *share), names), biases)
 
@@ -182,16 +181,6 @@ class LayerReader:
         """The order of gate and up in one tensor: that of the convention, else that of the caller."""
         return self.spec.gate_up_order if self.convention.order == "gate_up" else self.convention.order
 
-    def _half(self, part: Part, expert: int | None, which: str, share: tuple[int, int]) -> QuantTensor:
-        """The rows of gate or up in a tensor with both."""
-        whole = self._quantised(part, expert)
-        start, length = share
-        if self._order == "interleaved":
-            return self._noted(narrow_rows(every_other_row(whole[1], odd=which == "up"), start, length), whole[0])
-        first = which == "gate" if self._order == "gate_up" else which == "up"
-        at = start if first else start + self.spec.intermediate_size
-        return self._noted(narrow_rows(whole[1], at, length), whole[0])
-
     def _matrix(self, part: Part, axis: int, start: int, length: int, row: int | None = None) -> QuantTensor:
         """A slice of a matrix along an axis; row picks the expert of a fused stack."""
         narrow = narrow_rows if axis == 0 else narrow_columns
@@ -228,31 +217,20 @@ class LayerReader:
             return q
         return replace(q, scales=q.scales.to(torch.float32).to(q.scheme.scale_dtype))
 
-    def _biases(self, both: Part, down: Part, expert: int | None, share: tuple[int, int]) -> SlotBiases:
-        """The biases of an expert, copied. With TP each rank has a share of gate and up; only rank 0 has down's."""
-        name, gate_up = self._open(replace(both, extra="bias"), expert)
-        down_name, down_H = self._open(replace(down, extra="bias"), expert)
-        self.contents.values += [(name, gate_up), (down_name, down_H)]
-        start, length = share
-        if self._order == "interleaved":
-            gate_I, up_I = gate_up[0::2], gate_up[1::2]
-        else:
-            first, second = gate_up.chunk(2)
-            gate_I, up_I = (first, second) if self._order == "gate_up" else (second, first)
-        gate_I, up_I = (half.narrow(0, start, length).clone() for half in (gate_I, up_I))
-        return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
+    def _biases(self, expert: int | None, share: tuple[int, int], order_I: Tensor | None = None) -> SlotBiases:
+        """The biases of an expert, copied. order_I: rows of gate and up.
 
-    def _biases_apart(self, expert: int | None, share: tuple[int, int], order_I: Tensor | None = None) -> SlotBiases:
-        """The biases of an expert where each projection has its own tensor, copied. order_I: rows of gate and up."""
-        row = expert if self.convention.stacked else None
-        found = []
-        for projection in (*self.spec.wide, "down"):
-            part = Part(Role.EXPERT, projection, None if self.convention.stacked else expert, extra="bias")
-            found.append(self._open(part, row))
+        With TP each rank has a share of gate and up; only rank 0 has down's.
+        """
+        fused = self.convention.fused
+        row, of = (expert, None) if fused or self.convention.stacked else (None, expert)
+        projections = ("gate_up", "down") if fused else (*self.spec.wide, "down")
+        found = [self._open(Part(Role.EXPERT, p, of, "bias"), row) for p in projections]
         self.contents.values += found
         *wide, down_H = (bias for _, bias in found)
-        ordered = wide if order_I is None else [bias[order_I] for bias in wide]
-        *gate_I, up_I = (bias.narrow(0, *share).clone() for bias in ordered)
+        if fused:
+            wide = [*halves_of(wide[0], self._order)]
+        *gate_I, up_I = ((bias if order_I is None else bias[order_I]).narrow(0, *share).clone() for bias in wide)
         down_H = down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H)
         return SlotBiases(gate_I[0] if gate_I else None, up_I, down_H)
 

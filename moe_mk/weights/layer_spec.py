@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import gcd, lcm
 from typing import Any
 
 import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
+from moe_mk.quant import BlockedScheme, Plain, QuantScheme
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import GROUPS, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
-from moe_mk.shapes import divisors_of
+from moe_mk.quant.kinds import edges_of, legal_tp_sizes
 from moe_mk.weights.names import Convention, Part, Role
 from moe_mk.weights.packed_layouts import SCALE_DTYPES, WORD, is_of_mlx, packed_shapes
 
@@ -130,20 +129,10 @@ class LayerSpec(Features):
         return self.scheme if projection != "down" or self.down_scheme is None else self.down_scheme
 
     @property
-    def block(self) -> tuple[int, int] | None:
-        """(rows, columns) of one scale block; None for plain weights."""
-        return self.scheme.block
-
-    @property
     def edges(self) -> tuple[int, int]:
-        """(rows, columns): a weight may be sliced at multiples of these. Scales of whole rows are no restriction."""
+        """(rows, columns): where a weight may be cut, see `edges_of`."""
         roles = (Role.EXPERT, Role.SHARED) if self.num_shared_experts else (Role.EXPERT,)
-        sides: tuple[list[int], list[int]] = [], []
-        for role in roles:
-            first, second = (self.scheme_of(role, projection).block or (1, 1) for projection in ("up", "down"))
-            sides[0].append(1 if first[0] == WHOLE else first[0])
-            sides[1].append(1 if second[1] == WHOLE else second[1])
-        return lcm(*sides[0]), lcm(*sides[1])
+        return edges_of(*([self.scheme_of(role, projection) for role in roles] for projection in ("up", "down")))
 
     def slice_of(self, width: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """(start, length) of a tensor-parallel rank's share of an intermediate width.
@@ -152,26 +141,15 @@ class LayerSpec(Features):
         """
         if not 0 <= tp_rank < tp_size:
             raise ConfigError(f"tp_rank={tp_rank} is not in 0..{tp_size - 1} (tp_size={tp_size})")
-        if tp_size > 1 and tp_size not in (legal := self.legal_tp_sizes()):
-            rows, columns = self.edges
+        widths, (rows, columns) = (self.intermediate_size, self.shared_intermediate_size), self.edges
+        if tp_size > 1 and tp_size not in (legal := legal_tp_sizes(widths, (rows, columns))):
             block = "" if (rows, columns) == (1, 1) else f" at the edges of {rows}x{columns} blocks"
-            widths = " and ".join(
-                str(w) for w in dict.fromkeys((self.intermediate_size, self.shared_intermediate_size)) if w
-            )
             raise ConfigError(
-                f"tp_size={tp_size} cannot cut the intermediate size {widths}{block}; "
+                f"tp_size={tp_size} cannot cut the intermediate size "
+                f"{' and '.join(str(width) for width in dict.fromkeys(widths) if width)}{block}; "
                 f"possible: {', '.join(map(str, legal))}"
             )
         return tp_rank * (width // tp_size), width // tp_size
-
-    def legal_tp_sizes(self) -> list[int]:
-        """The tensor-parallel sizes that divide routed and shared experts equally at block boundaries."""
-        common = gcd(self.intermediate_size, self.shared_intermediate_size)
-        return [n for n in divisors_of(common) if n == 1 or self._cuts_at_edges(n)]
-
-    def _cuts_at_edges(self, tp_size: int) -> bool:
-        widths = [width for width in (self.intermediate_size, self.shared_intermediate_size) if width]
-        return all((width // tp_size) % side == 0 for width in widths for side in self.edges)
 
 
 @dataclass(frozen=True)
@@ -189,32 +167,29 @@ class Expected:
 
 def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expected]:
     """Every tensor that the layer has in a convention, by local name."""
-    scored = spec.num_experts + spec.num_zero_experts
-    router = [Expected(Part(Role.ROUTER), (scored, spec.hidden_size), FLOATS)]
-    if spec.has_gate_bias:
-        router.append(Expected(Part(Role.BIAS), (scored - spec.num_fused_shared_experts,), FLOATS, ((scored,),)))
-    if spec.has_image_bias:
-        router.append(Expected(Part(Role.IMAGE_BIAS), (scored,), FLOATS))
-        if spec.table is not None:  # which leaves a bias for text without effect
-            router.append(Expected(Part(Role.BIAS), (scored,), FLOATS, optional=True))
-    if spec.has_logit_bias and convention.logit_bias:
-        router.append(Expected(Part(Role.LOGIT_BIAS), (scored,), FLOATS))
-    if spec.table is not None:
-        router.append(Expected(Part(Role.TABLE), spec.table, INTEGERS))
-    if spec.has_shared_gate:
-        one = Expected(Part(Role.SHARED_GATE), (1, spec.hidden_size), FLOATS, ((spec.hidden_size,),))
-        router.append(one)
-    if spec.latent_size is not None:
-        sizes = {"down": (spec.latent_size, spec.hidden_size), "up": (spec.hidden_size, spec.latent_size)}
-        router += [Expected(Part(Role.LATENT, which), shape, FLOATS) for which, shape in sizes.items()]
-        if spec.has_latent_norm:
-            router.append(Expected(Part(Role.LATENT, "norm"), (spec.latent_size,), FLOATS))
-    if spec.has_input_norm:
-        router += [
-            Expected(Part(Role.INPUT_NORM, which), (spec.hidden_size,), FLOATS) for which in convention.input_norm
-        ]
-    if spec.has_expert_scale:
-        router.append(Expected(Part(Role.EXPERT_SCALE), (spec.num_experts,), FLOATS, ((1,), ())))
+    scored, hidden, latent = spec.num_experts + spec.num_zero_experts, spec.hidden_size, spec.latent_size or 0
+    router = [
+        Expected(part, shape, INTEGERS if part.role is Role.TABLE else FLOATS, also, optional)
+        for wanted, part, shape, also, optional in (
+            (True, Part(Role.ROUTER), (scored, hidden), (), False),
+            (spec.has_gate_bias, Part(Role.BIAS), (scored - spec.num_fused_shared_experts,), ((scored,),), False),
+            (spec.has_image_bias, Part(Role.IMAGE_BIAS), (scored,), (), False),
+            # A table leaves a bias for text without effect.
+            (spec.has_image_bias and spec.table, Part(Role.BIAS), (scored,), (), True),
+            (spec.has_logit_bias and convention.logit_bias, Part(Role.LOGIT_BIAS), (scored,), (), False),
+            (spec.table, Part(Role.TABLE), spec.table or (), (), False),
+            (spec.has_shared_gate, Part(Role.SHARED_GATE), (1, hidden), ((hidden,),), False),
+            (latent, Part(Role.LATENT, "down"), (latent, hidden), (), False),
+            (latent, Part(Role.LATENT, "up"), (hidden, latent), (), False),
+            (spec.has_latent_norm, Part(Role.LATENT, "norm"), (latent,), (), False),
+            *(
+                (spec.has_input_norm, Part(Role.INPUT_NORM, which), (hidden,), (), False)
+                for which in convention.input_norm
+            ),
+            (spec.has_expert_scale, Part(Role.EXPERT_SCALE), (spec.num_experts,), ((1,), ()), False),
+        )
+        if wanted
+    ]
     if convention.packing == "mlx":
         router = [other for each in router for other in _as_mlx_may_pack(each)]
     of = _Matrices(spec, convention)

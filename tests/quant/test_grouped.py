@@ -12,7 +12,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, Grouped, grouped
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import every_other_row, narrow_columns, narrow_rows
+from moe_mk.weights.expert_weights import gate_and_up, narrow_columns, narrow_rows
 from tests.support.draws import normal
 
 ALL = pytest.mark.parametrize("scheme", GROUPED.values(), ids=list(GROUPED))
@@ -103,7 +103,7 @@ def test_slices_at_edges_are_slices_of_the_values(scheme: Grouped) -> None:
     whole = q.dequantize(torch.float32)
     assert torch.equal(narrow_columns(q, 128, 128).dequantize(torch.float32), whole[:, 128:])
     assert torch.equal(narrow_rows(q, 2, 3).dequantize(torch.float32), whole[2:5])
-    assert torch.equal(every_other_row(q, odd=True).dequantize(torch.float32), whole[1::2])
+    assert torch.equal(gate_and_up(q, "interleaved")[1].dequantize(torch.float32), whole[1::2])
 
 
 def test_copies_and_pickles_hold_the_zero_points() -> None:

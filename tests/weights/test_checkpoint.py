@@ -10,6 +10,7 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.quant import BF16, FP8_128x128
+from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load, same
 
@@ -115,8 +116,8 @@ def test_a_slice_inside_a_scale_block_is_refused_with_the_sizes_that_are_possibl
     with pytest.raises(ConfigError, match=r"tp_rank=2 is not in 0..1"):
         load(tiny_state, tiny.layer_spec(), tp_rank=2, tp_size=2)
     v3 = LayerSpec(256, 7168, 2048, FP8_128x128, 1, 2048)
-    assert v3.legal_tp_sizes() == [1, 2, 4, 8, 16]
-    assert replace(v3, scheme=BF16, intermediate_size=12, shared_intermediate_size=8).legal_tp_sizes() == [1, 2, 4]
+    assert legal_tp_sizes((v3.intermediate_size, v3.shared_intermediate_size), v3.edges) == [1, 2, 4, 8, 16]
+    assert legal_tp_sizes((12, 8), replace(v3, scheme=BF16).edges) == [1, 2, 4]
 
 
 def test_the_other_order_of_a_fused_tensor_is_turned_round_once(
