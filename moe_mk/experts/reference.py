@@ -85,10 +85,10 @@ class ReferenceExperts(FusedExperts):
 
     def _ffn(self, x_NH: QuantTensor, slot: SlotWeights) -> Tensor:
         x, c = self._rounded(x_NH), self.context
-        gate = None if slot.gate_IH is None else _product(x, slot.gate_IH, slot.gate_bias)
-        up = _product(x, slot.up_IH, slot.up_bias)
+        gate = None if slot.gate_IH is None else _product(x, slot.gate_IH, slot.bias("gate"))
+        up = _product(x, slot.up_IH, slot.bias("up"))
         h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
-        return _product(self._rounded(h, hidden=True), slot.down_HI, slot.down_bias)
+        return _product(self._rounded(h, hidden=True), slot.down_HI, slot.bias("down"))
 
     def _rounded(self, x: Tensor | QuantTensor, *, hidden: bool = False) -> Tensor:
         """Activations quantised to the compute scheme, in f32; tokens received in that scheme are not quantised

@@ -155,10 +155,10 @@ class TorchCpuExperts(FusedExperts):
 
     def _ffn(self, x: Tensor, slot: SlotWeights) -> Tensor:
         c = self.context
-        gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH, slot.gate_bias)
-        up = _multiply(x, slot.up_IH, slot.up_bias)
+        gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH, slot.bias("gate"))
+        up = _multiply(x, slot.up_IH, slot.bias("up"))
         h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
-        return _multiply(h, slot.down_HI, slot.down_bias)
+        return _multiply(h, slot.down_HI, slot.bias("down"))
 
 
 def by_slot(ids_RK: Tensor) -> tuple[Tensor, list[int], list[int]]:

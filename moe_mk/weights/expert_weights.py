@@ -59,19 +59,15 @@ class SlotWeights:
     """None for experts without biases."""
 
     @property
-    def gate_bias(self) -> Tensor | None:
-        """(I,), or None."""
-        return None if self.biases is None else self.biases.gate_I
+    def matrices(self) -> dict[str, QuantTensor]:
+        """The matrices that the expert has, by projection."""
+        named = {"gate": self.gate_IH, "up": self.up_IH, "down": self.down_HI}
+        return {projection: q for projection, q in named.items() if q is not None}
 
-    @property
-    def up_bias(self) -> Tensor | None:
-        """(I,), or None."""
-        return None if self.biases is None else self.biases.up_I
-
-    @property
-    def down_bias(self) -> Tensor | None:
-        """(H,), or None."""
-        return None if self.biases is None else self.biases.down_H
+    def bias(self, projection: str) -> Tensor | None:
+        """(I,) or (H,); None for an expert without biases, and for a gate that it does not have."""
+        own = self.biases
+        return None if own is None else {"gate": own.gate_I, "up": own.up_I, "down": own.down_H}[projection]
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +77,8 @@ class SlotWeights:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the expert: those of gate, up and down, then the biases."""
-        matrices = [q for q in (self.gate_IH, self.up_IH, self.down_HI) if q is not None]
-        return *(part for q in matrices for part in q.tensors), *(self.biases.tensors if self.biases else ())
+        values = (part for q in self.matrices.values() for part in q.tensors)
+        return *values, *(self.biases.tensors if self.biases else ())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SlotWeights:
         """The same with each of its tensors changed."""

@@ -103,7 +103,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
     """
     source = open_source(path)
     if isinstance(source, GgufSource):  # the architecture in place of the model type
-        config, problems = {"model_type": source.metadata.get("general.architecture", "")}, []
+        config, problems = dict[str, object](model_type=source.metadata.get("general.architecture", "")), list[str]()
     else:
         config, problems = _config(source.path)
     quantization = config.get("quantization_config")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.quant import QuantTensor
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
 
 
@@ -72,16 +71,10 @@ class LayerWeights:
             *(self.latent or ()), *(self.input_norm or ()), self.image_bias_E,
         )  # fmt: skip
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
-        shared = 0 if self.shared is None else sum(q.num_bytes for _, q in matrices_of(self.shared))
+        shared = 0 if self.shared is None else sum(q.num_bytes for q in self.shared.matrices.values())
         return plain + shared + self.experts.num_bytes
 
 
 def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:
     """The experts of a canonical stack one by one, as views of it."""
     return MappedExpertWeights(tuple(stacked.slot(index) for index in range(stacked.num_slots)), stacked.scheme)
-
-
-def matrices_of(slot: SlotWeights) -> list[tuple[str, QuantTensor]]:
-    """The matrices that an expert has, by projection."""
-    named = (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI))
-    return [(projection, q) for projection, q in named if q is not None]

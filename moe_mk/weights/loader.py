@@ -243,13 +243,8 @@ class LayerLoader:
 
 
 def _of_slot(slot: SlotWeights, part: Part) -> Tensor:
-    if part.extra == "bias":
-        bias = {"gate": slot.gate_bias, "up": slot.up_bias, "down": slot.down_bias}[part.projection]
-        assert bias is not None
-        return bias
-    q = {"gate": slot.gate_IH, "up": slot.up_IH, "down": slot.down_HI}[part.projection]
-    assert q is not None
-    held = {"scale": q.scales, "global": q.global_scale}.get(part.extra, q.values)
+    q, bias = slot.matrices[part.projection], slot.bias(part.projection)
+    held = {"bias": bias, "scale": q.scales, "global": q.global_scale}.get(part.extra, q.values)
     assert held is not None
     return held
 

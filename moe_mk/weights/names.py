@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -106,16 +106,20 @@ class Convention:
         """Whether one tensor holds a projection of all experts, gate and up apart."""
         return not self.fused and "{e}" not in self.expert[""]
 
+    @cached_property
+    def of_layer(self) -> dict[Part, str]:
+        """The names of tensors that belong to no projection of experts; "" for those without one."""
+        named = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.IMAGE_BIAS: f"{self.bias}_vl",
+                 Role.LOGIT_BIAS: self.logit_bias, Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
+                 Role.EXPERT_SCALE: self.router_scale}  # fmt: skip
+        found = {Part(role): name for role, name in named.items()}
+        found |= {Part(Role.LATENT, which): name for which, name in self.latent.items()}
+        return found | {Part(Role.INPUT_NORM, which): name for which, name in self.input_norm.items()}
+
     def spell(self, part: Part) -> str:
-        names = {Role.ROUTER: self.router, Role.BIAS: self.bias, Role.LOGIT_BIAS: self.logit_bias,
-                 Role.TABLE: self.table, Role.SHARED_GATE: self.shared_gate,
-                 Role.EXPERT_SCALE: self.router_scale, Role.IMAGE_BIAS: f"{self.bias}_vl"}  # fmt: skip
-        if part.role in names:
-            return names[part.role].replace("weight", {"scale": "scales", "zeros": "biases"}.get(part.extra, "weight"))
-        if part.role is Role.LATENT:
-            return self.latent[part.projection]
-        if part.role is Role.INPUT_NORM:
-            return self.input_norm[part.projection]
+        if part.role not in (Role.EXPERT, Role.SHARED):
+            word = {"scale": "scales", "zeros": "biases"}.get(part.extra, "weight")  # of gates that MLX packs
+            return self.of_layer[replace(part, extra="")].replace("weight", word)
         of_shared = part.role is Role.SHARED
         words = self.shared_words if of_shared else self.expert_words
         template = (self.shared if of_shared else self.expert)[part.extra]
@@ -341,18 +345,8 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
     ):
         projections = {word: projection for projection, word in words.items()}
         rows += [(template, Part(role, extra=extra), projections) for extra, template in templates.items()]
-    rows += [
-        (it.router, Part(Role.ROUTER), {}),
-        (it.bias, Part(Role.BIAS), {}),
-        (f"{it.bias}_vl", Part(Role.IMAGE_BIAS), {}),
-        (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
-        (it.table, Part(Role.TABLE), {}),
-        (it.shared_gate, Part(Role.SHARED_GATE), {}),
-        (it.router_scale, Part(Role.EXPERT_SCALE), {}),
-        *((it.spell(part), part, {}) for part in PACKED_GATES if it.packing == "mlx"),
-        *((name, Part(Role.LATENT, which), {}) for which, name in it.latent.items()),
-        *((name, Part(Role.INPUT_NORM, which), {}) for which, name in it.input_norm.items()),
-    ]
+    packed = {part: it.spell(part) for part in PACKED_GATES if it.packing == "mlx"}
+    rows += [(name, part, {}) for part, name in {**it.of_layer, **packed}.items()]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 
 

@@ -19,7 +19,6 @@ from moe_mk.layer.settings import config_of, stated
 from moe_mk.weights import inspect_checkpoint
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.input_scales import ENDS
-from moe_mk.weights.layer_weights import matrices_of
 from tests.config.test_keys import FLOATS, ONE, QUANTS, TOKENS, full, grouped, sections, with_key
 from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
@@ -96,7 +95,7 @@ def found(folder: Path, layer: int) -> tuple[list[torch.Tensor], object]:
     """The values of an expert and of the shared ones, and what activations are rounded to."""
     weights, config = loaded(folder, layer)
     slots = [slot for slot in (weights.experts.slots[0], weights.shared) if slot is not None]
-    return [decoded(q) for slot in slots for _, q in matrices_of(slot)], config.model.quant.activation_scheme
+    return [decoded(q) for slot in slots for q in slot.matrices.values()], config.model.quant.activation_scheme
 
 
 CASES: list[tuple[int | str, str]] = [

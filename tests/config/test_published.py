@@ -25,7 +25,7 @@ from moe_mk.lab.verify.dense import decoded, dense_layer
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.weights import SlotWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
-from moe_mk.weights.layer_weights import LayerWeights, matrices_of
+from moe_mk.weights.layer_weights import LayerWeights
 from tests.cli.conftest import printed
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
@@ -202,7 +202,7 @@ def by_definition(folder: Path, weights: LayerWeights, less: int = 1) -> Iterato
     stacks = {name.partition(".experts.")[2]: source.open(name) for name in source.names() if ".experts." in name}
     stacks = stacks if "gate_up_proj" in stacks else {}
     for role, slot in {".experts.1.": weights.experts.slots[0], ".shared_expert": weights.shared}.items():
-        for projection, q in matrices_of(slot) if slot is not None else ():
+        for projection, q in slot.matrices.items() if slot is not None else ():
             if stacks and role == ".experts.1.":
                 yield "stacks", decoded(q), of_stacks(stacks, projection).float().double()
                 continue

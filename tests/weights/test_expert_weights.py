@@ -238,8 +238,8 @@ def test_scales_and_shapes_of_engines_that_differ_in_the_writing() -> None:
 def test_biases_and_experts_without_a_gate() -> None:
     w13, w2, bias = torch.randn(2, 8, 4), torch.randn(2, 4, 4), torch.arange(16.0).view(2, 8)
     slot = ExpertWeights.from_engine(w13, w2, w13_bias=bias, w2_bias=torch.ones(2, 4), order="interleaved").slot(1)
-    assert slot.gate_bias is not None and slot.gate_bias.tolist() == [8, 10, 12, 14]
-    assert slot.up_bias is not None and slot.up_bias.tolist() == [9, 11, 13, 15]
+    assert slot.biases is not None and slot.biases.gate_I.tolist() == [8, 10, 12, 14]
+    assert slot.biases is not None and slot.biases.up_I.tolist() == [9, 11, 13, 15]
     ungated = ExpertWeights.from_engine(w13[:, :4], w2, gated=False)
     assert not ungated.gated and ungated.slot(0).gate_IH is None
     assert torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])

@@ -17,7 +17,6 @@ from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.lab.verify.dense import dense_layer
 from moe_mk.weights import LayerLoader, LayerWeights, SafetensorsSource, digest, inspect_checkpoint, load_layer
-from moe_mk.weights.layer_weights import matrices_of
 
 QWEN3 = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
@@ -88,10 +87,10 @@ def test_every_weight_is_that_of_an_independent_decoder_and_layers_compute_with_
     loader.finish()
     assert digest(taken[0].experts) == digest(layer.experts) and torch.equal(taken[0].gate_EH, layer.gate_EH)
     for projection in ("gate", "up", "down"):
-        each = [dict(matrices_of(slot))[projection].dequantize(torch.float32) for slot in layer.experts.slots]
+        each = [slot.matrices[projection].dequantize(torch.float32) for slot in layer.experts.slots]
         held[f"{MLP}{stack}.{projection}_proj"] = torch.stack(each)
         if layer.shared is not None:
-            q, shared = dict(matrices_of(layer.shared))[projection], "shared_expert" + "s" * (model is V3)
+            q, shared = layer.shared.matrices[projection], "shared_expert" + "s" * (model is V3)
             held[f"{MLP}{shared}.{projection}_proj"] = q.dequantize(torch.float32)
     if layer.shared_gate_H is not None:
         held[f"{MLP}shared_expert_gate"] = layer.shared_gate_H[None]
@@ -122,7 +121,7 @@ def test_stacks_without_quantisation_are_read_as_they_are(name: str, tmp_path: P
     facts = inspect_checkpoint(folder)
     assert facts.sound and facts.layers[0].kind == "bf16" and not config_problems(folder, facts)
     layer = load_layer(SafetensorsSource(folder), 0, facts.layers[0].layer_spec(), owned=[1])
-    for projection, q in matrices_of(layer.experts.slot(0)):
+    for projection, q in layer.experts.slot(0).matrices.items():
         assert torch.equal(q.values, plain[f"{MLP}switch_mlp.{projection}_proj.weight"][1]), projection
     x_TH = torch.randn((4, 256), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     assert MoELayer.from_checkpoint(folder, 0, experts="cpu_native")(x_TH).isfinite().all()

@@ -33,7 +33,6 @@ from moe_mk.router.topk import SCORING_FUNCS
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import SlotWeights
-from moe_mk.weights.layer_weights import matrices_of
 from moe_mk.weights.stamp import Stamp
 
 BIAS = "e_score_correction_bias"
@@ -173,7 +172,7 @@ def named_weights(parts: Parts, facts: ModuleFacts) -> dict[str, Tensor]:
         named[f"gate.{BIAS}"] = parts.bias_E.detach()
     weights = weights_of(parts.experts, facts)
     for expert in range(facts.num_experts):
-        for projection, q in matrices_of(weights.slot(expert)):
+        for projection, q in weights.slot(expert).matrices.items():
             name = f"experts.{expert}.{projection}_proj.weight"
             named |= {name: q.values} | ({} if q.scales is None else {f"{name}_scale_inv": q.scales})
     for projection, linear in shared_linears(parts).items():

@@ -225,11 +225,10 @@ class _Conversion:
             block.slots[part.expert] = self._converted(block, part)
         slot, _ = block.slots[part.expert]
         if part.extra == "bias":
-            assert slot.biases is not None
-            bias = {"gate": slot.biases.gate_I, "up": slot.biases.up_I, "down": slot.biases.down_H}[part.projection]
+            bias = slot.bias(part.projection)
             assert bias is not None
             return bias
-        q = _projection(slot, part.projection)
+        q = slot.matrices[part.projection]
         if self.convention.packing and part.extra != "plain":
             found = pack(self.convention.packing, q)[part.extra]
             return found.to(self._scale_dtype(block)) if part.extra == "scale" else found
@@ -242,7 +241,7 @@ class _Conversion:
         old = block.reader.shared_experts() if part.expert is None else block.reader.expert(part.expert)
         _check(block.reader, f"layer {block.layer}, {'shared experts' if shared else f'expert {part.expert}'}")
         new = slot_held_as(old, self.shared_scheme if shared and self.shared_scheme is not None else self.scheme)
-        moved = {p: _distance(_projection(old, p), _projection(new, p)) for p in ("gate", "up", "down")}
+        moved = {p: _distance(old.matrices[p], new.matrices[p]) for p in ("gate", "up", "down")}
         error = ExpertError(block.layer, part.expert, **moved)
         self.report.errors.append(error)
         return new, error
@@ -283,7 +282,7 @@ class _ToGguf:
         def matrix(part: Part) -> QuantTensor:
             slot = reader.shared_experts() if part.expert is None else reader.expert(part.expert)
             _check(reader, f"layer {layer.layer}, expert {part.expert}")
-            old = _projection(slot, part.projection)
+            old = slot.matrices[part.projection]
             found = requantised(old, new.scheme_of(part.role, part.projection))
             error = self.errors.setdefault((layer.layer, part.expert), ExpertError(layer.layer, part.expert))
             setattr(error, part.projection, _distance(old, found))
@@ -294,10 +293,7 @@ class _ToGguf:
         def vector(part: Part) -> Tensor:
             if part.extra == "bias":
                 assert part.expert is not None
-                biases = reader.expert(part.expert).biases
-                assert biases is not None
-                named = {"gate": biases.gate_I, "up": biases.up_I, "down": biases.down_H}
-                bias = named[part.projection]
+                bias = reader.expert(part.expert).bias(part.projection)
                 assert bias is not None
                 return bias
             return self.source.open(layer.prefix + convention.spell(part))
@@ -336,12 +332,6 @@ def _check(reader: LayerReader, what: str) -> None:
     problems = reader.content_problems(None)
     reader.contents = Contents()
     raise_if(f"{what} is damaged", problems)
-
-
-def _projection(slot: SlotWeights, projection: str) -> QuantTensor:
-    q = {"gate": slot.gate_IH, "up": slot.up_IH, "down": slot.down_HI}[projection]
-    assert q is not None
-    return q
 
 
 def _distance(old: QuantTensor, new: QuantTensor) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.weights.expert_weights import SlotWeights
-from moe_mk.weights.layer_weights import LayerWeights, matrices_of
+from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.names import OFFICIAL, Part, Role
 
 
@@ -21,7 +21,7 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
             f"these weights are shard {weights.facts.tp_rank} of {weights.facts.tp_size}, and an official name stands "
             "for a whole tensor; load with tp_size=1"
         )
-    if any(q.scheme.family in ("wna16", "gguf") for slot in weights.experts.slots for _, q in matrices_of(slot)):
+    if any(q.scheme.family in ("wna16", "gguf") for slot in weights.experts.slots for q in slot.matrices.values()):
         raise ConfigError(
             f"official names hold no packed {weights.experts.scheme.name} experts; `moe-mk convert` writes them"
         )
@@ -49,7 +49,7 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
 
 def _named(slot: SlotWeights, role: Role, expert: int | None) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
-    for projection, q in matrices_of(slot):
+    for projection, q in slot.matrices.items():
         out[OFFICIAL.spell(Part(role, projection, expert))] = q.values
         if q.scales is not None:
             out[OFFICIAL.spell(Part(role, projection, expert, "scale"))] = q.scales

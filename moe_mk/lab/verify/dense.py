@@ -342,13 +342,13 @@ def _weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) 
 
 
 def _mlp(x: Tensor, slot: SlotWeights, model: ModelConfig) -> Tensor:
-    up = _affine(x, slot.up_IH, slot.up_bias)
+    up = _affine(x, slot.up_IH, slot.bias("up"))
     if slot.gate_IH is None:
         hidden = _ACTIVATIONS[model.activation](up)
     else:
-        gate = _affine(x, slot.gate_IH, slot.gate_bias)
+        gate = _affine(x, slot.gate_IH, slot.bias("gate"))
         hidden = _gated(gate, up, model)
-    return _affine(hidden, slot.down_HI, slot.down_bias)
+    return _affine(hidden, slot.down_HI, slot.bias("down"))
 
 
 def _affine(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
