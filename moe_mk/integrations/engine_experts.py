@@ -233,10 +233,7 @@ class EngineExperts:
         ):
             return
         expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
-        expect("topk_ids", ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
-        expect("topk_weights", weights_TK, "T K", FLOATS, x_TH.device)
-        if weights_TK.shape != ids_TK.shape:
-            raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
+        expect_routing(x_TH, "topk_ids", ids_TK, "topk_weights", weights_TK)
         followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
         if followed or has_tangent(x_TH) or has_tangent(weights_TK):
             raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
@@ -282,6 +279,21 @@ EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
 )  # fmt: skip
 """(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""
 engine_experts = EXPERTS_OF_ENGINES.call
+
+
+def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
+    """Ids outside of the experts (E or -1) become -1 with weight 0."""
+    here = (topk_ids >= 0) & (topk_ids < num_experts)
+    ids_TK = torch.where(here, topk_ids, -1).to(torch.int32)
+    return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
+
+
+def expect_routing(x_TH: Tensor, ids_name: str, ids_TK: Tensor, weights_name: str, weights_TK: Tensor) -> None:
+    """Raise ShapeError unless these are ids and weights of the tokens."""
+    expect(ids_name, ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
+    expect(weights_name, weights_TK, "T K", FLOATS, x_TH.device)
+    if weights_TK.shape != ids_TK.shape:
+        raise ShapeError(f"{weights_name} is {tuple(weights_TK.shape)}, {ids_name} is {tuple(ids_TK.shape)}")
 
 
 def direct_call(kernel: FusedMoEKernel, weights: Weights, dtype: torch.dtype) -> LayerCall | None:

@@ -38,12 +38,20 @@ class MoeMkGroupedExperts(GroupedExperts):  # type: ignore[misc]
 
     def forward(self, x_NH: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert (N, H) to (N, H). Rows beyond the counts, which padding makes, are zero."""
-        gate_EIH, down_EHI, up_EIH = (_local(getattr(self, name)) for name in PARAMETERS)
+        held = (getattr(self, name) for name in PARAMETERS)
+        gate_EIH, down_EHI, up_EIH = (each.to_local() if hasattr(each, "to_local") else each for each in held)
         if torch.is_grad_enabled() and (x_NH.requires_grad or gate_EIH.requires_grad):
             raise UnsupportedError(
                 "gradients through moe_mk in torchtitan", ["activate the override in the generator, not the trainer"]
             )
-        experts = _held(self).of((gate_EIH, down_EHI, up_EIH), lambda: _made(gate_EIH, down_EHI, up_EIH, self.settings))
+
+        def build() -> EngineExperts:
+            weights = EngineWeights(torch.cat((gate_EIH.detach(), up_EIH.detach()), dim=1), down_EHI.detach())
+            return EngineExperts("torchtitan", weights, top_k=1, settings=self.settings)
+
+        # Not an attribute of nn.Module: converted weights are not part of its state.
+        converted: HeldExperts = vars(self).setdefault("_moe_mk_held", HeldExperts())
+        experts = converted.of((gate_EIH, down_EHI, up_EIH), build)
         ids_NK = expert_of_rows(counts_E, x_NH.shape[0])
         ones_NK = torch.ones(ids_NK.shape, dtype=torch.float32, device=x_NH.device)
         with torch.no_grad():
@@ -64,21 +72,3 @@ def expert_of_rows(counts_E: Tensor, num_rows: int) -> Tensor:
     row_N = torch.arange(num_rows, dtype=end_E.dtype, device=end_E.device)
     expert_N = torch.searchsorted(end_E, row_N, right=True)
     return torch.where(expert_N < counts_E.shape[0], expert_N, -1).to(torch.int32)[:, None]
-
-
-def _made(gate_EIH: Tensor, down_EHI: Tensor, up_EIH: Tensor, settings: dict[str, Any]) -> EngineExperts:
-    weights = EngineWeights(torch.cat((gate_EIH.detach(), up_EIH.detach()), dim=1), down_EHI.detach())
-    return EngineExperts("torchtitan", weights, top_k=1, settings=settings)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    to_local = getattr(weight, "to_local", None)
-    held: Tensor = weight if to_local is None else to_local()
-    return held
-
-
-def _held(module: Any) -> HeldExperts:
-    """Stored outside of nn.Module's attributes: converted weights are not part of its state."""
-    held: HeldExperts = vars(module).setdefault("_moe_mk_held", HeldExperts())
-    return held

@@ -29,7 +29,7 @@ from moe_mk.errors import FallbackWarning, UnsupportedError
 from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.linears import pack_linears
-from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
+from moe_mk.integrations.hf.modules import reasons_against, tensors_of
 from moe_mk.integrations.hf.op import (
     ExpertsFunction,
     fp8_registry,
@@ -38,12 +38,13 @@ from moe_mk.integrations.hf.op import (
     refuse_adapters,
     refuse_others,
 )
-from moe_mk.integrations.hf.packed import PackedExperts, PackedModule, PackedReport, replace_experts
+from moe_mk.integrations.hf.packed import PackedModule, PackedReport, experts_of, replace_experts
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of, pooled
 from moe_mk.integrations.hf.without_experts import model_without_experts
 from moe_mk.oracle.verdict import Verdict, explain_pairs
 from moe_mk.text import WIDTH, amount, terminal_width
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED
+from moe_mk.weights.packed_layouts import FLOATS
 
 
 @dataclass(frozen=True)
@@ -194,13 +195,7 @@ def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
 
 
 def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> ModelReport:
-    found = {path: module for path, module in model.named_modules() if is_experts(module)}
-    if not found:
-        packed = any(isinstance(module, PackedExperts) for module in model.modules())
-        raise UnsupportedError(
-            f"{type(model).__name__} has no experts module that transformers dispatches",
-            ["its experts were replaced; replace_experts returned their report"] if packed else [],
-        )
+    found = experts_of(model, "its experts were replaced; replace_experts returned their report")
     refused = [
         f"{path} ({type(module).__name__}): {reason}"
         for path, module in found.items()
@@ -289,10 +284,9 @@ def _function(module: nn.Module, name: str) -> ExpertsFunction:
 
 def _dtype_of(model: nn.Module, module: nn.Module) -> torch.dtype:
     """The dtype of tokens: that of the weights, or for an FP8 model that of its first wider parameter."""
-    wide = (torch.bfloat16, torch.float16, torch.float32)
     if not hasattr(module, "down_proj_scale_inv") and isinstance(module.down_proj, torch.Tensor):
         return module.down_proj.dtype
     stated: object = getattr(model, "dtype", None)
-    if isinstance(stated, torch.dtype) and stated in wide:
+    if isinstance(stated, torch.dtype) and stated in FLOATS:
         return stated
-    return next((p.dtype for p in model.parameters() if p.dtype in wide), torch.bfloat16)
+    return next((p.dtype for p in model.parameters() if p.dtype in FLOATS), torch.bfloat16)

@@ -22,13 +22,12 @@ from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.quantize import linear_scales
 from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, fitted, spread
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
+from moe_mk.quant.int8 import TYPICAL_WIDTH
 from moe_mk.quant.tensor import QuantTensor
 
 GROUPS = (32, 64, 128, WHOLE)
 """Columns that share a scale."""
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TYPICAL_WIDTH = 8192
-"""Values under one scale of a whole row, for the error that is expected of it."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from moe_mk.quant.wire import as_bytes
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 from moe_mk.weights.completeness import expect_not_transposed
-from moe_mk.weights.layer_spec import FLOATS, ORDERS, VALUE_DTYPES, scale_dtypes
+from moe_mk.weights.layer_spec import ORDERS, VALUE_DTYPES, scale_dtypes
+from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.scan import Contents
 
 CANONICAL = "canonical"

@@ -19,9 +19,9 @@ from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems, read_entries, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
-from moe_mk.weights.layer_spec import FLOATS, Features, LayerSpec, expected_tensors, unnamed_parts
+from moe_mk.weights.layer_spec import Features, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
-from moe_mk.weights.packed_layouts import IN_GGUF
+from moe_mk.weights.packed_layouts import FLOATS, IN_GGUF
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
 

@@ -14,14 +14,12 @@ from moe_mk.quant.grouped import GROUPS, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
 from moe_mk.quant.kinds import edges_of, legal_tp_sizes
 from moe_mk.weights.names import Convention, Part, Role
-from moe_mk.weights.packed_layouts import SCALE_DTYPES, WORD, is_of_mlx, packed_shapes
+from moe_mk.weights.packed_layouts import FLOATS, INTEGERS, SCALE_DTYPES, WORD, is_of_mlx, packed_shapes
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: rows of gate and up alternate."""
 MOST_EXPERTS = 2**16
 """Upper limit of the number of experts in a header: every expert is looked up by name."""
-INTEGERS = (torch.int64, torch.int32)
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_DTYPES = {
     torch.float8_e4m3fn: (torch.float8_e4m3fn,),
     torch.int8: (torch.int8,),

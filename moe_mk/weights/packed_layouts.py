@@ -45,8 +45,7 @@ INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 """Rows of AWQ by the position of their nibble."""
 WORD = 32
 """Bits."""
-_WORDS, _INTEGERS = (torch.int32,), (torch.int64, torch.int32)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_WORDS, INTEGERS, FLOATS = (torch.int32,), (torch.int64, torch.int32), (torch.bfloat16, torch.float16, torch.float32)
 
 Named = tuple[str, Tensor]
 """A tensor with its name for messages."""
@@ -102,10 +101,10 @@ def packed_shapes(
         found = {"": Held((rows, columns // each), _WORDS), "scale": Held((rows, wide), GROUP_SCALES)}
         if scheme.has_zeros:
             found["zeros"] = Held((short, wide), _WORDS)
-        return found | {"shape": Held((2,), _INTEGERS, True), "order": Held((columns,), _INTEGERS, True)}
+        return found | {"shape": Held((2,), INTEGERS, True), "order": Held((columns,), INTEGERS, True)}
     shape = (columns // each, rows) if packing == "gptq" else (columns, rows // each)
     found = {"": Held(shape, _WORDS), "scale": Held((wide, rows), GROUP_SCALES), "zeros": Held((wide, short), _WORDS)}
-    return found | ({"order": Held((columns,), (torch.int32, torch.int64), True)} if packing == "gptq" else {})
+    return found | ({"order": Held((columns,), INTEGERS, True)} if packing == "gptq" else {})
 
 
 def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:
@@ -314,7 +313,7 @@ def _gguf_rows(scheme: QuantScheme, rows: int, columns: int, *, any_type: bool) 
         blocks, rest = divmod(columns, 256)
         also = tuple((rows, blocks * each.num_bytes) for each in DECODED.values() if not rest)
         also += tuple((rows, _row_bytes(each, columns)) for each in wide)
-        return Held((rows, columns), (*_FLOATS, torch.uint8), also=also)
+        return Held((rows, columns), (*FLOATS, torch.uint8), also=also)
     if isinstance(scheme, Plain):
         return Held((rows, columns), (scheme.dtype,))
     return Held((rows, _row_bytes(scheme, columns)), (torch.uint8,))

@@ -21,7 +21,8 @@ from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.completeness import expect_not_transposed
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights, gate_and_up
+from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.scan import Contents
 
 WIDTH = 96
@@ -113,7 +114,6 @@ def _probe(columns: int, device: torch.device) -> Tensor:
     return torch.cat(rows).to(device)
 
 
-PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETERS = (
     "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_scale_inv", "up_proj_scale_inv", "down_proj_scale_inv",
     "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
@@ -216,7 +216,7 @@ def reasons_against(module: nn.Module) -> list[str]:
     reasons = [gone] if down.device.type == "meta" else []
     if down.dtype is torch.float8_e4m3fn:
         return reasons + _fp8_reasons(module, first)
-    if down.dtype not in PLAIN_DTYPES:
+    if down.dtype not in FLOATS:
         what = "packed FP4" if down.dtype is torch.int8 else str(down.dtype)
         reasons.append(f"its weights are {what}; bf16, fp16, fp32 and FP8 e4m3 in blocks are read")
     return reasons
@@ -242,32 +242,20 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
     Raises WeightError for FP8 experts with NaN codes or invalid scales.
     """
     names = _first_name(module), "down_proj"
-    first, down = (_matrix(module, name, facts) for name in names)
+    held = (_tensor(module, name) for name in names)
+    first, down = (tensor.transpose(1, 2) if facts.transposed else tensor for tensor in held)
     expect_not_transposed(first, down, 2 if facts.gated else 1, names=names)
-    if isinstance(facts.scheme, Fp8Block):
-        scales, contents = [_tensor(module, f"{name}_scale_inv") for name in names], Contents(stacked=True)
-        for name, values, each in zip(names, (first, down), scales, strict=True):
-            contents.note(QuantTensor(values, each, facts.scheme), name, f"{name}_scale_inv", "")
-        contents.expect_valid(f"the experts of {facts.name} cannot be used")
-        slots = [_fp8_slot(facts, (first[e], scales[0][e]), (down[e], scales[1][e])) for e in range(facts.num_experts)]
-        return MappedExpertWeights(tuple(slots), facts.scheme)
-    w13, w2 = QuantTensor(first, None, facts.scheme), QuantTensor(down, None, facts.scheme)
-    return ExpertWeights(w13, w2, gated=facts.gated)
-
-
-def _fp8_slot(facts: ModuleFacts, first: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> SlotWeights:
-    """Gate and up have separate scales: in a narrow expert both start a block."""
-    values, scales = first
-    if not facts.gated:
-        return SlotWeights(None, QuantTensor(values, scales, facts.scheme), QuantTensor(*down, facts.scheme))
-    inner, half = facts.intermediate_size, scales.shape[0] // 2
-    gate = QuantTensor(values[:inner], scales[:half], facts.scheme)
-    return SlotWeights(gate, QuantTensor(values[inner:], scales[half:], facts.scheme), QuantTensor(*down, facts.scheme))
-
-
-def _matrix(module: nn.Module, name: str, facts: ModuleFacts) -> Tensor:
-    held = _tensor(module, name)
-    return held.transpose(1, 2) if facts.transposed else held
+    is_fp8, contents = isinstance(facts.scheme, Fp8Block), Contents(stacked=True)
+    scales = [_tensor(module, f"{name}_scale_inv") if is_fp8 else None for name in names]
+    w13, w2 = QuantTensor(first, scales[0], facts.scheme), QuantTensor(down, scales[1], facts.scheme)
+    if not is_fp8:
+        return ExpertWeights(w13, w2, gated=facts.gated)
+    for name, q in zip(names, (w13, w2), strict=True):
+        contents.note(q, name, f"{name}_scale_inv", "")
+    contents.expect_valid(f"the experts of {facts.name} cannot be used")
+    # Gate and up have separate scales: in a narrow expert both start a block.
+    halves = (gate_and_up(w13[e], "gate_up") if facts.gated else (None, w13[e]) for e in range(facts.num_experts))
+    return MappedExpertWeights(tuple(SlotWeights(*each, w2[e]) for e, each in enumerate(halves)), facts.scheme)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

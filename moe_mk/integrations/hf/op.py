@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.integrations.engine_experts import LORA
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.engine_experts import LORA, expect_routing, routing_of
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, held_plan, module_of, plan_of
-from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.custom_op import is_untraced, like_first, refuse_gradients
 from moe_mk.shapes import expect
-from moe_mk.tokens import Routing
+from moe_mk.weights.packed_layouts import FLOATS
 
 # Imported before there is a group, see `moe_mk.layer.custom_op`. Operators of `torch.library.custom_op` would import it
 # at their first call; those of a Library do not.
@@ -87,13 +86,6 @@ class ExpertsFunction:
         return out
 
 
-def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
-    """Ids outside of the experts (E or -1) become -1 with weight 0."""
-    here = (topk_ids >= 0) & (topk_ids < num_experts)
-    ids_TK = torch.where(here, topk_ids, -1).to(torch.int32)
-    return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
-
-
 def check_tensors(module: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Raise UnsupportedError if a graph compiled for one module is run with the tensors of another."""
     pairs = list(zip(tensors_of(module), tensors, strict=True))
@@ -110,11 +102,8 @@ def _check(
         raise UnsupportedError(
             f"{type(module).__name__} is called with more than tokens, ids and weights", [f"{args} {kwargs}"]
         )
-    expect("hidden_states", x_TH, "T H", (torch.bfloat16, torch.float16, torch.float32))
-    expect("top_k_index", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
-    expect("top_k_weights", weights_TK, "T K", FLOATS, x_TH.device)
-    if weights_TK.shape != ids_TK.shape:
-        raise ShapeError(f"top_k_weights is {tuple(weights_TK.shape)}, top_k_index is {tuple(ids_TK.shape)}")
+    expect("hidden_states", x_TH, "T H", FLOATS)
+    expect_routing(x_TH, "top_k_index", ids_TK, "top_k_weights", weights_TK)
 
 
 def fp8_registry() -> Any:

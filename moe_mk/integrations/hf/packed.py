@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.engine_experts import routing_of
 from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_experts
-from moe_mk.integrations.hf.op import routing_of
 from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
 from moe_mk.integrations.hf.stored import stated_quantisation
 from moe_mk.layer import MoELayer
@@ -32,9 +32,9 @@ from moe_mk.weights.completeness import raise_if
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.names import layer_of
+from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.source import is_mapped
 
-WIDE = (torch.bfloat16, torch.float16, torch.float32)
 BF16_BYTES = 2
 
 
@@ -146,6 +146,17 @@ def cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
+def experts_of(model: nn.Module, replaced: str = "") -> dict[str, nn.Module]:
+    """The modules of experts by path. Raises UnsupportedError without any. replaced: the reason for packed ones."""
+    found = {path: module for path, module in model.named_modules() if is_experts(module)}
+    if not found:
+        packed = any(isinstance(module, PackedExperts) for module in model.modules())
+        raise UnsupportedError(
+            f"{type(model).__name__} has no experts module that transformers dispatches", [replaced] if packed else []
+        )
+    return found
+
+
 def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any) -> PackedReport:
     """Replace the experts of a model by those of a checkpoint as it stores them, and free the model's own.
 
@@ -159,13 +170,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
     for a checkpoint that is missing, incomplete or damaged.
     """
     check_settings(settings)
-    found = {path: module for path, module in model.named_modules() if is_experts(module)}
-    if not found:
-        packed = any(isinstance(module, PackedExperts) for module in model.modules())
-        raise UnsupportedError(
-            f"{type(model).__name__} has no experts module that transformers dispatches",
-            ["its experts were replaced before; load the model again"] if packed else [],
-        )
+    found = experts_of(model, "its experts were replaced before; load the model again")
     layers = _layers_of(model, found, path, {"prepare_finalize": "no_ep", "fallback": False} | settings)
     source, made = open_source(path), {}
     for name, (layer, facts) in layers.items():
@@ -209,7 +214,7 @@ def _rest_of(model: nn.Module, found: Mapping[str, nn.Module]) -> tuple[torch.de
     inside = tuple(f"{path}." for path in found)
     rest = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
     meta = [name for name, parameter in rest.items() if parameter.device.type == "meta"]
-    wide = [parameter for parameter in rest.values() if parameter.dtype in WIDE]
+    wide = [parameter for parameter in rest.values() if parameter.dtype in FLOATS]
     if meta or not wide:
         reasons = [
             f"{len(meta)} of {len(rest)} parameters outside of its experts are on the meta device, e.g. {meta[0]}"

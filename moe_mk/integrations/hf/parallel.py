@@ -15,7 +15,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from moe_mk.comm.groups import communicator
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.op import routing_of
+from moe_mk.integrations.engine_experts import routing_of
 from moe_mk.integrations.hf.plan import Ranks, plan_of
 
 

@@ -265,7 +265,13 @@ def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
 
 
 def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:
-    config = MoEConfig.parse(_described(module, facts, ranks), facts.name).with_(**settings)
+    num_experts = facts.num_experts * ranks.comm.size
+    described = {
+        "model": model_settings(facts) | {"num_experts": num_experts},
+        "router": {"top_k": top_k_of(module, num_experts)},
+        "parallel": {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"},
+    }
+    config = MoEConfig.parse(described, facts.name).with_(**settings)
     if config.kernel.prepare_finalize == "auto" and ranks.comm.size == 1:
         config = config.with_(prepare_finalize="no_ep")  # the model has its own router
     if not facts.canonical:
@@ -278,13 +284,6 @@ def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings
         config = config.with_(experts="reference", activations="plain", wire="plain")
     kernel, profile = config.kernel, profile_here(facts.device)
     return Problem(config, profile, plain(dtype), kernel.max_num_tokens, installed(kernel.cache_dir))
-
-
-def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str, Any]:
-    num_experts = facts.num_experts * ranks.comm.size
-    parallel = {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"}
-    model = model_settings(facts) | {"num_experts": num_experts}
-    return {"model": model, "router": {"top_k": top_k_of(module, num_experts)}, "parallel": parallel}
 
 
 def model_settings(facts: ModuleFacts) -> dict[str, Any]:

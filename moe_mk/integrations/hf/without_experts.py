@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from moe_mk.errors import UnsupportedError, WeightError, unless_signalled
-from moe_mk.integrations.hf.modules import is_experts
+from moe_mk.integrations.hf.packed import experts_of
 from moe_mk.integrations.hf.stored import StoredParameters, stored_parameters
 from moe_mk.weights.completeness import some
 from moe_mk.weights.gguf_source import GgufSource, gguf_files, is_gguf
@@ -115,9 +115,7 @@ def model_without_experts(
     with _parameters_on_meta():
         model: Any = model_of(config, dtype=dtype)
     stored = stored_parameters(path, model)
-    inside = tuple(f"{name}." for name, module in model.named_modules() if is_experts(module))
-    if not inside:
-        raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
+    inside = tuple(f"{name}." for name in experts_of(model))
     _load_rest(model, stored, inside, dtype)
     empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if empty:
