@@ -99,7 +99,6 @@ _OTHERS = re.compile(
 )
 """Prefixes of other parts of a model."""
 
-_MODULES = dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"), NAMES)
 _WRITER = frozenset({"producer", "kv_cache_scheme", "kv_cache_quant_algo", "quantization_status"})
 _CALIBRATION = frozenset({
     "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "act_group_aware", "true_sequential",
@@ -113,77 +112,68 @@ _CALIBRATION = frozenset({
     "act_dynamic", "vllm_backend",
 })  # fmt: skip
 """Of AutoGPTQ, AutoAWQ and AutoRound: how the weights were found, and with which kernels they were to run."""
-_METHOD: dict[str, Kind] = {"quant_method": ANY}
-_FP8 = _METHOD | _MODULES | {
-    "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
-}  # fmt: skip
+_LISTS = "modules_to_not_convert ignored_layers ignore exclude_modules "
+_TOP = "quant_method " + _LISTS
+_FP8 = _TOP + "fmt activation_scheme weight_block_size scale_fmt expert_dtype "
+_MODULE = "bits group_size sym "
+_KINDS_OF_WORDS: tuple[tuple[str, Kind], ...] = (
+    (_LISTS + "exclude targets", NAMES), ("bits num_bits act_bits group_size", COUNT), ("activation_scale_ub", FACTOR),
+    ("fmt activation_scheme scale_fmt expert_dtype quant_algo moe_quant_algo format checkpoint_format packing_format "
+     "data_type mode version dtype qscheme scale_format type strategy", WORD),
+    ("sym desc_act zero_point symmetric is_dynamic is_scale_quant", FLAG), ("pack_dtype", one_of("int32")),
+    ("weight_block_size block_size block_structure", PAIR), ("block_name_to_quantize to_quant_block_names", BLOCKS),
+    ("quantization config_groups sparsity_config dynamic modules global_quant_config export weights input_activations",
+     SECTION),
+    ("quantized_layers extra_config layer_quant_config layer_type_quant_config", SECTIONS),
+    ("quant_method algo_config weight input_tensors ch_axis actorder scale_dtype zp_dtype", ANY),
+)  # fmt: skip
+_SECTION_KINDS = {key: kind for keys, kind in _KINDS_OF_WORDS for key in keys.split()}
+
+
+def _section(
+    keys: str, harmless: frozenset[str] = frozenset(), **own: Kind
+) -> tuple[Mapping[str, Kind], frozenset[str]]:
+    """own: kinds that are other ones in this section."""
+    return {key: own.get(key, _SECTION_KINDS[key]) for key in keys.split()}, harmless
+
+
 QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
-    "fp8": (_FP8, _WRITER),
-    "mixed": (
-        _FP8 | {"quant_algo": WORD, "moe_quant_algo": WORD, "quantized_layers": SECTIONS, "group_size": COUNT,
-                "config_groups": SECTION}, _WRITER,
+    "fp8": _section(_FP8, _WRITER),
+    "mixed": _section(_FP8 + "quant_algo moe_quant_algo quantized_layers group_size config_groups", _WRITER),
+    "mxfp4": _section(_TOP, _WRITER),
+    "fbgemm_fp8": _section(_TOP + "activation_scale_ub", _WRITER),
+    "modelopt": _section(_TOP + "quant_algo quantization config_groups group_size quantized_layers", _WRITER),
+    "compressed-tensors": _section(
+        _TOP + "config_groups format sparsity_config", _WRITER | {"global_compression_ratio", "version"}
     ),
-    "mxfp4": (_METHOD | _MODULES, _WRITER),
-    "fbgemm_fp8": (_METHOD | _MODULES | {"activation_scale_ub": FACTOR}, _WRITER),
-    "modelopt": (
-        _METHOD | _MODULES | {
-            "quant_algo": WORD, "quantization": SECTION, "config_groups": SECTION, "group_size": COUNT,
-            "quantized_layers": SECTIONS,
-        },
-        _WRITER,
+    "gptq": _section(
+        _TOP + _MODULE + "desc_act checkpoint_format format dynamic pack_dtype", _CALIBRATION, group_size=COLUMNS
     ),
-    "compressed-tensors": (
-        _METHOD | _MODULES | {"config_groups": SECTION, "format": WORD, "sparsity_config": SECTION},
-        _WRITER | {"global_compression_ratio", "version"},
+    "auto-round": _section(
+        _TOP + _MODULE + "packing_format data_type act_bits extra_config block_name_to_quantize to_quant_block_names",
+        _CALIBRATION, group_size=COLUMNS,
     ),
-    "gptq": (
-        _METHOD | _MODULES | {
-            "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "desc_act": FLAG, "checkpoint_format": WORD,
-            "format": WORD, "dynamic": SECTION, "pack_dtype": one_of("int32"),
-        },
-        _CALIBRATION,
-    ),
-    "auto-round": (
-        _METHOD | _MODULES | {
-            "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "packing_format": WORD, "data_type": WORD,
-            "act_bits": COUNT, "extra_config": SECTIONS,
-            **dict.fromkeys(("block_name_to_quantize", "to_quant_block_names"), BLOCKS),
-        },
-        _CALIBRATION,
-    ),
-    "module": (
-        {"bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "data_type": WORD, "act_bits": COUNT}, _CALIBRATION,
-    ),
-    "mlx": (_METHOD | {"bits": COUNT, "group_size": COUNT, "mode": WORD, "modules": SECTION}, frozenset()),
-    "mlx module": ({"bits": COUNT, "group_size": COUNT, "mode": WORD}, frozenset()),
-    "quark": (
-        _METHOD | {"global_quant_config": SECTION, "exclude": NAMES, "export": SECTION, "algo_config": ANY,
-                   "layer_quant_config": SECTIONS, "layer_type_quant_config": SECTIONS},
+    "module": _section(_MODULE + "data_type act_bits", _CALIBRATION, group_size=COLUMNS),
+    "mlx": _section("quant_method bits group_size mode modules"),
+    "mlx module": _section("bits group_size mode"),
+    "quark": _section(
+        "quant_method global_quant_config exclude export algo_config layer_quant_config layer_type_quant_config",
         _WRITER | {"kv_cache_quant_config", "kv_cache_post_rope", "quant_mode", "version"},
     ),
-    "quark module": ({"weight": ANY, "input_tensors": ANY}, frozenset({"target_device"})),
-    "quark tensor": (
-        {"dtype": WORD, "qscheme": WORD, "ch_axis": ANY, "group_size": COUNT, "block_size": PAIR, "symmetric": FLAG,
-         "is_dynamic": FLAG, "scale_format": WORD, "is_scale_quant": FLAG},
+    "quark module": _section("weight input_tensors", frozenset({"target_device"})),
+    "quark tensor": _section(
+        "dtype qscheme ch_axis group_size block_size symmetric is_dynamic scale_format is_scale_quant",
         frozenset({"round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
                    "max_input_numel", "zero_point_type"}),
     ),
-    "awq": (
-        _METHOD | _MODULES | {
-            "bits": COUNT, "group_size": COLUMNS, "zero_point": FLAG, "version": WORD, "format": WORD,
-            "checkpoint_format": WORD, "desc_act": FLAG, "sym": ANY,
-        },
-        _CALIBRATION,
+    "awq": _section(
+        _TOP + "bits group_size zero_point version format checkpoint_format desc_act sym", _CALIBRATION,
+        group_size=COLUMNS, sym=ANY,
     ),
-    "group": (
-        {"targets": NAMES, "weights": SECTION, "input_activations": SECTION, "format": WORD}, frozenset(),
-    ),
-    "weights": (
-        {
-            "num_bits": COUNT, "type": WORD, "strategy": WORD, "symmetric": FLAG, "dynamic": ANY, "group_size": COLUMNS,
-            "block_structure": PAIR, "actorder": ANY, "scale_dtype": ANY, "zp_dtype": ANY,
-        },
-        frozenset({"observer", "observer_kwargs"}),
+    "group": _section("targets weights input_activations format"),
+    "weights": _section(
+        "num_bits type strategy symmetric dynamic group_size block_structure actorder scale_dtype zp_dtype",
+        frozenset({"observer", "observer_kwargs"}), group_size=COLUMNS, dynamic=ANY,
     ),
 }  # fmt: skip
 """(read, without effect) by quant_method, and of the groups and arguments inside of config_groups."""

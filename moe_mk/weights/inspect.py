@@ -174,11 +174,11 @@ def describe_block(
         sizes = spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size
         schemes, features = (spec.scheme, spec.down_scheme, spec.shared_scheme), spec.features
         block_of = spec.scheme.block if kind_of_scheme(spec.scheme) in BLOCK_KINDS else None
+    kind, down, shared = ("" if scheme is None else kind_of_scheme(scheme) for scheme in schemes)
     return LayerFacts(
         layer_of(prefix), prefix, convention.name, *sizes, _dtypes(parts, ""), _dtypes(parts, "scale"), block_of,
         len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
-        *("" if scheme is None else kind_of_scheme(scheme) for scheme in schemes),
-        any(part.role is Role.EXPERT and part.extra == "input" for part in parts), **features,
+        kind, down, shared, any(part.role is Role.EXPERT and part.extra == "input" for part in parts), **features,
     )  # fmt: skip
 
 
