@@ -93,47 +93,34 @@ class LayerReader:
         return [f"{wrong} entries of {name} name experts outside [-1, {experts})"] if wrong else []
 
     def _mlp(self, role: Role, expert: int | None) -> SlotWeights:
+        """An expert. Where packed columns of down are ordered by activation, so are rows of gate and up."""
         width = self.spec.intermediate_size if role is Role.EXPERT else self.spec.shared_intermediate_size
         share = self.spec.slice_of(width, self.tp_rank, self.tp_size)
-        if self.convention.packing:
-            return self._packed_mlp(role, expert, share)
-        routed, fused = role is Role.EXPERT, role is Role.EXPERT and self.convention.fused
-        row, of = (expert, None) if routed and (fused or self.convention.stacked) else (None, expert)
-        if fused:
-            names, both = self._quantised(Part(role, "gate_up"), row)
-            *gates, up = (self._noted(narrow_rows(q, *share), names) for q in gate_and_up(both, self._order))
-        else:
-            *gates, up = (self._matrix(Part(role, p, of), 0, *share, row=row) for p in self.spec.wide)
-        biases = self._biases(expert, share) if routed and self.spec.has_expert_bias else None
-        down_HI = self._matrix(Part(role, "down", of), 1, *share, row=row)
-        return SlotWeights(gates[0] if gates else None, up, down_HI, biases)
-
-    def _packed_mlp(self, role: Role, expert: int | None, share: tuple[int, int]) -> SlotWeights:
-        """An expert of packed integers. Where columns of down are ordered by activation, so are rows of gate and up."""
-        names, down = self._unpacked(role, "down", expert)
-        order_I = down.order_K
+        found = {projection: self._whole(role, projection, expert) for projection in (*self.spec.wide, "down")}
+        down_names, down = found.pop("down")
         halves = []
-        for projection in self.spec.wide:
-            (name, scale_name), found = self._unpacked(role, projection, expert)
-            if found.order_K is not None:
+        for names, whole in found.values():
+            if whole.order_K is not None:
                 raise WeightError(
-                    f"{name}: columns are ordered by activation (desc_act), each expert by its own order, and tokens "
-                    "are not permuted for each expert; quantise with desc_act = false or with static groups"
+                    f"{names[0]}: columns are ordered by activation (desc_act), each expert by its own order, and "
+                    "tokens are not permuted for each expert; quantise with desc_act = false or with static groups"
                 )
-            q = found.q if order_I is None else found.q[order_I]
-            halves.append(self._noted(narrow_rows(q, *share), (name, scale_name)))
-        biases = None
-        if role is Role.EXPERT and self.spec.has_expert_bias:
-            biases = self._biases(expert, share, order_I)
-        gate = halves[0] if self.spec.gated else None
-        return SlotWeights(gate, halves[-1], self._noted(narrow_columns(down.q, *share), names), biases)
+            q = whole.q if down.order_K is None else whole.q[down.order_K]
+            halves.append(self._noted(narrow_rows(q, *share), names))
+        has_biases = role is Role.EXPERT and self.spec.has_expert_bias
+        biases = self._biases(expert, share, down.order_K) if has_biases else None
+        down_HI = self._noted(narrow_columns(down.q, *share), down_names)
+        return SlotWeights(halves[0] if self.spec.gated else None, halves[-1], down_HI, biases)
 
-    def _unpacked(self, role: Role, projection: str, expert: int | None) -> tuple[tuple[str, str], Unpacked]:
+    def _whole(self, role: Role, projection: str, expert: int | None) -> tuple[tuple[str, str], Unpacked]:
         """A whole matrix in the layout of its scheme, and the names of its values and scales."""
         stacked = (self.convention.stacked or self.convention.fused) and role is Role.EXPERT
         row, scheme = expert if stacked else None, self.spec.scheme_of(role, projection)
         fused = stacked and self.convention.fused and projection != "down"
         part = Part(role, "gate_up" if fused else projection, None if stacked else expert)
+        if not self.convention.packing:
+            names, q = self._quantised(part, row)
+            return names, Unpacked(gate_and_up(q, self._order)[projection == "up"] if fused else q)
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             name, values = self._open(replace(part, extra="plain"), None)
             return (name, ""), Unpacked(scheme.quantize(values))
@@ -180,12 +167,6 @@ class LayerReader:
     def _order(self) -> str:
         """The order of gate and up in one tensor: that of the convention, else that of the caller."""
         return self.spec.gate_up_order if self.convention.order == "gate_up" else self.convention.order
-
-    def _matrix(self, part: Part, axis: int, start: int, length: int, row: int | None = None) -> QuantTensor:
-        """A slice of a matrix along an axis; row picks the expert of a fused stack."""
-        narrow = narrow_rows if axis == 0 else narrow_columns
-        names, q = self._quantised(part, row)
-        return self._noted(narrow(q, start, length), names)
 
     def _quantised(self, part: Part, row: int | None) -> tuple[tuple[str, str], QuantTensor]:
         """A whole matrix as a view, in the shapes of its scheme, and the names of its values and scales."""
