@@ -105,7 +105,9 @@ def describe(device: torch.device) -> str:
     """What a person calls the device."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    model = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), "CPU")
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{model}, {torch.get_num_threads()} threads"
 
 
@@ -190,8 +192,3 @@ def parsed_device(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except unless_signalled(RuntimeError) as problem:
         raise ConfigError(f"{device!r} is not a device: {str(problem).splitlines()[0]}") from problem
-
-
-def _cpuinfo() -> list[str]:
-    file = Path("/proc/cpuinfo")
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

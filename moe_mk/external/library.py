@@ -34,12 +34,9 @@ class Library:
     @property
     def found_as(self) -> str:
         """The first of its modules that is installed with its part; empty if none is."""
-        return next((name for name in self.modules or (self.module,) if self._has(name)), "")
-
-    def _has(self, module: str) -> bool:
-        if importlib.util.find_spec(module) is None:
-            return False
-        return not self.part or importlib.util.find_spec(f"{module}.{self.part}") is not None
+        names = self.modules or (self.module,)
+        part, spec = self.part and f".{self.part}", importlib.util.find_spec
+        return next((name for name in names if spec(name) is not None and spec(name + part) is not None), "")
 
 
 COMPILER = "c++"

@@ -143,7 +143,8 @@ class LayerLoader:
         entry = MappingSource({name: tensor}).entry(name)
         wrong = [text for text in (wrong_shape(name, entry, want), wrong_dtype(name, entry, want)) if text]
         if wrong:
-            wrong += filter(None, [transposed({local: entry}, self._siblings(convention, local, want))])
+            of_expert = self._experts[convention.name, want.part.role, want.part.expert]
+            wrong += filter(None, [transposed({local: entry}, {local: want, **dict(of_expert)})])
             raise WeightError(f"{self._title}: {'; '.join(wrong)}")
         earlier = [self._kept[part][0] for part in self._parts_of(want.part) if part in self._kept]
         if name in self._names or earlier:
@@ -208,11 +209,6 @@ class LayerLoader:
             for name, each in table.items():
                 self._experts[convention.name, each.part.role, each.part.expert].append((name, each))
         return self._tables[convention.name]
-
-    def _siblings(self, convention: Convention, local: str, want: Expected) -> dict[str, Expected]:
-        """The tensors of the same expert, or of all where they are stacked."""
-        self._table(convention)
-        return {local: want, **dict(self._experts[convention.name, want.part.role, want.part.expert])}
 
     @property
     def _spelling(self) -> Convention:

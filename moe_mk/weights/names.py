@@ -207,10 +207,6 @@ def _packed(packing: str, like: Convention) -> Convention:
 COMPRESSED, AWQ, GPTQ = (_packed(packing, OFFICIAL) for packing in ("compressed_tensors", "awq", "gptq"))
 _PACKED = (COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")))
 MLX = _packed("mlx", OFFICIAL)
-PACKED_GATES = tuple(
-    Part(role, extra=extra) for role in (Role.ROUTER, Role.SHARED_GATE) for extra in ("scale", "zeros")
-)
-"""What belongs to gates that MLX packs."""
 _GGUF_WORDS = {"gate": "gate", "up": "up", "down": "down"}
 GGUF_NAMES = Convention(
     name="gguf", prefix="blk.{N}.", router="ffn_gate_inp.weight", bias="exp_probs_b.bias",
@@ -345,8 +341,10 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
     ):
         projections = {word: projection for projection, word in words.items()}
         rows += [(template, Part(role, extra=extra), projections) for extra, template in templates.items()]
-    packed = {part: it.spell(part) for part in PACKED_GATES if it.packing == "mlx"}
-    rows += [(name, part, {}) for part, name in {**it.of_layer, **packed}.items()]
+    rows += [(name, part, {}) for part, name in it.of_layer.items()]
+    if it.packing == "mlx":  # which packs gates too
+        gates = [Part(role, extra=extra) for role in (Role.ROUTER, Role.SHARED_GATE) for extra in ("scale", "zeros")]
+        rows += [(it.spell(part), part, {}) for part in gates]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 
 
