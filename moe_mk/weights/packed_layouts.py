@@ -104,7 +104,7 @@ def packed_shapes(
         return found | {"shape": Held((2,), INTEGERS, True), "order": Held((columns,), INTEGERS, True)}
     shape = (columns // each, rows) if packing == "gptq" else (columns, rows // each)
     found = {"": Held(shape, _WORDS), "scale": Held((wide, rows), GROUP_SCALES), "zeros": Held((wide, short), _WORDS)}
-    return found | ({"order": Held((columns,), INTEGERS, True)} if packing == "gptq" else {})
+    return found | ({"order": Held((columns,), INTEGERS[::-1], True)} if packing == "gptq" else {})
 
 
 def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:

@@ -39,9 +39,9 @@ def test_a_part_has_one_name_and_the_name_means_that_part(convention: str, part:
 def test_every_part_of_a_convention_has_its_own_name(convention) -> None:
     experts = [None] if convention.fused or convention.stacked else [0, 1, 12, 255]
     parts = [Part(Role.ROUTER), Part(Role.BIAS)]
-    parts += [Part(Role.SHARED, p, None, x) for p in convention.shared_words for x, t in convention.shared.items() if t]
-    own = [extra for extra, template in convention.expert.items() if template]
-    parts += [Part(Role.EXPERT, p, e, extra) for p in convention.expert_words for e in experts for extra in own]
+    extras = ("", "scale") if convention.expert["scale"] else ("",)
+    parts += [Part(Role.SHARED, p, None, extra) for p in convention.shared_words for extra in extras]
+    parts += [Part(Role.EXPERT, p, e, extra) for p in convention.expert_words for e in experts for extra in extras]
     assert [convention.parse(convention.spell(part)) for part in parts] == parts
     assert len({convention.spell(part) for part in parts}) == len(parts)
 
