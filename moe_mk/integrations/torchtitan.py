@@ -50,7 +50,7 @@ class MoeMkGroupedExperts(GroupedExperts):  # type: ignore[misc]
             return EngineExperts("torchtitan", weights, top_k=1, settings=self.settings)
 
         # Not an attribute of nn.Module: converted weights are not part of its state.
-        converted: HeldExperts = vars(self).setdefault("_moe_mk_held", HeldExperts())
+        converted: HeldExperts = self.__dict__.setdefault("_moe_mk_held", HeldExperts())
         experts = converted.of((gate_EIH, down_EHI, up_EIH), build)
         ids_NK = expert_of_rows(counts_E, x_NH.shape[0])
         ones_NK = torch.ones(ids_NK.shape, dtype=torch.float32, device=x_NH.device)

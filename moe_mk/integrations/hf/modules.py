@@ -254,8 +254,11 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
         contents.note(q, name, f"{name}_scale_inv", "")
     contents.expect_valid(f"the experts of {facts.name} cannot be used")
     # Gate and up have separate scales: in a narrow expert both start a block.
-    halves = (gate_and_up(w13[e], "gate_up") if facts.gated else (None, w13[e]) for e in range(facts.num_experts))
-    return MappedExpertWeights(tuple(SlotWeights(*each, w2[e]) for e, each in enumerate(halves)), facts.scheme)
+    slots = []
+    for e in range(facts.num_experts):
+        gate, up = gate_and_up(w13[e], "gate_up") if facts.gated else (None, w13[e])
+        slots.append(SlotWeights(gate, up, w2[e]))
+    return MappedExpertWeights(tuple(slots), facts.scheme)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
