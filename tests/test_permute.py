@@ -10,10 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_mk.comm.single import SingleRank
+from moe_mk.errors import ShapeError
 from moe_mk.experts.base import FusedExperts
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.permute import batch, can_permute, group, permute, places, reduce_rows, sum_in_order, weight_and_reduce
+from moe_mk.permute import (
+    batch,
+    can_permute,
+    group,
+    permute,
+    places,
+    reduce_rows,
+    slots_of_rows,
+    sum_in_order,
+    weight_and_reduce,
+)
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
 from moe_mk.router import topk
@@ -253,3 +264,11 @@ def test_sums_without_atomics_are_those_of_index_add_bit_for_bit() -> None:
     assert sum_in_order(torch.empty((0, 2)), torch.empty((0,), dtype=torch.int64), 0).shape == (0, 2)
     rows, wide = torch.randint(0, 5, (200,)), torch.randn(200, 9) * 10.0 ** torch.randint(-6, 6, (200, 1))
     assert torch.equal(sum_in_order(wide, rows, 7), torch.zeros((7, 9)).index_add_(0, rows, wide))
+
+
+def test_rows_of_groups_and_blocks_have_the_slots_that_the_counts_state() -> None:
+    counts = torch.tensor([2, 0, 1])
+    assert slots_of_rows(counts, torch.empty(4, 8)).tolist() == [[0], [0], [2], [-1]]
+    assert slots_of_rows(counts, torch.empty(3, 2, 8)).tolist() == [[0], [0], [-1], [-1], [2], [-1]]
+    with pytest.raises(ShapeError, match="sums to 3, but there are 2 rows"):
+        slots_of_rows(counts, torch.empty(2, 8))

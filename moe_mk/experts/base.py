@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 """Every weight format with scales, without the weight-only ones."""
 WEIGHT_ONLY = WEIGHT_ONLY_KINDS
-"""Integers in groups, and blocks of GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True)

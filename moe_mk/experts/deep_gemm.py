@@ -53,12 +53,7 @@ def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tens
 
 def widened(part: Tensor, rows: int) -> Tensor:
     """Blocks padded with zero rows."""
-    made = torch.zeros((part.shape[0], rows, part.shape[2]), dtype=part.dtype, device=part.device)
-    if part.element_size() == 1:
-        made.view(torch.uint8)[:, : part.shape[1]] = part.view(torch.uint8)
-    else:
-        made[:, : part.shape[1]] = part
-    return made
+    return pad(part.contiguous().view(torch.uint8), (0, 0, 0, rows - part.shape[1])).view(part.dtype)
 
 
 BLOCK = 128

@@ -255,7 +255,8 @@ class EngineExperts:
             here = (ids_TK >= 0) & (ids_TK < self.num_routed)
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
             routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-            if (call := self._exchange) is not None and self.grid.has_agreed and call.is_ready(len(ids)):
+            call, grid = self._exchange, self.grid
+            if call is not None and grid.agreed == grid.epochs and call.is_ready(len(ids)):
                 return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
             return wait(self._steps(x_TH, routing)).to(self.dtype)
 

@@ -172,8 +172,12 @@ class PreparedForward:
                 ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
                 tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
             elif listener is not None:
-                written = self._unwritten(x_TH.shape[0])
-                tensors, routed = (written.ids_TK, written.weights_TK), partial(listener, written)
+                shape = x_TH.shape[0], routing.router.top_k
+                tensors = (
+                    torch.empty(shape, dtype=torch.int32, device="cpu"),
+                    torch.empty(shape, dtype=torch.float32, device="cpu"),
+                )
+                routed = partial(listener, Routing(*tensors))
             weights_T = None
             if shared is not None and shared.is_weighted and given is None:
                 weights_T = shared.row_weights(x_TH)
@@ -184,12 +188,6 @@ class PreparedForward:
         except BaseException as error:
             state.grid.fail(error)
             raise
-
-    def _unwritten(self, num_tokens: int) -> Routing:
-        """Memory for a routing that a native call writes."""
-        shape = num_tokens, self.routing.router.top_k
-        ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
-        return Routing(ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu"))
 
 
 def layer_call(

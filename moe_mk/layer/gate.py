@@ -9,12 +9,11 @@ than a GEMM's, so two experts within rounding of each other may change places.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moe_mk.errors import UnsupportedError
 from moe_mk.kernels import native
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
@@ -35,36 +34,12 @@ def routes_natively(router: Router) -> bool:
     return plain and router.scoring_func in SCORED
 
 
-def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router: Router) -> tuple[Routing, Tensor]:
-    """Route tokens bf16 [T, H] with a gate bf16 or f32 [E, H]; also return the logits f32 [T, E].
-
-    Raises ShapeError for tensors, ConfigError for groups that do not fit, UnsupportedError without a C++ compiler and
-    for scores that the kernel does not compute.
-    """
-    mode, threads = mode_of(router), torch.get_num_threads()
-    ids_TK, weights_TK, logits_TE = native.route(native.loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
-    return Routing(ids_TK, weights_TK), logits_TE
-
-
 def mode_of(router: Router) -> native.RouteMode:
-    """A router's settings as the kernel takes them. Raises UnsupportedError for scores that it does not compute."""
-    if router.scoring_func not in SCORED:
-        reason = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
-        raise UnsupportedError("the native router cannot run", [f"{reason}; route with the router itself"])
+    """The settings of a router that `routes_natively`, as the kernel takes them."""
     return native.RouteMode(
         top_k=router.top_k, scoring=native.Scoring[router.scoring_func.upper()], num_groups=router.num_expert_group,
         top_groups=router.topk_group, renormalize=router.renormalize, scale=router.routed_scaling_factor,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _PreparedRoute:
-    """A call that routes natively, and what it was prepared from; None where gate and router run as operators."""
-
-    router: object
-    logit_bias_E: Tensor | None
-    at: object
-    call: native.RouteCall | None
 
 
 class Gate:
@@ -82,7 +57,8 @@ class Gate:
         """f32; added to the logits."""
         self.expert_scale_E: Tensor | None = None
         """f32; multiplied with the routing weights of each expert."""
-        self._prepared: _PreparedRoute | None = None
+        self._prepared: tuple[object, Tensor | None, object, native.RouteCall | None] = None, None, None, None
+        """What routes in one native call, behind what it was made from; None where gate and router are operators."""
 
     def notes(self) -> dict[str, str]:
         """What ranks compare: a layer has the same gate on all of them, and another layer has another one.
@@ -130,14 +106,13 @@ class Gate:
     def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
-        prepared = self._prepared
+        made_for, logit_bias_E, made_at, call = self._prepared
         # `.data = ` and share_memory_() give a tensor other memory, and the call reads it at its address.
         at = [(each.data_ptr(), each.is_contiguous()) for each in (self.weight_EH, self.bias_E) if each is not None]
-        same = prepared is not None and prepared.router is router and prepared.logit_bias_E is self.logit_bias_E
-        if prepared is None or not same or prepared.at != at:
-            prepared = self._prepare(router, at)
-        if prepared.call is not None:
-            ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
+        if made_for is not router or logit_bias_E is not self.logit_bias_E or made_at != at:
+            call = self._prepare(router, at)
+        if call is not None:
+            ids_TK, weights_TK, logits_TE = call(x_TH, torch.get_num_threads())
             return self.scaled(Routing(ids_TK, weights_TK, logits_TE=logits_TE)), logits_TE
         logits_TE = self(x_TH)
         return self.scaled(router(logits_TE, self.bias_E)), logits_TE
@@ -149,7 +124,7 @@ class Gate:
         factors_TK = self.expert_scale_E[routing.ids_TK.clamp_min(0).long()]
         return replace(routing, weights_TK=routing.weights_TK * factors_TK)
 
-    def _prepare(self, router: Router | HashedTokens, at: object) -> _PreparedRoute:
+    def _prepare(self, router: Router | HashedTokens, at: object) -> native.RouteCall | None:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None
@@ -157,9 +132,9 @@ class Gate:
             kernel = self.decision.problem.config.kernel
             library = replace(native.loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
             call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
-        made = _PreparedRoute(router, self.logit_bias_E, at, call)
-        self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
-        return made
+        if isinstance(router, Router):  # token ids are of one batch
+            self._prepared = router, self.logit_bias_E, at, call
+        return call
 
     def gating(self, router: Router) -> native.Gating | None:
         """What a native call needs to route; None where it cannot, or would not read gate and bias where they are."""

@@ -33,11 +33,6 @@ class Grid:
         return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
 
     @property
-    def has_agreed(self) -> bool:
-        """Whether notes were compared in the current epochs of both groups."""
-        return self.agreed == (self.ep.status.epoch, self.tp.status.epoch)
-
-    @property
     def epochs(self) -> tuple[int, int]:
         """The epochs of both groups, `GroupStatus.epoch`."""
         return self.ep.status.epoch, self.tp.status.epoch
@@ -54,9 +49,8 @@ class Grid:
         Nothing to do where they have `agreed` in the current epochs; notes are written otherwise only. The layer gets
         its number in both groups.
         """
-        if self.has_agreed:
+        if self.agreed == (epochs := self.epochs):
             return
-        epochs = self.epochs
         written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:

@@ -18,7 +18,7 @@ from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError, WeightError
 from moe_mk.flight import Flight
 from moe_mk.layer.gate import Gate
-from moe_mk.layer.serving_state import Backends, ServingState, build_state, try_out, with_experts
+from moe_mk.layer.serving_state import Backends, ServingState, build_state, with_experts
 from moe_mk.layer.settings import decide, for_ranks, layer_spec_of
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
@@ -92,7 +92,7 @@ class LivePlacement:
 
     def try_out(self, staged: ServingState) -> Flight[None]:
         """Run a staged state once without tokens, on all ranks of its group; raises CommError where that fails."""
-        yield from try_out(staged, self.layer.device)
+        yield from staged.try_out(self.layer.device)
 
     def flip(self, staged: ServingState) -> ServingState:
         """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step.

@@ -94,9 +94,9 @@ class LostExperts:
             )
 
 
-def shown(experts: Sequence[int], most: int = 16) -> str:
+def shown(experts: Sequence[int]) -> str:
     """The start of a sentence about some experts."""
-    listed = ", ".join(map(str, experts[:most])) + (f" and {len(experts) - most} more" if len(experts) > most else "")
+    listed = ", ".join(map(str, experts[:16])) + (f" and {len(experts) - 16} more" if len(experts) > 16 else "")
     return f"expert {listed} has" if len(experts) == 1 else f"experts {listed} have"
 
 
@@ -258,6 +258,24 @@ class ServingState:
         gone = replace(experts, slots=ReleasedSlots(f"layer {name!r}", experts.num_slots))
         return replace(self, weights=replace(self.weights, experts=gone))
 
+    def try_out(self, device: torch.device) -> Flight[None]:
+        """Run it without tokens: ranks compare notes, open buffers and hear from every peer; nothing is recorded.
+
+        Raises CommError where ranks have decided differently or a peer does not answer.
+        """
+        decision, gate = self.backends.decision, self.backends.gate
+        yield from self.grid.agree(lambda: {**decision.notes(), **self.notes})
+        if self.weights is None:
+            return
+        config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
+        x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
+        nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
+        logits_TE = gate(x_TH) if self.kernel.routes_inside else None
+        nowhere = Routing(nowhere_TK, nowhere_TK.float(), logits_TE=logits_TE, bias_E=gate.bias_E)
+        silent = replace(self, kernel=replace(self.kernel, spans=spans))
+        y_TH = yield from silent.routed(x_TH, nowhere, self.laid_out)
+        yield from self.grid.late_reduce(y_TH, spans, partial_over_ep=self.is_partial)
+
     @property
     def notes(self) -> dict[str, str]:
         """What ranks compare after a change of placement; equal maps on all ranks give equal notes."""
@@ -320,22 +338,3 @@ def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, S
     experts = MappedExpertWeights(slots, old.weights.experts.scheme, passing=True)
     layer = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
     return replace(state, weights=layer, laid_out=state.kernel.experts.relayout(experts))
-
-
-def try_out(state: ServingState, device: torch.device) -> Flight[None]:
-    """Run a state without tokens: ranks compare notes, open buffers and hear from every peer; nothing is recorded.
-
-    Raises CommError where ranks have decided differently or a peer does not answer.
-    """
-    decision, gate = state.backends.decision, state.backends.gate
-    yield from state.grid.agree(lambda: {**decision.notes(), **state.notes})
-    if state.weights is None:
-        return
-    config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
-    x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
-    nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
-    logits_TE = gate(x_TH) if state.kernel.routes_inside else None
-    nowhere = Routing(nowhere_TK, nowhere_TK.float(), logits_TE=logits_TE, bias_E=gate.bias_E)
-    silent = replace(state, kernel=replace(state.kernel, spans=spans))
-    y_TH = yield from silent.routed(x_TH, nowhere, state.laid_out)
-    yield from state.grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)

@@ -63,7 +63,7 @@ def choose_gate_tier(
 def _against_native(
     arch: tuple[int, int] | None, dtype: torch.dtype, router_dtype: str, available: frozenset[str]
 ) -> list[str]:
-    """Gate, scores and choice in one call of `moe_mk.kernels.native.route`."""
+    """Gate, scores and choice in one call, `moe_mk.kernels.native.RouteCall`."""
     reasons = [] if arch is None else [f"needs a CPU, this device is sm_{arch[0]}{arch[1]}"]
     if dtype is not torch.bfloat16:
         reasons.append(f"reads torch.bfloat16, hidden states are {dtype}")
@@ -121,10 +121,8 @@ def gate_logits(x_TH: Tensor, weight_EH: Tensor, router_dtype: str = "float32", 
             raise UnsupportedError(f"gate tier {tier!r} cannot run", problems)
         return mixed_gemm(x_TH, weight_EH) if tier == "bf16_to_fp32" else small_m_gemm(x_TH, weight_EH)
     if tier == "native":
-        raise UnsupportedError(
-            "gate tier 'native' gives no logits alone",
-            ["it chooses in the same call; use router.native.route_natively"],
-        )
+        reason = "it chooses in the same call, which a layer makes; use tier='plain'"
+        raise UnsupportedError("gate tier 'native' gives no logits alone", [reason])
     raise ConfigError(f"gate tier {tier!r} is unknown{did_you_mean(tier, get_args(GateTier))}")
 
 

@@ -8,7 +8,7 @@ prepare_async, finalize_async    whatever the caller runs between `hook` and `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from torch import Tensor
@@ -22,14 +22,11 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 run_alone = wait
+run_dual = interleave
+"""Dual-batch overlap, for any number of micro-batches: while one waits for communication, the next computes.
 
-
-def run_dual(flights: Sequence[Flight[X]]) -> list[X]:
-    """Dual-batch overlap, for any number of micro-batches: while one waits for communication, the next computes.
-
-    All ranks must pass the same number of flights; one without tokens yields as often as the others.
-    """
-    return interleave(flights)
+All ranks must pass the same number of flights; one without tokens yields as often as the others.
+"""
 
 
 def run_with(flight: Flight[X], meanwhile: Callable[[], Y], during: str = "dispatch") -> tuple[X, Y]:

@@ -68,11 +68,11 @@ class TiledKernel(FusedMoEKernel):
 
 
 def tiled(kernel: FusedMoEKernel | MonolithicKernel, settings: KernelConfig) -> FusedMoEKernel | MonolithicKernel:
-    """The kernel with the tiles of the settings; itself where they ask for one tile.
+    """The kernel with the tiles of the settings.
 
     Raises ConfigError for a comm thread on ranks that share one thread, where it could not wait, and in CUDA graphs.
     """
-    if settings.tiles == 1 or not isinstance(kernel, FusedMoEKernel):
+    if not isinstance(kernel, FusedMoEKernel):
         return kernel
     if settings.tile_carrier == "thread":
         if settings.graphs:

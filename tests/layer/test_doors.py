@@ -11,9 +11,6 @@ from torch import Tensor
 
 from moe_mk import MoELayer, MoEMKError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
-from moe_mk.kernels.native.prepared import route
-from moe_mk.kernels.native.route_mode import RouteMode
-from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.router.gate import gate_logits
 from moe_mk.router.hashed import HashRouter
 from moe_mk.router.topk import grouped_topk, topk
@@ -113,10 +110,7 @@ def kernel_doors() -> dict[str, Door]:
         "topk": (lambda x: topk(x, TOP_K)[0], [logits_TE]),
         "grouped_topk": (lambda x: grouped_topk(x, TOP_K, 2, 1)[0], [logits_TE]),
         "hashed": (lambda x, ids: HashRouter(table).route(x, ids).weights_TK, [logits_TE, torch.tensor([1, 2, 3])]),
-        "native_route": (
-            lambda x, gate: route(loaded(), x, gate, None, RouteMode(TOP_K))[1], [x_TH.bfloat16(), gate_EH]
-        ),
-    }  # fmt: skip
+    }
 
 
 def try_door(door: Door, name: str, may_work: set[str], *, gradients: bool = False) -> None:
@@ -152,7 +146,7 @@ def test_a_layer_takes_it_or_names_what_is_wrong(experts: str, door: str) -> Non
 
 @NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("door", ["gate_logits", "topk", "grouped_topk", "hashed", "native_route"])
+@pytest.mark.parametrize("door", ["gate_logits", "topk", "grouped_topk", "hashed"])
 def test_routers_and_kernels_take_it_or_name_what_is_wrong(door: str) -> None:
     try_door(kernel_doors()[door], door, MAY_WORK | {"meta", "a_column_less"})
 

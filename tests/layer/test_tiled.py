@@ -104,7 +104,6 @@ def test_a_carrying_thread_cannot_be_captured() -> None:
     with pytest.raises(ConfigError, match=r"tile_carrier = thread cannot be captured.*use kernel.tile_carrier = turns"):
         tiled(kernel, KernelConfig(tiles=2, tile_carrier="thread", graphs=True))
     assert isinstance(tiled(kernel, KernelConfig(tiles=2, graphs=True)), TiledKernel)
-    assert tiled(kernel, KernelConfig(tile_carrier="thread", graphs=True)) is kernel
 
 
 def test_a_kernel_that_is_one_piece_is_refused_with_the_reason() -> None:

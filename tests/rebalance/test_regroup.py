@@ -10,7 +10,7 @@ from moe_mk import ConfigError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import FallbackWarning, RegroupError
 from moe_mk.flight import Flight, interleave
-from moe_mk.layer.serving_state import ServingState, try_out
+from moe_mk.layer.serving_state import ServingState
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.rebalance.regroup import RankState, after_join, after_loss, disagreements, fit, slots_for
@@ -208,7 +208,7 @@ def test_a_placement_that_cannot_be_tried_out_on_one_rank_is_refused_by_all(at: 
     ranks = group(3)
 
     def failing(staged: ServingState) -> Flight[None]:
-        yield from try_out(staged, ranks[at].layer.device)
+        yield from staged.try_out(ranks[at].layer.device)
         problem = OSError("no space for the windows")
         staged.grid.ep.fail(problem)
         raise problem

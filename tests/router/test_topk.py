@@ -9,10 +9,10 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.native.selfcheck import reasons_against
 from moe_mk.kernels.reference.topk import BY_LOGIT
-from moe_mk.layer.gate import route_natively
 from moe_mk.router import Router, gate_logits, topk
 from moe_mk.router.router import Simulation
 from moe_mk.router.topk import IDS
+from tests.layer.native import route_natively
 from tests.support.draws import normal
 
 # Softplus of these logits is 1, 4 and 1/4, so their roots are 1, 2 and 1/2.

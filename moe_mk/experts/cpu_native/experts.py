@@ -22,7 +22,16 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.cpu_native import tuning as tunings
-from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, PagedRows, RecordLayout, records, run_paged
+from moe_mk.experts.cpu_native.paged import (
+    Assignments,
+    NativeCache,
+    PagedExperts,
+    PagedRows,
+    RecordLayout,
+    outputs,
+    records,
+    weighted_sums,
+)
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
@@ -38,8 +47,9 @@ from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
 from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, touch_slot
-from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped
+from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.threads import described, engine_runtime
+from moe_mk.permute import slots_of_rows
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -296,29 +306,28 @@ class CpuNativeExperts(FusedExperts):
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens. Raises StoreError for paged experts that cannot be read."""
-        if isinstance(weights, PagedExperts):
-            return run_paged(tokens, weights, self._mode(tokens, weights), self._codes)
-        assert isinstance(weights, PackedExpertWeights)
+        assert isinstance(weights, PackedExpertWeights | PagedExperts)
         tuned, threads = self.tuned, torch.get_num_threads()
         mode = self.mode if tuned is not None and not tuned.points else self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
-            call, x_RH = weights.calls.get(mode) or self._prepare(weights, mode), tokens.x_RH
+            x_RH = tokens.x_RH
             plain = x_RH.scales is None and x_RH.values.dtype is torch.bfloat16
             x, scales = (x_RH.values, None) if plain else self._codes(x_RH)
-            return ExpertOutput(
-                call(x, scales, tokens.ids_RK, tokens.weights_RK, tokens.out_RH, threads), OutputStage.REDUCED
-            )
-        w13, w2 = weights.w13, weights.w2
+            given = x, scales, tokens.ids_RK
+            if isinstance(weights, PagedExperts):
+                y = weighted_sums(weights, Assignments(*given), tokens.weights_RK, tokens.out_RH, mode)
+            else:
+                call = weights.calls.get(mode) or self._prepare(weights, mode)
+                y = call(*given, tokens.weights_RK, tokens.out_RH, threads)
+            return ExpertOutput(y, OutputStage.REDUCED)
         assert weights.shared is None, "shared experts are fused for RowTokens only"
-        if isinstance(tokens, GroupedTokens):
-            x, scales = self._codes(tokens.x_NH)
-            y = experts_grouped(
-                self.native, x, tokens.counts_L, None, w13, w2, mode=mode, x_scales_NX=scales, threads=threads
-            )
-            return ExpertOutput(y, OutputStage.RAW)
-        x, scales = self._codes(tokens.x_LSH)
-        y = experts_batched(self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads)
-        return ExpertOutput(y, OutputStage.RAW)
+        x, scales = self._codes(tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH)
+        given = x.flatten(0, -2), None if scales is None else scales.flatten(0, -2), slots_of_rows(tokens.counts_L, x)
+        if isinstance(weights, PagedExperts):
+            y = outputs(weights, Assignments(*given), mode)
+        else:
+            y = (weights.calls.get(mode) or self._prepare(weights, mode))(*given, None, None, threads)
+        return ExpertOutput(y.view(*x.shape[:-1], self.context.hidden_size), OutputStage.RAW)
 
     def _prepare(self, weights: PackedExpertWeights, mode: ExpertsMode) -> ExpertsCall:
         """The call over these weights, kept with them."""

@@ -9,7 +9,6 @@ bits of a layer with all experts in memory, whatever arrives first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,7 @@ from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import HUGE_PAGE, PackedMatrix
 from moe_mk.kernels.native.prepared import ExpertsCall
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_store import ExpertStore, aligned
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.source import discard_pages
@@ -188,7 +186,7 @@ class PagedRows:
         """None where an expert has several replicas, and for shared experts of other settings."""
         if shared is not None or not tables.one_to_one:
             return None
-        return PagedLayer(self.rows, self.weights.cache, self.weights.cache.begin, self.sums, gating, tables, ran)
+        return PagedLayer(self.rows, self.weights.cache, self.sums, gating, tables, ran)
 
     def sums(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Read what is missing, and multiply."""
@@ -205,40 +203,13 @@ class Assignments:
     ids_RK: Tensor
 
 
-def run_paged(
-    tokens: Tokens,
-    weights: PagedExperts,
-    mode: ExpertsMode,
-    codes: Callable[[QuantTensor], tuple[Tensor, Tensor | None]],
-) -> ExpertOutput:
-    """`FusedExperts.run` with experts that are read when they are needed, bit for bit. Raises StoreError.
-
-    codes: rows and their scales as the kernels read them.
-    """
-    if isinstance(tokens, RowTokens):
-        given = Assignments(*codes(tokens.x_RH), tokens.ids_RK)
-        y = weighted_sums(weights, given, tokens.weights_RK, tokens.out_RH, mode)
-        return ExpertOutput(y, OutputStage.REDUCED)
-    assert weights.shared is None, "shared experts are fused for RowTokens only"
-    counts = tokens.counts_L.to(torch.int64)
-    if isinstance(tokens, GroupedTokens):
-        x, scales = codes(tokens.x_NH)
-        ids = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), counts)
-        ids = torch.nn.functional.pad(ids, (0, x.shape[0] - ids.shape[0]), value=-1)
-    else:
-        x, scales = codes(tokens.x_LSH)
-        slots = torch.arange(x.shape[0], dtype=torch.int32, device="cpu").unsqueeze(1)
-        inside = torch.arange(x.shape[1], dtype=torch.int64, device="cpu") < counts.unsqueeze(1)
-        ids = torch.where(inside, slots, -1).reshape(-1)
-        scales = None if scales is None else scales.flatten(0, 1)
-    hidden = weights.w2.layout.num_outputs
-    y = torch.zeros((ids.shape[0], 1, hidden), dtype=torch.bfloat16, device="cpu")
-    flat = x.reshape(ids.shape[0], x.shape[-1])
-    given = Assignments(flat, scales, ids.unsqueeze(1))
+def outputs(weights: PagedExperts, given: Assignments, mode: ExpertsMode) -> Tensor:
+    """The output of the one expert of each row, bf16, without its weight; zeros without one. Raises StoreError."""
+    y_N1H = torch.zeros((len(given.ids_RK), 1, weights.w2.layout.num_outputs), dtype=torch.bfloat16, device="cpu")
     with weights.cache.exclusive():
-        weights.cache.begin(ids)
-        terms(weights, given, y, mode)
-    return ExpertOutput(y.view(*x.shape[:-1], hidden), OutputStage.RAW)
+        weights.cache.begin(given.ids_RK)
+        terms(weights, given, y_N1H, mode)
+    return y_N1H
 
 
 def weighted_sums(

@@ -76,11 +76,11 @@ class CutlassWeights:
         )
 
 
-def reordered(weights: Weights, context: ExpertsContext, activations: Mapping[tuple[str, bool], str]) -> CutlassWeights:
+def reordered(weights: Weights, context: ExpertsContext) -> CutlassWeights:
     """Copy every expert in the library's order. Raises UnsupportedError for an unsupported activation."""
-    name = activations.get((context.activation, weights.gated))
+    name = ACTIVATIONS.get((context.activation, weights.gated))
     if name is None:
-        served = ", ".join(f"{act} {'with' if gated else 'without'} a gate" for act, gated in activations)
+        served = ", ".join(f"{act} {'with' if gated else 'without'} a gate" for act, gated in ACTIVATIONS)
         form = f"{context.activation} experts {'with' if weights.gated else 'without'} a gate"
         raise UnsupportedError(f"flashinfer_cutlass cannot compute {form}", [f"it has {served}"])
     slots = [weights.slot(index) for index in range(weights.num_slots)]
@@ -89,9 +89,7 @@ def reordered(weights: Weights, context: ExpertsContext, activations: Mapping[tu
     ]
     second = [above([slot.down_HI], index).to(context.device) for index, slot in enumerate(slots)]
     kind, scales = _scales(first, second, context)
-    return CutlassWeights(
-        _values(first), _values(second), scales, weights.scheme, kind, name, weights.gated
-    )  # fmt: skip
+    return CutlassWeights(_values(first), _values(second), scales, weights.scheme, kind, name, weights.gated)
 
 
 def above(parts: list[QuantTensor], index: int) -> QuantTensor:
@@ -300,7 +298,7 @@ class FlashInferCutlassExperts(FusedExperts):
         """
         if isinstance(weights, CutlassWeights):
             return weights
-        return reordered(weights, self.context, ACTIVATIONS)
+        return reordered(weights, self.context)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """One call; -1 is replaced by the number of experts, which is out of range and ignored."""

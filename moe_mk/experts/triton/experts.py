@@ -25,7 +25,7 @@ from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT
-from moe_mk.experts.triton.paged import PagedWeights, page, record_bytes, slot_of_rows
+from moe_mk.experts.triton.paged import PagedWeights, page, record_bytes
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
@@ -40,7 +40,6 @@ from moe_mk.experts.triton.tuning import (
 from moe_mk.experts.triton.weights import (
     BOX_BYTES,
     META,
-    FusedShared,
     PackedWeights,
     joined,
     kernel_format_of,
@@ -54,6 +53,7 @@ from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
+from moe_mk.permute import slots_of_rows
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.plain import BF16
@@ -110,7 +110,8 @@ class TritonExperts(FusedExperts):
         self.workspace = workspace or workspace_of(context.device)
         self.tuned: Tuned[Tile] | None = None
         """Tiles by rows per expert; loaded when the scheme of the weights is known."""
-        self.fused: FusedShared | None = None
+        self.fused: tuple[Weights, Weights, Weights | None] | None = None
+        """Routed and shared experts as they were given, and both in one stack, if they fit."""
         self._parameters = ""
 
     @classmethod
@@ -229,10 +230,9 @@ class TritonExperts(FusedExperts):
         """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
         if isinstance(weights, PagedWeights):
             return weights.fused(shared)
-        if self.fused is None or not self.fused.made_of(weights, shared):
-            both = joined(weights, shared)
-            self.fused = None if both is None else FusedShared(both, weights, shared)
-        return None if self.fused is None else self.fused.weights
+        if self.fused is None or self.fused[0] is not weights or self.fused[1] is not shared:
+            self.fused = weights, shared, joined(weights, shared)
+        return self.fused[2]
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens; queued on the current stream without synchronisation.
@@ -277,7 +277,7 @@ class TritonExperts(FusedExperts):
             if paged is None:
                 return ExpertOutput(run(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
             flat = (x[0].flatten(0, -2), None if x[1] is None else x[1].flatten(0, -2))
-            with paged.calling(slot_of_rows(tokens.counts_L, x[0].shape)) as (kept, waves):
+            with paged.calling(slots_of_rows(tokens.counts_L, x[0])) as (kept, waves):
                 y = self.kernels.experts_in_waves(flat, kept, None, experts, waves, tile, empty)
             return ExpertOutput(y.view(x[0].shape), OutputStage.RAW)
 

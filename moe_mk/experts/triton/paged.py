@@ -224,17 +224,6 @@ class PagedWeights:
             cache.last = cache.queues.mark()
 
 
-def slot_of_rows(counts_L: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The expert of each row of grouped (N, H) or batched (L, S, H) tokens, int64 (rows, 1), on the host; -1: none."""
-    counts_L = counts_L.to(CPU, torch.int64)
-    slots_L = torch.arange(len(counts_L), dtype=torch.int64, device=CPU)
-    if len(shape) == 2:
-        ids = torch.repeat_interleave(slots_L, counts_L)
-        return torch.nn.functional.pad(ids, (0, shape[0] - len(ids)), value=-1)[:, None]
-    is_row_LS = torch.arange(shape[1], dtype=torch.int64, device=CPU) < counts_L[:, None]
-    return torch.where(is_row_LS, slots_L[:, None], -1).view(-1, 1)
-
-
 def page(
     weights: Weights, format: KernelFormat, config: ResidencyConfig, device: torch.device,
     on_progress: Progress | None = None, *, spare: int = 0,

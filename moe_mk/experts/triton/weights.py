@@ -183,9 +183,7 @@ def _above(slot: SlotWeights, device: torch.device) -> QuantTensor:
         pieces = [getattr(q, name) for q in parts]
         if pieces[0] is None or len(pieces) == 1:
             return pieces[0]  # type: ignore[no-any-return]
-        dtype = pieces[0].dtype
-        wide = pieces if dtype.itemsize > 1 else [piece.contiguous().view(torch.uint8) for piece in pieces]
-        return torch.cat(wide).view(dtype)
+        return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
 
     values = joined("values")
     assert values is not None
@@ -367,19 +365,6 @@ def spare_of(num_slots: int) -> int:
     return 1 if num_slots >= WORTH_A_SPARE else 0
 
 
-@dataclass(frozen=True)
-class FusedShared:
-    """Routed and shared experts in one stack, with references to their sources."""
-
-    weights: Weights
-    routed: Weights
-    shared: Weights
-
-    def made_of(self, routed: Weights, shared: Weights) -> bool:
-        """Whether this is the stack of these two objects."""
-        return self.routed is routed and self.shared is shared
-
-
 def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
     if not isinstance(routed, PackedWeights) or not isinstance(shared, PackedWeights | ExpertWeights):
@@ -416,8 +401,5 @@ def _behind(stack: Tensor, one: Tensor) -> Tensor | None:
         "the stack has no spare slot"
     )
     both = stack.as_strided((len(stack) + 1, *stack.shape[1:]), stack.stride())
-    if both.element_size() == 1:
-        both[-1].view(torch.uint8).copy_(one[0].contiguous().view(torch.uint8))
-    else:
-        both[-1].copy_(one[0])
+    both[-1].view(torch.uint8).copy_(one[0].contiguous().view(torch.uint8))
     return both

@@ -19,10 +19,8 @@
 
     experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None,
                  shared=None)                                             # (w13, w2) of one slot for every row
-    experts_grouped(native, x_NH, counts_L, weights_N, w13, w2, ...)      # sorted rows -> [N, H]
-    experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
-    route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
+    RouteCall(native, gate_EH, bias_E, RouteMode(...))(x_TH, threads=n) -> ids_TK, weights_TK, logits_TE
     ProductCall(native, w)(x_RK, threads=n)                               # one plain matrix of one slot
     NativeLayer(RowsOfExperts(...), shared, Gating(...), Places(...))(x_TH, load_E)        # a whole layer on one rank
     ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.layer import Gating as Gating
     from moe_mk.kernels.native.layer import Stage as Stage
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
-    from moe_mk.kernels.native.prepared import route as route
     from moe_mk.kernels.native.route_mode import RouteMode as RouteMode
     from moe_mk.kernels.native.route_mode import Scoring as Scoring
     from moe_mk.kernels.native.route_mode import is_dense as is_dense
@@ -53,7 +50,7 @@ if TYPE_CHECKING:
 else:
     HOMES = {
         "layer": "Gating Stage",
-        "prepared": "RouteCall route",
+        "prepared": "RouteCall",
         "route_mode": "RouteMode Scoring is_dense",
         "selfcheck": "loaded reasons_against",
         "toolchain": "find_compiler",

@@ -262,15 +262,12 @@ class PagedLayer(NativeLayer):
     """A `NativeLayer` while all experts are in memory; else one call for what is before them, and `sums`."""
 
     def __init__(
-        self, rows: RowsOfExperts, cache: Any, begin: Callable[[torch.Tensor], Any], sums: Callable[..., torch.Tensor],
-        gating: Gating | None, tables: Any, ran: Any,
+        self, rows: RowsOfExperts, cache: Any, sums: Callable[..., torch.Tensor], gating: Gating | None, tables: Any,
+        ran: Any,
     ) -> None:  # fmt: skip
-        """cache: with the lock of a call, `exclusive()`, and whether all experts are in memory, `is_whole`.
-
-        begin: counts a call with these slots, with the lock held. sums: of tokens, their slots and weights.
-        """
+        """cache: of `experts.paged`. sums: of tokens, their slots and weights."""
         super().__init__(rows, None, gating, Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, 0), ran)
-        self._cache, self._begin, self._sums, self._tables, self._ran = cache, begin, sums, tables, ran
+        self._cache, self._sums, self._tables, self._ran = cache, sums, tables, ran
         self._top_k = 0 if gating is None else gating.mode.top_k
 
     def __call__(
@@ -286,7 +283,7 @@ class PagedLayer(NativeLayer):
         with self._cache.exclusive():
             if is_whole := self._cache.is_whole:
                 y_TH = super().__call__(x_TH, load_E, routing, first, skip=skip)
-                self._begin(self._slots(routing[0], skip=skip))
+                self._cache.begin(self._slots(routing[0], skip=skip))
         if is_whole:
             if routed is not None:
                 routed()

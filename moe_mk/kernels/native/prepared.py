@@ -25,9 +25,12 @@ from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
 
 
 class RouteCall:
-    """`route` with the gate, the bias and the mode fixed: they are checked and written into the arguments once.
+    """The router with gate, bias and mode fixed: they are checked and written into the arguments once.
 
-    gate_EH and bias_E are contiguous; their values are read at every call. Calls may run concurrently.
+    gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, affects the choice, not the weights. Both are
+    contiguous; their values are read at every call. Ties go to the lower index. A token with a NaN among its biased
+    scores is dropped (ids -1, weights 0); a choice with a biased score of -inf is dropped, as in router.grouped_topk.
+    Calls may run concurrently.
     """
 
     def __init__(
@@ -62,27 +65,6 @@ class RouteCall:
         if status != Status.OK:
             self._native.check("route", status)
         return ids_TK, weights_TK, logits_TE
-
-
-def route(
-    native: Native,
-    x_TH: torch.Tensor,
-    gate_EH: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    mode: RouteMode,
-    *,
-    threads: int = 1,
-    isa: Isa | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose each token's experts: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32.
-
-    x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, affects the choice, not the weights.
-    Ties go to the lower index. A token with a NaN among its biased scores is dropped (ids -1, weights 0); a choice with
-    a biased score of -inf is dropped, as in router.grouped_topk.
-    """
-    check_gate(x_TH, gate_EH, bias_E, mode)
-    bias_E = None if bias_E is None else bias_E.contiguous().resolve_neg()
-    return RouteCall(native, gate_EH.contiguous().resolve_neg(), bias_E, mode, isa)(x_TH.resolve_neg(), threads)
 
 
 class ExpertsCall:
@@ -257,58 +239,3 @@ def experts_rows(
     """
     call = ExpertsCall(native, w13, w2, shared, mode or ExpertsMode(), isa)
     return call(x_RH, x_scales_RX, ids_RK, weights_RK, out_RH, threads)
-
-
-def experts_grouped(
-    native: Native,
-    x_NH: torch.Tensor,
-    counts_L: torch.Tensor,
-    weights_N: torch.Tensor | None,
-    w13: PackedMatrix,
-    w2: PackedMatrix,
-    *,
-    mode: ExpertsMode | None = None,
-    x_scales_NX: torch.Tensor | None = None,
-    threads: int = 1,
-    isa: Isa | None = None,
-) -> torch.Tensor:
-    """Run rows that are sorted by local expert, [N, H] -> [N, H] bf16, each row times its weight (None: raw).
-
-    counts_L: rows of each expert; rows beyond their sum are dropped, their output is zero.
-    """
-    slots = torch.arange(counts_L.shape[0], dtype=torch.int32, device="cpu")
-    ids_N = torch.full((x_NH.shape[0],), -1, dtype=torch.int32, device="cpu")
-    local = torch.repeat_interleave(slots, counts_L.to(device="cpu", dtype=torch.int64))
-    if local.shape[0] > x_NH.shape[0]:
-        raise ShapeError(f"counts_L sums to {local.shape[0]}, but there are {x_NH.shape[0]} rows")
-    ids_N[: local.shape[0]] = local
-    weights_N1 = None if weights_N is None else weights_N.unsqueeze(1)
-    return experts_rows(
-        native, x_NH, ids_N.unsqueeze(1), weights_N1, w13, w2, mode=mode, x_scales_RX=x_scales_NX, threads=threads,
-        isa=isa,
-    )  # fmt: skip
-
-
-def experts_batched(
-    native: Native,
-    x_LSH: torch.Tensor,
-    counts_L: torch.Tensor,
-    w13: PackedMatrix,
-    w2: PackedMatrix,
-    *,
-    mode: ExpertsMode | None = None,
-    x_scales_LSX: torch.Tensor | None = None,
-    threads: int = 1,
-    isa: Isa | None = None,
-) -> torch.Tensor:
-    """Run padded blocks, one a local expert: [L, S, H] -> [L, S, H] bf16, raw. Slots beyond counts_L are never read."""
-    num_slots, rows, hidden = x_LSH.shape
-    slots = torch.arange(num_slots, dtype=torch.int32, device="cpu").unsqueeze(1).expand(num_slots, rows)
-    inside = torch.arange(rows, dtype=torch.int64, device="cpu") < counts_L.to(
-        device="cpu", dtype=torch.int64
-    ).unsqueeze(1)
-    ids_RK = torch.where(inside, slots, torch.full_like(slots, -1)).reshape(-1, 1)
-    scales = None if x_scales_LSX is None else x_scales_LSX.reshape(num_slots * rows, -1)
-    flat = x_LSH.reshape(num_slots * rows, hidden)
-    out = experts_rows(native, flat, ids_RK, None, w13, w2, mode=mode, x_scales_RX=scales, threads=threads, isa=isa)
-    return out.view(num_slots, rows, -1)

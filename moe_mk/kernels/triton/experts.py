@@ -39,9 +39,8 @@ from moe_mk.kernels.triton.permute import first_kept as first_kept
 from moe_mk.kernels.triton.quantize_rows import (
     GROUPS_A_PROGRAM,
     quantize_part,
-    quantize_rows_fp8,
-    quantize_rows_int8,
     quantize_rows_into,
+    quantize_tokens,
 )
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
@@ -323,10 +322,7 @@ def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> t
     (rows, columns), int8 = values.shape, experts.format.name.startswith("int8")
     dtype = torch.int8 if int8 else torch.float8_e4m3fn
     codes, scales = _empty_codes(rows, columns, dtype, columns, empty, values.device)
-    if int8:
-        quantize_rows_int8(values, codes, scales)
-    else:
-        quantize_rows_fp8(values, codes, scales, fixed=None if experts.fixed is None else experts.fixed[product])
+    quantize_tokens(values, codes, scales, fixed=None if experts.fixed is None else experts.fixed[product])
     return codes, scales
 
 

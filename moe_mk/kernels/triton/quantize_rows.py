@@ -59,55 +59,40 @@ def _quantize(
     )  # fmt: skip
 
 
-def quantize_rows_int8(x: Tensor, values: Tensor, scales_M1: Tensor) -> None:
-    """Each row of x (m, k) to INT8 by its own largest magnitude over 127; rows of zeros get a scale of 1."""
+def quantize_tokens(x: Tensor, values: Tensor, scales_M1: Tensor, *, fixed: float | None = None) -> None:
+    """Each row of x (m, k) to e4m3 or INT8, by its own largest magnitude over 448 or 127, or e4m3 by a static scale.
+
+    Rows of zeros get a scale of 1 in INT8.
+    """
     m, k = x.shape
     if m:
-        _quantize_int8[(m,)](
-            x, values, scales_M1, k, x.stride(0), values.stride(0), COLUMNS=triton.next_power_of_2(k), num_warps=8,
-            **chained(),
+        _quantize_tokens[(m,)](
+            x, values, scales_M1, fixed or 0.0, k, x.stride(0), values.stride(0), INT8=values.dtype is torch.int8,
+            FIXED=fixed is not None, COLUMNS=triton.next_power_of_2(k), num_warps=8, **chained(),
         )  # fmt: skip
 
 
 @triton.jit
-def _quantize_int8(x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, COLUMNS: tl.constexpr):
+def _quantize_tokens(
+    x_ptr, values_ptr, scales_ptr, fixed, k, x_stride, values_stride,
+    INT8: tl.constexpr, FIXED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(x), axis=0)
-    scale = tl.where(amax > 0.0, tl.maximum(tl.div_rn(amax, 127.0), 1.1754943508222875e-38), 1.0)
-    # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
-    value = (tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])) + 12582912.0) - 12582912.0
-    value = tl.minimum(tl.maximum(value, -127.0), 127.0)
-    tl.store(values_ptr + row * values_stride + column, value.to(tl.int8), mask=column < k)
-    tl.store(scales_ptr + row, scale)
-
-
-def quantize_rows_fp8(x: Tensor, values: Tensor, scales_M1: Tensor, *, fixed: float | None = None) -> None:
-    """Each row of x (m, k) to e4m3 by its own largest magnitude over 448, or by a static scale."""
-    m, k = x.shape
-    if m:
-        _quantize_fp8[(m,)](
-            x, values, scales_M1, fixed or 0.0, k, x.stride(0), values.stride(0), FIXED=fixed is not None,
-            COLUMNS=triton.next_power_of_2(k), num_warps=8, **chained(),
-        )  # fmt: skip
-
-
-@triton.jit
-def _quantize_fp8(
-    x_ptr, values_ptr, scales_ptr, fixed, k, x_stride, values_stride, FIXED: tl.constexpr, COLUMNS: tl.constexpr
-):
-    after_the_one_before()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
-    if FIXED:
+    if INT8:
+        scale = tl.where(amax > 0.0, tl.maximum(tl.div_rn(amax, 127.0), 1.1754943508222875e-38), 1.0)
+    elif FIXED:
         scale = tl.sum(tl.zeros([COLUMNS], tl.float32), axis=0) + fixed
     else:
-        scale = scale_of(tl.max(tl.abs(x), axis=0), False)
-    value = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])))
-    tl.store(values_ptr + row * values_stride + column, value, mask=column < k)
+        scale = scale_of(amax, False)
+    value = tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS]))
+    if INT8:
+        # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        value = tl.minimum(tl.maximum((value + 12582912.0) - 12582912.0, -127.0), 127.0)
+    tl.store(values_ptr + row * values_stride + column, value.to(tl.int8) if INT8 else to_e4m3(value), mask=column < k)
     tl.store(scales_ptr + row, scale)
 
 

@@ -9,8 +9,10 @@ from torch.nn import functional
 
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
-from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
+from moe_mk.kernels.native.prepared import RouteCall
+from moe_mk.kernels.native.route_mode import RouteMode
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,
@@ -194,6 +196,13 @@ def batch(rows: int, hidden: int, slots: int, top_k: int, seed: int = 1) -> tupl
     ids = ids.to(torch.int32)
     ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
     return x, ids, torch.rand(rows, top_k, generator=g)
+
+
+def route(
+    native: Native, x: Tensor, gate: Tensor, bias: Tensor | None, mode: RouteMode, threads: int = 1,
+    isa: Isa | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return RouteCall(native, gate, bias, mode, isa)(x, threads)
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

@@ -10,8 +10,9 @@ import torch
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.library import Isa, Native, Status, release
-from moe_mk.kernels.native.prepared import ExpertsCall, experts_batched, experts_grouped, experts_rows
+from moe_mk.kernels.native.prepared import ExpertsCall, experts_rows
 from moe_mk.kernels.reference.quantize import quantize_rows
+from moe_mk.permute import slots_of_rows
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
 
@@ -68,31 +69,16 @@ def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here: IsaHere, st
     w13, w2 = layer.pack(native)
     counts = torch.tensor([5, 0, 11])
     x = torch.randn(16, 160).bfloat16()
-    ids = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), counts).unsqueeze(1)
+    ids = slots_of_rows(counts, x)
     rows = experts_rows(native, x, ids, None, w13, w2, mode=INVARIANT, isa=isa, threads=2)
-    assert torch.equal(experts_grouped(native, x, counts, None, w13, w2, mode=INVARIANT, isa=isa), rows)
     blocks = torch.zeros(3, 12, 160, dtype=torch.bfloat16)
     blocks[0, :5], blocks[2, :11] = x[:5], x[5:]
-    y = experts_batched(native, blocks, counts, w13, w2, mode=INVARIANT, isa=isa)
-    assert torch.equal(torch.cat([y[0, :5], y[2, :11]]), rows)
+    of_blocks = slots_of_rows(counts, blocks)
+    y = experts_rows(native, blocks.flatten(0, 1), of_blocks, None, w13, w2, mode=INVARIANT, isa=isa)
+    assert torch.equal(torch.cat([y[:5], y[24:35]]), rows)
     each = [(x[r : r + 1], ids[r : r + 1], None) for r in range(16)]
     alone = torch.cat([experts_rows(native, *row, w13, w2, mode=INVARIANT, isa=isa) for row in each])
     assert torch.equal(alone, rows)
-
-
-def test_grouped_rows_equal_the_same_assignments_as_rows(isa_here: IsaHere) -> None:
-    native, isa = isa_here
-    layer = Layer(3, 96, 64)
-    w13, w2 = layer.pack(native)
-    x, weights = torch.randn(7, 96).bfloat16(), torch.rand(7)
-    counts = torch.tensor([2, 0, 4])
-    ids = torch.tensor([0, 0, 2, 2, 2, 2, -1], dtype=torch.int32).unsqueeze(1)
-    y = experts_grouped(native, x, counts, weights, w13, w2, isa=isa)
-    assert torch.equal(y, experts_rows(native, x, ids, weights.unsqueeze(1), w13, w2, isa=isa))
-    raw = experts_grouped(native, x, counts, None, w13, w2, isa=isa)
-    assert torch.equal(raw, experts_rows(native, x, ids, None, w13, w2, isa=isa))
-    with pytest.raises(ShapeError, match="sums to 8, but there are 7 rows"):
-        experts_grouped(native, x, torch.tensor([2, 0, 6]), None, w13, w2)
 
 
 @pytest.mark.row(47)
@@ -105,7 +91,7 @@ def test_unused_slots_of_a_batch_are_never_read(isa_here: IsaHere) -> None:
     poisoned = x.clone()
     for slot, count in enumerate(counts.tolist()):
         poisoned[slot, count:] = float("nan")
-    y = experts_batched(native, poisoned, counts, w13, w2, isa=isa)
+    y = experts_rows(native, poisoned.flatten(0, 1), slots_of_rows(counts, x), None, w13, w2, isa=isa).view(x.shape)
     for slot, count in enumerate(counts.tolist()):
         ids = torch.full((count, 1), slot, dtype=torch.int32)
         assert torch.equal(y[slot, :count], experts_rows(native, x[slot, :count], ids, None, w13, w2, isa=isa))

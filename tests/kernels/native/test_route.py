@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.prepared import route
 from moe_mk.kernels.native.route_mode import RouteMode, Scoring
-from tests.kernels.native.layers import spaced
+from tests.kernels.native.layers import route, spaced
 
 
 def test_four_experts_in_two_groups_by_hand(native: Native) -> None:
@@ -94,18 +93,17 @@ def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here, experts: int) ->
         assert all(torch.equal(a, b[part]) for a, b in zip(alone, together, strict=True))
 
 
-def test_strides_of_every_tensor_are_read(native: Native) -> None:
+def test_strides_of_tokens_are_read_and_those_of_the_gate_refused(native: Native) -> None:
     x, gate, bias = torch.randn(5, 40).bfloat16(), torch.randn(9, 40), torch.rand(9)
     mode = RouteMode(3)
     wanted = route(native, x, gate, bias, mode)
 
     far = spaced(bias.unsqueeze(0), columns=True)[0]
-    for tensors in (
-        *((spaced(x, columns=columns), gate, bias) for columns in (False, True)),
-        *((x, spaced(gate, columns=columns), bias) for columns in (False, True)),
-        (x, gate, far),
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(route(native, *tensors, mode), wanted, strict=True))
+    for each in (spaced(x, columns=columns) for columns in (False, True)):
+        assert all(torch.equal(a, b) for a, b in zip(route(native, each, gate, bias, mode), wanted, strict=True))
+    for tensors in (*((x, spaced(gate, columns=columns), bias) for columns in (False, True)), (x, gate, far)):
+        with pytest.raises(ShapeError, match="of gate and bias, expected contiguous ones"):
+            route(native, *tensors, mode)
 
 
 def test_a_token_with_a_nan_score_goes_nowhere_and_its_neighbours_do_not_mind(native: Native) -> None:
@@ -134,6 +132,6 @@ def test_impossible_requests_are_reported(native: Native) -> None:
     with pytest.raises(ShapeError, match=r"cpu route: x has dtype torch.float32, expected torch.bfloat16"):
         route(native, x.float(), gate, None, RouteMode(1))
     with pytest.raises(ShapeError, match=r"cpu route: gate has H=31 \(axis 1\), expected H=32"):
-        route(native, x, gate[:, :31], None, RouteMode(1))
+        route(native, x, gate[:, :31].contiguous(), None, RouteMode(1))
     with pytest.raises(ShapeError, match=r"cpu route: bias has E=5 \(axis 0\), expected E=6; has dtype torch.bfloat16"):
         route(native, x, gate, torch.zeros(5, dtype=torch.bfloat16), RouteMode(1))

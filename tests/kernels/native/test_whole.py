@@ -12,9 +12,9 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, NativeLayer, Places, RowsOfExperts, Stack, Stage
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.prepared import experts_rows, route
+from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.kernels.native.route_mode import RouteMode, Scoring
-from tests.kernels.native.layers import Layer, Storage
+from tests.kernels.native.layers import Layer, Storage, route
 
 EXPERTS, HIDDEN, INNER = 12, 192, 96
 MODE = RouteMode(3, Scoring.SIGMOID, 4, 2, scale=2.5)

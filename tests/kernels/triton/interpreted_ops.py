@@ -17,9 +17,8 @@ from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.permute import first_kept
 from moe_mk.kernels.triton.quantize_rows import (
     activation_quantize,
-    quantize_rows_fp8,
-    quantize_rows_int8,
     quantize_rows_into,
+    quantize_tokens,
 )
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import grouped_topk, serves
@@ -101,7 +100,7 @@ def test_rows_are_quantised_to_int8_bit_for_bit(size: float) -> None:
     for given in (x, x.bfloat16()):
         expected = INT8_TOKEN.quantize(given)
         values, scales = torch.empty((4, 200), dtype=torch.int8), torch.empty((4, 1))
-        quantize_rows_int8(given, values, scales)
+        quantize_tokens(given, values, scales)
         assert torch.equal(values, expected.values) and torch.equal(scales, expected.scales)
 
 
@@ -113,7 +112,7 @@ def test_rows_are_quantised_to_fp8_under_one_scale_bit_for_bit(size: float, fixe
     for given in (x, x.bfloat16()):
         expected = (FP8_TOKEN if fixed is None else fp8_static(fixed)).quantize(given)
         values, scales = torch.empty((3, 200), dtype=torch.float8_e4m3fn), torch.empty((3, 1))
-        quantize_rows_fp8(given, values, scales, fixed=fixed)
+        quantize_tokens(given, values, scales, fixed=fixed)
         reported = expected.scales if expected.scales is not None else torch.full((3, 1), 0.02)
         assert torch.equal(bits(values), bits(expected.values)) and torch.equal(scales, reported)
 
