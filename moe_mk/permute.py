@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import add_in_order
 from moe_mk.errors import ShapeError
-from moe_mk.external.device import profile_here
+from moe_mk.external.device import has_kernels
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import (
     LAYOUT_NAMES,
@@ -54,15 +52,6 @@ def permute(tokens: Tokens, into: Sequence[type]) -> Tokens:
     if into[0] is not GroupedTokens:
         return batch(group(tokens))
     return group_on_device(tokens) if has_kernels(tokens.ids_RK.device) else group(tokens)
-
-
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels group and sum rows on a device: NVIDIA GPUs from sm_90 on."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    profile = profile_here(device)
-    return profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
 
 
 def group_on_device(tokens: RowTokens) -> GroupedTokens:

@@ -209,7 +209,6 @@ class DeepGemmExperts(FusedExperts):
         return quantize_rows(hidden, self.group, power_of_two=self.power_of_two)
 
     def _rounded(self, x: QuantTensor) -> tuple[Tensor, Tensor]:
-        """Codes and f32 scales; tokens already in the scheme are not quantised again."""
         q = x if x.scheme == self.context.compute else self.context.compute.quantize(x.dequantize(torch.bfloat16))
         assert q.scales is not None
         return q.values, q.scales.to(torch.float32)
@@ -224,7 +223,6 @@ class DeepGemmExperts(FusedExperts):
         return made
 
     def _ready(self, q: QuantTensor) -> QuantTensor:
-        """Values on the device, four-bit ones as int8; scales transformed once."""
         q = q.to(self.context.device)
         assert q.scales is not None
         slots, n, k = q.shape

@@ -103,7 +103,6 @@ class ReferenceExperts(FusedExperts):
 
 
 def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
-    """x (m, k) times a weight (n, k) transposed, plus a bias (n), in f32."""
     y = x @ weight.dequantize(torch.float32).T
     return y if bias is None else y + bias.to(torch.float32)
 

@@ -147,7 +147,6 @@ class TorchCpuExperts(FusedExperts):
         return ffn
 
     def _is_plain(self, slot: SlotWeights) -> bool:
-        """Whether an expert is gated and multiplied as it is stored."""
         dtype = self.context.dtype.dtype
         matrices = (slot.gate_IH, slot.up_IH, slot.down_HI)
         as_is = all(q is not None and q.scales is None and q.values.dtype is dtype for q in matrices)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeAlias, TypeVar
 from weakref import finalize
@@ -92,6 +93,15 @@ def profile_here(device: torch.device) -> DeviceProfile:
     nearest = names[0] if names else ("b200" if arch >= (10, 0) else "h100")
     name = nearest if names else properties.name.lower().replace(" ", "_")
     return device_profile(nearest).model_copy(update=update | {"arch": arch, "name": name})
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels that route, group and sum rows run on a device: NVIDIA GPUs from sm_90 on."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    profile = profile_here(device)
+    return profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
 
 
 def is_profile_here(profile: DeviceProfile) -> bool:

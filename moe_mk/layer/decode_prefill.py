@@ -96,7 +96,6 @@ class DecodePrefillMoE(nn.Module):
             self._now, self._serving = kind, self.layer.state
 
     def _build(self) -> None:
-        """Both states for the layer's present placement and weights, and decode's in use."""
         layer = self.layer
         staged = {kind: layer.live.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}
         first, second = staged["decode"], staged["prefill"]

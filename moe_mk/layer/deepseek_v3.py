@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.layer.moe_layer import MoELayer
-
-if TYPE_CHECKING:
-    pass
 
 
 class DeepseekV3MoE(MoELayer):

@@ -88,7 +88,6 @@ NO_WEIGHTS = "layer {!r} has no weights yet; call load(path, layer=N)"
 
 
 def _memory(gate: Gate) -> tuple[object, object]:
-    """Where a gate's parameters lie, and how."""
     w, b = gate.weight_EH, gate.bias_E
     return w is None or (w.data_ptr(), w.is_contiguous()), b is None or (b.data_ptr(), b.is_contiguous())
 

@@ -164,6 +164,5 @@ def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -
 
 
 def _same_experts(one: Decision, other: Decision) -> bool:
-    """Whether gate and shared experts of one decision serve for the other."""
     parts = ((d.chosen.experts, d.compute, d.effect, d.gate) for d in (one, other))
     return next(parts) == next(parts)

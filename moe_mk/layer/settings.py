@@ -207,7 +207,6 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
 
 
 def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
-    """The config with the types of one layer of a GGUF model, and without a bias of the router if it has none."""
     if not is_gguf(path):
         return config
     facts = next((each for each in inspect_checkpoint(path).layers if each.layer == layer), None)

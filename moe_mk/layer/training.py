@@ -172,7 +172,6 @@ class TrainingMoE(nn.Module):
 
 
 def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
-    """Every setting that the training layer does not support, with what to set instead."""
     model, router, parallel = config.model, config.router, config.parallel
     if parallel.ep not in (1, ranks):
         raise ConfigError(f"parallel.ep={parallel.ep} but the group has {ranks} ranks; pass a group of that size")

@@ -174,7 +174,6 @@ def _try(weight_format: WeightFormat, problem: Problem, oracle: type[Oracle]) ->
 
 
 def _rejected_format(attempt: Attempt) -> RejectedFormat:
-    """The reasons of every backend other than the reference against a format."""
     reasons_of = {
         name: reasons
         for name, experts in EXPERTS.items()
@@ -225,7 +224,6 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
 
 
 def _whole_reasons(problem: Problem) -> Iterator[Reason]:
-    """Reasons against monolithic kernels: tiles, and their own sums over experts."""
     kernel = problem.config.kernel
     if kernel.tiles > 1:
         yield Reason("tiles", f"a monolithic kernel cannot be split into {kernel.tiles} tiles", "kernel.tiles = 1")

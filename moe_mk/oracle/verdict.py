@@ -129,7 +129,6 @@ def group_refusals(verdicts: Sequence[Verdict]) -> list[Refusal]:
 
 
 def _without(reasons: Reasons, listed: Reasons) -> Reasons:
-    """Reasons that are not listed yet, without duplicates."""
     return tuple(reason for reason in dict.fromkeys(reasons) if reason not in listed)
 
 
@@ -157,7 +156,6 @@ def _of_pairs(left: Mapping[Pair, Reasons]) -> Iterator[Refusal]:
 
 
 def _grouped(items: Iterable[tuple[K, V]]) -> Iterator[tuple[tuple[K, ...], V]]:
-    """Group keys by value, in order of first occurrence."""
     met: dict[V, list[K]] = {}
     for key, value in items:
         met.setdefault(value, []).append(key)

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.external.device import profile_here
+from moe_mk.external.device import has_kernels
 from moe_mk.kernels.reference import grouped_topk as reference
 from moe_mk.kernels.reference.topk import BY_LOGIT
 from moe_mk.registry import did_you_mean
@@ -57,7 +55,7 @@ def fused_kernels(
 
     They run on NVIDIA GPUs from sm_90 on and have no gradient; traced and subclassed tensors take the reference.
     """
-    if router_logits.device.type != "cuda" or not is_plain(router_logits) or not _has_kernels(router_logits.device):
+    if not is_plain(router_logits) or not has_kernels(router_logits.device):
         return None
     from moe_mk.kernels.triton import topk as fused
 
@@ -68,13 +66,6 @@ def fused_kernels(
 def is_plain(x: Tensor) -> bool:
     """Whether a kernel may read this tensor's memory: no subclass, and nothing is being traced."""
     return type(x) is Tensor and not torch.compiler.is_compiling()
-
-
-@cache
-def _has_kernels(device: torch.device) -> bool:
-    profile = profile_here(device)
-    able = profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
-    return able and find_spec("triton") is not None
 
 
 def check_tensors(router_logits: Tensor, e_score_correction_bias: Tensor | None) -> None:

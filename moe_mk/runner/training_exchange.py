@@ -106,7 +106,6 @@ def _all_to_all(rows: Tensor, comm: Communicator, send: Sequence[int], receive: 
 
 
 def _at_experts(x_RH: Tensor, slots_RK: Tensor, weights_RK: Tensor, expert: Expert, num_slots: int) -> Tensor:
-    """Weighted sums over this rank's experts, slot by slot."""
     y_RH = torch.zeros_like(x_RH)
     for slot in range(num_slots):
         row_N, k_N = torch.nonzero(slots_RK == slot, as_tuple=True)

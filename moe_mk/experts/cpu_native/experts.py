@@ -214,7 +214,6 @@ class CpuNativeExperts(FusedExperts):
         return (layout13, scheme13), (storage2.layout(hidden, inner, gated=False, scale_dtype=dtype2), scheme2)
 
     def _pack(self, slot: SlotWeights, index: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
-        """Pack one expert, and release its pages of a mapped checkpoint."""
         pack_matrix(w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
         pack_matrix(w2, index, [slot.down_HI], "w2", self.native)
         release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
@@ -262,7 +261,6 @@ class CpuNativeExperts(FusedExperts):
                 self.tuned = Tuned.fixed(found.tuning)
 
     def _case(self, packed: PackedExpertWeights) -> str:
-        """What a measured cut-over depends on."""
         shape = f"H{self.context.hidden_size} I{self.context.intermediate_size} {packed.scheme.name}"
         return f"{shape} {self.mode} {self.native.best.name} {torch.get_num_threads()} threads"
 
@@ -330,13 +328,11 @@ class CpuNativeExperts(FusedExperts):
         return ExpertOutput(y.view(*x.shape[:-1], self.context.hidden_size), OutputStage.RAW)
 
     def _prepare(self, weights: PackedExpertWeights, mode: ExpertsMode) -> ExpertsCall:
-        """The call over these weights, kept with them."""
         shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
         call = weights.calls[mode] = ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
         return call
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights | PagedExperts) -> ExpertsMode:
-        """The mode with the parameters for this number of rows; dropped assignments count as rows."""
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)
         return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode

@@ -189,14 +189,12 @@ def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder
 
 
 def _is_tunable(weights: QuantScheme, compute: QuantScheme) -> bool:
-    """Whether `moe-mk tune` has options for these formats."""
     stored = isinstance(weights, Plain) or weights in WEIGHTS.values()
     return stored and (isinstance(compute, Plain) or compute in ACTIVATIONS.values())
 
 
 @cache
 def _has_amx() -> bool:
-    """Whether the processor reports AMX, without compiling the kernels."""
     return processor_has("amx_tile", "amx_bf16")
 
 

@@ -113,11 +113,6 @@ class PackedExpertWeights:
     def num_bytes(self) -> int:
         return self.w13.num_bytes + self.w2.num_bytes
 
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the packed expert of one slot to another."""
-        for matrix in (self.w13, self.w2):
-            matrix.copy_slot(source, target)
-
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy."""
         first = self._matrices(self.w13, index)
@@ -125,7 +120,6 @@ class PackedExpertWeights:
         return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
 
     def _biases(self, index: int) -> SlotBiases | None:
-        """The biases of one expert in f32, whatever the stored dtype."""
         if self.w13.bias_LX is None or self.w2.bias_LX is None:
             return None
         halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)

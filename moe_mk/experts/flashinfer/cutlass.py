@@ -117,7 +117,6 @@ def _values(stack: list[QuantTensor]) -> Tensor:
 def _scales(
     first: list[QuantTensor], second: list[QuantTensor], context: ExpertsContext
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The format and its list of scales."""
     scheme, compute = first[0].scheme, context.compute
     if isinstance(scheme, Plain):
         return "plain", ()
@@ -143,13 +142,11 @@ def _blocks(stack: list[QuantTensor]) -> Tensor:
 
 
 def _wholes(stack: list[QuantTensor], factor: float) -> Tensor:
-    """The scale of a whole matrix times that of its activations, one per expert."""
     found = [q.scales if q.scheme.block == (WHOLE, WHOLE) else q.global_scale for q in stack]
     return torch.stack([one.reshape(-1)[0] for one in found if one is not None]).to(torch.float32) * factor
 
 
 def _tiles(stack: list[QuantTensor]) -> Tensor:
-    """(L, rows, groups / 4) int32, both padded to whole tiles."""
     scales = [q.scales for q in stack if q.scales is not None]
     rows, groups = scales[0].shape
     tall, wide = -(-rows // TILE_ROWS) * TILE_ROWS, -(-groups // TILE_COLUMNS) * TILE_COLUMNS
@@ -194,7 +191,6 @@ def reasons_of_served(problem: Problem, served: Served) -> Iterator[Reason]:
 
 
 def _arch_reasons(problem: Problem, served: Served) -> Iterator[Reason]:
-    """Reasons why a CUDA device has no kernels for the weights; none for profiles without a compute capability."""
     arch, name = problem.device.arch, problem.weights.name
     if problem.device.kind != "cuda" or arch is None:
         return

@@ -385,7 +385,6 @@ class FlashInferTrtllmExperts(FusedExperts):
 
 
 def _clamp(context: ExpertsContext) -> dict[str, Tensor | None]:
-    """Slope of the sigmoid, offset of up, and limit, for each expert; None for plain SwiGLU."""
     oai = context.activation == "swiglu_oai"
     asked = {
         "gemm1_alpha": context.swiglu_alpha if oai else None,
@@ -421,7 +420,6 @@ def _own_reasons(problem: Problem, kind: str) -> list[Reason]:
 
 
 def _expect_recent(found: str | None) -> None:
-    """Raise LibraryMissing for a FlashInfer without separate f32 weights. None: the emulation."""
     parts = (found or "").split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
         return

@@ -302,7 +302,6 @@ class TritonExperts(FusedExperts):
         )  # fmt: skip
 
     def _tuned_tiles(self, weights: QuantScheme) -> Tuned[Tile]:
-        """The tiles for a weight scheme, read from the files once."""
         if self.tuned is None:
             c = self.context
             case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
@@ -311,7 +310,6 @@ class TritonExperts(FusedExperts):
         return self.tuned
 
     def _checked(self, tuned: Tuned[Tile]) -> Tuned[Tile]:
-        """Raise ConfigError for tiles of an engine whose kernels do not compile for this device."""
         engines = _engines(self.context.device)
         for tile in (*(point.parameters for point in tuned.points), *(tile for _, tile in tuned.built_in)):
             if tile.engine not in engines:

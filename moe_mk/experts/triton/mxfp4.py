@@ -66,7 +66,6 @@ def in_words(packed: Tensor, width: int) -> Tensor:
 
 
 def _out_of_words(words: Tensor, columns: int) -> Tensor:
-    """The inverse of `in_words`, without padding."""
     each = words.view(len(words), -1, WORDS, 4)
     magnitudes = torch.stack((each & 7, each >> 4 & 7), dim=4).view(len(words), -1, WORDS, 2, 4).transpose(2, 3)
     signs = torch.stack((each >> 4 & 8, each & 8), dim=2)
@@ -74,5 +73,4 @@ def _out_of_words(words: Tensor, columns: int) -> Tensor:
 
 
 def _zero_padded(part: Tensor, rows: int, columns: int) -> Tensor:
-    """With zeros for `rows` more rows, and for all columns up to `columns`."""
     return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows))

@@ -206,7 +206,6 @@ def _room(q: QuantTensor, format: KernelFormat, room: Room) -> PackedProjection:
 
 
 def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index: int) -> bool:
-    """Store one matrix; False if the format cannot represent it."""
     if matrix.blocks is not None:
         return _fill_shifts(matrix, q, index)
     matrix.values[index].view(torch.uint8).copy_(
@@ -229,7 +228,6 @@ def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index:
 
 
 def _fill_shifts(matrix: PackedProjection, q: QuantTensor, index: int) -> bool:
-    """Store one MXFP4 expert to be multiplied as FP8; False if that is not exact."""
     made = fp8_parts(q, matrix.values.shape[2])
     assert matrix.scales is not None and matrix.blocks is not None
     if made is not None:
@@ -255,7 +253,6 @@ def _scales_of(q: QuantTensor, format: KernelFormat) -> Tensor:
 
 
 def _group_of_step(q: QuantTensor, format: KernelFormat) -> list[int]:
-    """The stored group of each group of the kernels, which is at most as long as a step."""
     assert isinstance(q.scheme, Grouped)
     return [first // q.scheme.columns for first in range(0, q.shape[1], format.group)]
 
@@ -384,7 +381,6 @@ def joined(routed: Weights, shared: Weights) -> Weights | None:
 
 
 def _joined(routed: X, shared: object) -> X | None:
-    """Both tensor by tensor; None if shapes or dtypes differ."""
     made = {}
     for name in ("values", "scales", "rows", "blocks", "b13", "b2"):
         own, other = getattr(routed, name, None), getattr(shared, name, None)

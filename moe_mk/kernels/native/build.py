@@ -152,7 +152,6 @@ def usable_library(recipe: Recipe, cache_dir: Path | None = None) -> tuple[Path 
 
 
 def _try_compiling(recipe: Recipe, folder: Path) -> None:
-    """Compile and load an empty library of one page. Raises UnsupportedError."""
     with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix="try-", ignore_cleanup_errors=True) as made:
         source, library = Path(made) / "empty.cpp", Path(made) / "empty.so"
         source.write_text('extern "C" int moe_mk_empty() { return 0; }\n')
@@ -195,8 +194,6 @@ def own_directory(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Holder:
-    """The process recorded in a lock file."""
-
     host: str
     process: Process
 
@@ -288,7 +285,6 @@ def _is_at(lock: Path, handle: int) -> bool:
 
 
 def _held_by(holder: _Holder | None, since: float) -> str:
-    """The holder of a lock for messages. since: the time it was taken, seconds since 1970."""
     taken = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
     if holder is None:
         return f"held by a process that it does not name, since {taken} (`fuser` lists it)"
@@ -334,7 +330,6 @@ def build(
 
 @contextmanager
 def _writing(cache_dir: Path) -> Iterator[None]:
-    """Convert OSError to UnsupportedError with the path of the cache."""
     try:
         yield
     except unless_signalled(OSError) as error:
@@ -388,7 +383,6 @@ def _remove_leftovers(built: Path, library: Path) -> None:
 
 
 def _write_through(folder: Path) -> None:
-    """Flush a directory to disk, so that renamed files are complete after a power failure."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -245,7 +245,6 @@ class NativeLayer:
         return addressof(self._of_mode[key])
 
     def _block_at(self, rows: int) -> CLayer:
-        """The arguments with the modes of a number of rows."""
         if (made := self._of_rows.get(rows)) is not None:
             return made
         made = CLayer.from_buffer_copy(self.block)

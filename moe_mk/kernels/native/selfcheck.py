@@ -162,7 +162,6 @@ def _run(native: Native, case: Case, mode: ExpertsMode, isa: Isa) -> Tensor:
 
 
 def _layouts() -> list[tuple[MatrixLayout, MatrixLayout]]:
-    """w13 and w2 of every format; of INT4 and INT8_GROUPS with and without zero points, and with biases."""
     pairs = []
     for storage in Format:
         if storage in (Format.INT4, Format.INT8_GROUPS):
@@ -192,7 +191,6 @@ def _tiny_weights(native: Native, layouts: tuple[MatrixLayout, MatrixLayout]) ->
 
 
 def _codes(layout: MatrixLayout, seed: int) -> torch.Tensor:
-    """Codes of all magnitudes of a format."""
     wave = _pattern(*layout.source_shape, seed=seed)
     if layout.block_type is not None:
         return _blocks((wave + 1) * 127.5, layout.block_type)

@@ -95,7 +95,6 @@ def find_compiler(which: Callable[[str], str | None]) -> Compiler | None:
 
 @cache
 def _asked(path: str, state: tuple[int, ...]) -> Compiler:
-    """The version of a compiler, cached by file and `state`."""
     asked = [path, "--version"]
     answer = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=30, check=True)
     return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)

@@ -31,7 +31,6 @@ def activation(name: str, gate: Tensor | None, up: Tensor, *, alpha: float = 1.0
 
 
 def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Clamp the gate from above and up from both sides."""
     if limit is None:
         return gate, up
     return gate.clamp(max=limit), up.clamp(-limit, limit)

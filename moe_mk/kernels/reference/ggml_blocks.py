@@ -203,7 +203,6 @@ def _range(fields: tuple[Bits, ...], zero: int) -> tuple[float, float]:
 
 
 def _inverse(d: Tensor) -> Tensor:
-    """1 / d, and 0 where d is 0."""
     return torch.where(d == 0, torch.zeros_like(d), 1.0 / d)
 
 

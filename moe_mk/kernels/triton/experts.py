@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,8 +149,8 @@ class Experts:
     gated: bool = True
     power_of_two: bool = False
     """Whether activation scales are powers of two (UE8M0)."""
-    declared_format: KernelFormat | None = None
-    """The format of the weights; None: FP8 blocks if they have scales, else bf16."""
+    format: KernelFormat = KERNEL_FORMATS["plain"]
+    """Of the weights."""
     w13_rows: Tensor | None = None
     """f32 (L, 2I): row scales, for formats with row scales; of mxfp4 (L, 2I / 128, ceil(H / 128)), of blocks."""
     w2_rows: Tensor | None = None
@@ -167,10 +168,6 @@ class Experts:
     def inner(self) -> int:
         """I."""
         return self.w13[0].shape[1] // (2 if self.gated else 1)
-
-    @property
-    def format(self) -> KernelFormat:
-        return self.declared_format or KERNEL_FORMATS["plain" if self.w13[1] is None else "fp8"]
 
     @property
     def num_slots(self) -> int:
@@ -258,17 +255,16 @@ def _both(
     x: Scaled, experts: Experts, y: Tensor, tiles: TileMap, tile: Tile, empty: Empty,
     *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None, reduced: bool = False,
 ) -> None:  # fmt: skip
-    """Both GEMMs over a list of tiles; hidden rows are indexed by position."""
     positions, format = y.shape[0], experts.format
     h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
     if format.by_group:
         h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
-    w13, w2 = _kernels(tile, experts)
+    w13, w2 = _kernels(tile, experts, y.shape[1])
     arguments = _format_arguments(format, experts.w13_rows, experts.b13)
     if experts.activation in CLAMPED:
         arguments |= {"alpha": experts.alpha, "limit": experts.limit}
     w13(
-        x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation, gated=experts.gated,
+        x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation,
         power_of_two=experts.power_of_two, **arguments,
     )  # fmt: skip
     if format.by_token:
@@ -277,14 +273,16 @@ def _both(
     w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, reduced=reduced, **arguments)
 
 
-def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs of the engine of a tile; Gluon kernels support only FP8 without biases."""
-    by_hand = experts.format.name in ("plain", "fp8") and experts.b13 is None
-    if tile.engine == "triton" or not by_hand:
-        return grouped_w13, grouped_w2
+def _kernels(tile: Tile, experts: Experts, hidden: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Both GEMMs of the engine of a tile; Gluon kernels compute SwiGLU in FP8, in whole blocks, without biases."""
+    w13, w2 = partial(grouped_w13, gated=experts.gated), grouped_w2
+    if tile.engine == "triton" or experts.format.name != "fp8" or experts.b13 is not None:
+        return w13, w2
     from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: imported only for its tiles
 
-    return gluon_gemms.grouped_w13, gluon_gemms.grouped_w2
+    first = experts.gated and experts.activation in ("silu", *CLAMPED) and hidden % BLOCK == 0
+    second = experts.inner % BLOCK == 0 and hidden % (2 * BLOCK) == 0
+    return gluon_gemms.grouped_w13 if first else w13, gluon_gemms.grouped_w2 if second else w2
 
 
 def _format_arguments(format: KernelFormat, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
@@ -329,6 +327,5 @@ def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> t
 def _empty_codes(
     rows: int, columns: int, dtype: torch.dtype, group: int, empty: Empty, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Empty codes, and one f32 scale per group of columns."""
     codes = empty((rows, columns), dtype=dtype, device=device)
     return codes, empty((rows, -(-columns // group)), dtype=torch.float32, device=device)

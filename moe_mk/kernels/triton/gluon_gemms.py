@@ -2,7 +2,7 @@
 
 One kernel computes both products and every tile: `gluon_decode.py` divides its warps for few rows per expert,
 `gluon_middle.py` for 64, `gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and
-`grouped_w2` are equivalent kernels that do, and that are used for unsupported cases. Clamps and activations share one
+`grouped_w2` are equivalent kernels that do; `experts.py` takes them for other cases. Clamps and activations share one
 function.
 """
 
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_mk.kernels.triton import gluon_decode, gluon_middle, gluon_prefill
-from moe_mk.kernels.triton import grouped_w2 as plain_w2
-from moe_mk.kernels.triton import grouped_w13 as plain_w13
 from moe_mk.kernels.triton.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, from_l2, ring_of
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED
 from moe_mk.kernels.triton.launch import chained, readable_scales, resident_programs
@@ -41,17 +38,6 @@ def weight_box(tile_rows: int) -> int:
     return 64 if tile_rows == 64 else 128
 
 
-def serves(x: Tensor, scales: Tensor | None, activation: str, *, gated: bool) -> bool:
-    """Whether this kernel computes a case: FP8, whole blocks of 128 columns, SwiGLU."""
-    return (
-        x.dtype is torch.float8_e4m3fn
-        and scales is not None
-        and x.shape[1] % 128 == 0
-        and gated
-        and activation in ("silu", *CLAMPED)
-    )
-
-
 def grouped_w13(
     x: Scaled,
     w13: Scaled,
@@ -62,18 +48,12 @@ def grouped_w13(
     order: Tensor | None = None,
     top_k: int = 1,
     activation: str = "silu",
-    gated: bool = True,
     power_of_two: bool = False,
     alpha: float = 1.0,
     limit: float | None = None,
 ) -> None:
-    """As `grouped_w13.grouped_w13`, which is used for bf16, other activations and partial column blocks."""
-    if x[1] is None or w13[1] is None or h[1] is None or not serves(x[0], x[1], activation, gated=gated):
-        plain_w13.grouped_w13(
-            x, w13, h, tiles, tile, order=order, top_k=top_k, activation=activation, gated=gated,
-            power_of_two=power_of_two, alpha=alpha, limit=limit,
-        )  # fmt: skip
-        return
+    """As `grouped_w13.grouped_w13` for FP8, whole blocks of 128 columns, SwiGLU."""
+    assert x[1] is not None and h[1] is not None
     k, inner = x[0].shape[1], h[0].shape[1]
     scales, programs = readable_scales(x[1]), resident_programs(x[0].device)
     _by_hand[(programs,)](
@@ -99,14 +79,9 @@ def grouped_w2(
     weights: Tensor | None = None,
     reduced: bool = False,
 ) -> None:
-    """As `grouped_w2.grouped_w2`, which is used for bf16 and widths that are not multiples of 256 (columns are
-    processed in pairs of blocks).
-    """
-    k, width = h[0].shape[1], y.shape[1]
-    if h[1] is None or w2[1] is None or not serves(h[0], h[1], "silu", gated=True) or width % 256:
-        plain_w2.grouped_w2(h, w2, y, tiles, tile, order=order, weights=weights, reduced=reduced)
-        return
-    programs = resident_programs(y.device)
+    """As `grouped_w2.grouped_w2` for FP8 and multiples of 256 columns, which are processed in pairs of blocks."""
+    assert h[1] is not None
+    k, width, programs = h[0].shape[1], y.shape[1], resident_programs(y.device)
     _by_hand[(programs,)](
         code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), weight_box(tile.rows)), w2[1],
         y, h[1], order if order is not None else tiles.count, weights if weights is not None else h[1],

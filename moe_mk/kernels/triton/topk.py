@@ -90,7 +90,6 @@ def _exp(x):
 
 @triton.jit
 def _first_of(value, index, wanted):
-    """The lowest index among entries equal to a value."""
     return tl.min(tl.where(value == wanted, index, 2147483647))
 
 
@@ -184,7 +183,6 @@ def _weights(
 
 @triton.jit
 def _place(load_ptr, physical_of_ptr, physical_ptr, ids, choice, inside, KS: tl.constexpr):
-    """Count the choices of a token, and write their physical experts."""
     chosen = inside & (ids >= 0)
     tl.atomic_add(load_ptr + ids, tl.full([KS], 1, tl.int64), mask=chosen, sem="relaxed")
     tl.store(physical_ptr + choice, tl.load(physical_of_ptr + ids, mask=chosen, other=-1), mask=inside)

@@ -61,26 +61,6 @@ def test_bits_of_fp8_do_not_depend_on_batch_mates_in_any_mode(isa_here: IsaHere,
         assert torch.equal(y, together[part]), rows
 
 
-@pytest.mark.parametrize("storage", list(Storage))
-def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here: IsaHere, storage: Storage) -> None:
-    # One assignment a row: the same sixteen products as rows, sorted by expert, and in padded blocks.
-    native, isa = isa_here
-    layer = Layer(3, 160, 96, storage)
-    w13, w2 = layer.pack(native)
-    counts = torch.tensor([5, 0, 11])
-    x = torch.randn(16, 160).bfloat16()
-    ids = slots_of_rows(counts, x)
-    rows = experts_rows(native, x, ids, None, w13, w2, mode=INVARIANT, isa=isa, threads=2)
-    blocks = torch.zeros(3, 12, 160, dtype=torch.bfloat16)
-    blocks[0, :5], blocks[2, :11] = x[:5], x[5:]
-    of_blocks = slots_of_rows(counts, blocks)
-    y = experts_rows(native, blocks.flatten(0, 1), of_blocks, None, w13, w2, mode=INVARIANT, isa=isa)
-    assert torch.equal(torch.cat([y[:5], y[24:35]]), rows)
-    each = [(x[r : r + 1], ids[r : r + 1], None) for r in range(16)]
-    alone = torch.cat([experts_rows(native, *row, w13, w2, mode=INVARIANT, isa=isa) for row in each])
-    assert torch.equal(alone, rows)
-
-
 @pytest.mark.row(47)
 def test_unused_slots_of_a_batch_are_never_read(isa_here: IsaHere) -> None:
     native, isa = isa_here

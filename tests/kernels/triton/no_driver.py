@@ -73,9 +73,8 @@ def empty_experts(format: str = "fp8", **more: Any) -> Any:
     above = [torch.empty((SLOTS, rows)) if layout.row_scales else None for rows, _ in sizes]
     if layout.block_scales:
         above = [blocks(*size) for size in sizes]
-    declared = None if format in ("plain", "fp8") else layout
     w13, w2 = (matrix(*size) for size in sizes)
-    return Experts(w13, w2, declared_format=declared, w13_rows=above[0], w2_rows=above[1], **more)
+    return Experts(w13, w2, format=layout, w13_rows=above[0], w2_rows=above[1], **more)
 
 
 def rows_through(

@@ -52,22 +52,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     seen, topk = Launches(), import_module("moe_mk.router.topk")
     count_multiprocessors(monkeypatch)
-    for module in (backend, settings, topk):
+    for module in (backend, settings):
         monkeypatch.setattr(module, "profile_here", lambda device: device_profile("h200"))
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: launched(seen, kernel))
     monkeypatch.setattr(backend, "stream_of", lambda device: 0)
     monkeypatch.setattr(module_habits, "usable_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(topk, "is_plain", lambda x: True)
+    monkeypatch.setattr(topk, "has_kernels", lambda device: True)
     monkeypatch.setattr(backend, "pack_weights", packed)  # a CPU build of torch cannot index fake tensors of a GPU
     monkeypatch.setattr(backend, "joined", joined)
     # What is read on the host before the first forward: contents of the weights, a digest of the gate.
     monkeypatch.setattr(layer_reader.LayerReader, "content_problems", lambda self, on_progress: [])
     monkeypatch.setattr(gate.Gate, "notes", lambda self: {})
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
-    topk._has_kernels.cache_clear()
     with FakeTensorMode():
         yield seen
-    topk._has_kernels.cache_clear()
 
 
 def packed(weights: Any, format: Any, device: torch.device, *, spare: int = 0) -> Any:
