@@ -15,7 +15,7 @@ from moe_mk.config.traits import DEVICES
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC, MonolithicExperts
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
-from moe_mk.kernels.reference.grouped_topk import grouped_topk
+from moe_mk.kernels.reference.topk import grouped_topk
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens

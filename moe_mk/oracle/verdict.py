@@ -204,6 +204,7 @@ class Verdict:
         return f"{mark} {names}{self.experts:<{experts_width}} {self.cost_us:9,.0f} us  {self.cost_source}{emulated}"
 
 
+CARRIERS = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
 UNROUTED = "{:,} assignments chose no expert: NaN or infinity in hidden states, or ids of -1"
 
 
@@ -323,11 +324,6 @@ class Decision:
             "verdicts": [verdict.as_dict() for verdict in self.verdicts],
         }
 
-    def _tiles(self) -> list[str]:
-        kernel = self.problem.config.kernel
-        thread = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
-        return [f"  {kernel.tiles} tiles per call, sent by {thread[kernel.tile_carrier]}"] * (kernel.tiles > 1)
-
     def __str__(self) -> str:
         """The explanation as text, wrapped to the width of the terminal, or to 140 columns without one."""
         return self.text(terminal_width() or WIDTH)
@@ -337,7 +333,7 @@ class Decision:
 
         width: columns at which lines are wrapped; None: not at all.
         """
-        p = self.problem
+        p, kernel = self.problem, self.problem.config.kernel
         head = [
             f"{self.chosen.name}: {self.because}",
             f"  on {p.device.name}, ep={p.ranks} tp={p.config.parallel.tp}, {p.num_tokens} tokens a rank, "
@@ -350,7 +346,7 @@ class Decision:
         head += [f"  warning: {line}" for line in self.warnings]
         head += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
         head += [] if self.link is None else [f"  {self.chosen.prepare_finalize} sends rows over {self.link}"]
-        head += self._tiles()
+        head += [f"  {kernel.tiles} tiles per call, sent by {CARRIERS[kernel.tile_carrier]}"] * (kernel.tiles > 1)
         head += [f"  {reads}"] if (reads := expected_reads(p)) else []
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import has_kernels
-from moe_mk.kernels.reference import grouped_topk as reference
-from moe_mk.kernels.reference.topk import BY_LOGIT
+from moe_mk.kernels.reference import topk as reference
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
-SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus", *BY_LOGIT)
+SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus", *reference.BY_LOGIT)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int32, torch.int64)

@@ -10,8 +10,7 @@ from torch import Tensor
 from moe_mk import MoELayer
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.layer import MOST_SIZES
-from moe_mk.kernels.native.prepared import RouteCall
-from moe_mk.kernels.native.route_mode import RouteMode
+from moe_mk.kernels.native.prepared import RouteCall, RouteMode
 from moe_mk.kernels.native.selfcheck import loaded
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference.activation import activation
-from moe_mk.kernels.reference.grouped_topk import grouped_topk
+from moe_mk.kernels.reference.topk import grouped_topk
 from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant import SCHEMES, BlockedScheme
 from moe_mk.quant.gguf import GGUF, mxfp4_of_gguf

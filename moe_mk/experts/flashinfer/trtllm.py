@@ -328,9 +328,12 @@ class FlashInferTrtllmExperts(FusedExperts):
             return
         x, scales = self._input(tokens.x_RH, weights)
         if weights.kind in ("fp8_block", "mxfp8"):
+            layout = core.WeightLayout.BlockMajorK if ORDERS[weights.kind].panels else core.WeightLayout.MajorK
+            types = core.Fp8QuantizationType
+            format = types.DeepSeekFp8 if weights.kind == "fp8_block" else types.MxFp8
             core.trtllm_fp8_block_scale_routed_moe(
                 routing, None, x, scales, w13.values, w13.scales, w2.values, w2.scales, use_shuffled_weight=True,
-                **self._fp8_format(weights.kind), **common,
+                fp8_quantization_type=format, weight_layout=int(layout), **common,
             )  # fmt: skip
             return
         assert w13.scales is not None and w2.scales is not None
@@ -350,12 +353,6 @@ class FlashInferTrtllmExperts(FusedExperts):
             "routed_scaling_factor": None, "routing_method_type": int(self.library.RoutingMethodType.Renormalize),
             "activation_type": int(self.library.ActivationType.Swiglu),
         }  # fmt: skip
-
-    def _fp8_format(self, kind: str) -> dict[str, Any]:
-        core, panels = self.library, ORDERS[kind].panels
-        format = core.Fp8QuantizationType.DeepSeekFp8 if kind == "fp8_block" else core.Fp8QuantizationType.MxFp8
-        layout = core.WeightLayout.BlockMajorK if panels else core.WeightLayout.MajorK
-        return {"fp8_quantization_type": format, "weight_layout": int(layout)}
 
     def _wholes(self, weights: TrtllmWeights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Factors of up, gate and the output for each expert; None if groups have all scales.

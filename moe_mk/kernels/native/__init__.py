@@ -41,17 +41,16 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.layer import Gating as Gating
     from moe_mk.kernels.native.layer import Stage as Stage
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
-    from moe_mk.kernels.native.route_mode import RouteMode as RouteMode
-    from moe_mk.kernels.native.route_mode import Scoring as Scoring
-    from moe_mk.kernels.native.route_mode import is_dense as is_dense
+    from moe_mk.kernels.native.prepared import RouteMode as RouteMode
+    from moe_mk.kernels.native.prepared import Scoring as Scoring
+    from moe_mk.kernels.native.prepared import is_dense as is_dense
     from moe_mk.kernels.native.selfcheck import loaded as loaded
     from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
     from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
 else:
     HOMES = {
         "layer": "Gating Stage",
-        "prepared": "RouteCall",
-        "route_mode": "RouteMode Scoring is_dense",
+        "prepared": "RouteCall RouteMode Scoring is_dense",
         "selfcheck": "loaded reasons_against",
         "toolchain": "find_compiler",
     }

@@ -25,8 +25,7 @@ from moe_mk.kernels.native.exchange_abi import CLayer
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
 from moe_mk.kernels.native.library import CExperts, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
-from moe_mk.kernels.native.prepared import experts_block
-from moe_mk.kernels.native.route_mode import RouteMode, check_gate, route_block
+from moe_mk.kernels.native.prepared import RouteMode, check_gate, experts_block, route_block
 
 
 class Stage(IntEnum):

@@ -11,8 +11,7 @@ from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
-from moe_mk.kernels.native.prepared import RouteCall
-from moe_mk.kernels.native.route_mode import RouteMode
+from moe_mk.kernels.native.prepared import RouteCall, RouteMode
 from moe_mk.quant import (
     BF16,
     FP8_CHANNEL,

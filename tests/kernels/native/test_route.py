@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.route_mode import RouteMode, Scoring
+from moe_mk.kernels.native.prepared import RouteMode, Scoring
 from tests.kernels.native.layers import route, spaced
 
 

@@ -12,8 +12,7 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, NativeLayer, Places, RowsOfExperts, Stack, Stage
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.prepared import experts_rows
-from moe_mk.kernels.native.route_mode import RouteMode, Scoring
+from moe_mk.kernels.native.prepared import RouteMode, Scoring, experts_rows
 from tests.kernels.native.layers import Layer, Storage, route
 
 EXPERTS, HIDDEN, INNER = 12, 192, 96

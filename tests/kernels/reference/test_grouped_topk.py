@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.grouped_topk import grouped_topk, mask_other_groups
-from moe_mk.kernels.reference.topk import best, expert_scores, sigmoid
+from moe_mk.kernels.reference.topk import best, expert_scores, grouped_topk, mask_other_groups, sigmoid
 
 
 def route_by_loops(
