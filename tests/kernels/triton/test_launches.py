@@ -131,7 +131,7 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
 @pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8", "mxfp4"])
 def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
     assert rows_through(empty_experts(format), Tile(16, True, 4, 5)).shape == (ROWS, HIDDEN)
-    rounded = ["_quantize_int8"] if format == "int8" else []
+    rounded = ["_quantize_tokens"] if format == "int8" else []
     first = "_prologue" if format == "mxfp4" else "_align_small"  # one launch aligns and quantises
     assert names(launches) == [first, *rounded, "_w13", *rounded, "_w2", "_combine"]
 

@@ -182,13 +182,14 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
         {"GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False},
     ),
     (
-        "quantize_rows", "_quantize_int8",
-        {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32"}, {"COLUMNS": 8192},
+        "quantize_rows", "_quantize_tokens",
+        {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", "fixed": "fp32"},
+        {"COLUMNS": 8192, "INT8": True, "FIXED": False},
     ),
     (
-        "quantize_rows", "_quantize_fp8",
+        "quantize_rows", "_quantize_tokens",
         {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "fixed": "fp32"},
-        {"COLUMNS": 8192, "FIXED": False},
+        {"COLUMNS": 8192, "INT8": False, "FIXED": False},
     ),
     ("align", "_align_small", WEIGHTS, {"STEP": 64, "TILE": 16, "SLOTS": 512, **CHOICES}),
     (
