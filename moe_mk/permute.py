@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import add_in_order
-from moe_mk.errors import ShapeError
 from moe_mk.external.device import has_kernels
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import (
@@ -110,22 +109,6 @@ def places(counts_L: Tensor) -> tuple[Tensor, Tensor]:
     starts_L = torch.cumsum(counts_L, dim=0) - counts_L
     place_N = torch.arange(expert_N.shape[0], dtype=torch.int64, device=counts_L.device) - starts_L[expert_N]
     return expert_N, place_N
-
-
-def slots_of_rows(counts_L: Tensor, x: Tensor) -> Tensor:
-    """The expert of each row of grouped (N, H) or batched (L, S, H) tokens, int32 (rows, 1), on the host; -1: none.
-
-    Raises ShapeError for counts of more rows than there are.
-    """
-    counts_L = counts_L.to("cpu", torch.int64)
-    slots_L = torch.arange(len(counts_L), dtype=torch.int32, device="cpu")
-    if x.dim() == 3:
-        is_row_LS = torch.arange(x.shape[1], dtype=torch.int64, device="cpu") < counts_L[:, None]
-        return torch.where(is_row_LS, slots_L[:, None], -1).view(-1, 1)
-    ids_N = torch.repeat_interleave(slots_L, counts_L)
-    if len(ids_N) > len(x):
-        raise ShapeError(f"counts_L sums to {len(ids_N)}, but there are {len(x)} rows")
-    return torch.nn.functional.pad(ids_N, (0, len(x) - len(ids_N)), value=-1)[:, None]
 
 
 def weight_and_reduce(output: ExpertOutput, tokens: Tokens, until: OutputStage) -> ExpertOutput:

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ShapeError
 from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.paged import slots_of_rows
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.permute import (
@@ -21,7 +22,6 @@ from moe_mk.permute import (
     permute,
     places,
     reduce_rows,
-    slots_of_rows,
     sum_in_order,
     weight_and_reduce,
 )

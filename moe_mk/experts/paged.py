@@ -29,6 +29,22 @@ from moe_mk.text import amount
 from moe_mk.weights.expert_store import ExpertStore, write_store
 
 
+def slots_of_rows(counts_L: Tensor, x: Tensor) -> Tensor:
+    """The expert of each row of grouped (N, H) or batched (L, S, H) tokens, int32 (rows, 1), on the host; -1: none.
+
+    Raises ShapeError for counts of more rows than there are.
+    """
+    counts_L = counts_L.to("cpu", torch.int64)
+    slots_L = torch.arange(len(counts_L), dtype=torch.int32, device="cpu")
+    if x.dim() == 3:
+        is_row_LS = torch.arange(x.shape[1], dtype=torch.int64, device="cpu") < counts_L[:, None]
+        return torch.where(is_row_LS, slots_L[:, None], -1).view(-1, 1)
+    ids_N = torch.repeat_interleave(slots_L, counts_L)
+    if len(ids_N) > len(x):
+        raise ShapeError(f"counts_L sums to {len(ids_N)}, but there are {len(x)} rows")
+    return torch.nn.functional.pad(ids_N, (0, len(x) - len(ids_N)), value=-1)[:, None]
+
+
 def memory_of(record_B: Tensor) -> memoryview:
     """The bytes of a record, which keep its memory: a read that was not waited for may still write to it."""
     return record_B.numpy().data

@@ -41,7 +41,7 @@ from moe_mk.experts.cpu_native.weights import (
     storage_of,
     stored_as,
 )
-from moe_mk.experts.paged import open_store, pool_of
+from moe_mk.experts.paged import open_store, pool_of, slots_of_rows
 from moe_mk.experts.residency import POLICIES
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning, wrong_formats
 from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
@@ -49,7 +49,6 @@ from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, touch_slot
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.threads import described, engine_runtime
-from moe_mk.permute import slots_of_rows
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block

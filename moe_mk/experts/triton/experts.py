@@ -24,6 +24,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.paged import slots_of_rows
 from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT
 from moe_mk.experts.triton.paged import PagedWeights, page, record_bytes
 from moe_mk.experts.triton.tuning import (
@@ -53,7 +54,6 @@ from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
-from moe_mk.permute import slots_of_rows
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.plain import BF16

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.experts.paged import slots_of_rows
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.library import Isa, Native, Status, release
 from moe_mk.kernels.native.prepared import ExpertsCall, experts_rows
 from moe_mk.kernels.reference.quantize import quantize_rows
-from moe_mk.permute import slots_of_rows
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, spaced
 
