@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.quant import QuantConfig
@@ -240,6 +240,15 @@ class ParallelConfig(Settings):
     token are scaled to keep their sum."""
 
 
+def _absolute(folder: Path) -> Path:
+    if not folder.is_absolute() or "\0" in str(folder):
+        raise ValueError("must be an absolute path")
+    return folder
+
+
+Folder = Annotated[Path, AfterValidator(_absolute)]
+
+
 class ResidencyConfig(Settings):
     """Experts of which only some are in memory, or on a GPU; the others come from a store when they are needed."""
 
@@ -247,7 +256,7 @@ class ResidencyConfig(Settings):
     """Experts of a layer and rank in memory; or `bytes`, or neither for a layer that is given a `ResidencyPool`."""
     bytes: int | None = Field(default=None, ge=1)
     """Memory for the experts of a layer and rank, at least one."""
-    store: Path | None = None
+    store: Folder | None = None
     """The folder of the stores, one a layer and rank, named after what is in them; an absolute path. They are written
     when a layer is loaded and used again by later processes. None: experts on a GPU come from host memory."""
     policy: str = "decayed"
@@ -255,12 +264,8 @@ class ResidencyConfig(Settings):
 
     @model_validator(mode="after")
     def _names_a_size(self) -> Self:
-        both = self.slots is not None and self.bytes is not None
-        problems = ["residency takes slots or bytes, both are given"] if both else []
-        if self.store is not None and (not self.store.is_absolute() or "\0" in str(self.store)):
-            problems.append(f"residency.store={str(self.store)!r} is no absolute path")
-        if problems:
-            raise ValueError("; ".join(problems))
+        if self.slots is not None and self.bytes is not None:
+            raise ValueError("residency takes slots or bytes, both are given")
         return self
 
 
@@ -282,7 +287,7 @@ class KernelConfig(Settings):
     threads: Literal["auto", "engine", "own"] = "auto"
     """Threads of the native CPU kernels. engine: the OpenMP threads of torch's operators. own: a pool of the kernels.
     auto: engine where torch has an OpenMP runtime, else own."""
-    cache_dir: Path | None = None
+    cache_dir: Folder | None = None
     """The folder of compiled CPU kernels, created for this user alone. None: ~/.cache/moe_mk/kernels, or a
     private temporary folder where that cannot be used."""
     residency: ResidencyConfig | None = None
@@ -320,13 +325,6 @@ class KernelConfig(Settings):
     def rounds(self) -> bool:
         """Whether quantised activations are required."""
         return self.activations in ("checkpoint", "int8")
-
-    @field_validator("cache_dir")
-    @classmethod
-    def _is_absolute(cls, folder: Path | None) -> Path | None:
-        if folder is not None and (not folder.is_absolute() or "\0" in str(folder)):
-            raise ValueError("must be an absolute path")
-        return folder
 
 
 class MoEConfig(Settings):

@@ -207,7 +207,11 @@ def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> Mod
     for path, module in found.items():
         enter(module)
         forget = again and bool(tensors_of(module))
-        plan = plan_of(module, _dtype_of(model, module), _function(module, name).settings, again=forget)
+        if (function := function_of(module, name)) is None:
+            raise UnsupportedError(
+                f"experts implementation {name!r} is not one of moe_mk", [f"call register({name!r}) first"]
+            )
+        plan = plan_of(module, _dtype_of(model, module), function.settings, again=forget)
         if in_place and tensors_of(module) and keep_only_plan(module, plan):
             refuse_others(module)
             refuse_adapters(model.get_submodule(path.rpartition(".")[0]))
@@ -271,15 +275,6 @@ def patched_blocks(model: nn.Module, **settings: Any) -> Iterator[dict[str, Any]
         yield patch_blocks(model, **settings)
     finally:
         unpatch_blocks(model)
-
-
-def _function(module: nn.Module, name: str) -> ExpertsFunction:
-    function = function_of(module, name)
-    if function is None:
-        raise UnsupportedError(
-            f"experts implementation {name!r} is not one of moe_mk", [f"call register({name!r}) first"]
-        )
-    return function
 
 
 def _dtype_of(model: nn.Module, module: nn.Module) -> torch.dtype:

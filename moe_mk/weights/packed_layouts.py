@@ -51,9 +51,6 @@ Named = tuple[str, Tensor]
 """A tensor with its name for messages."""
 
 
-_HOLDS = {"compressed_tensors": "integers in groups", "gptq": "integers in groups", "awq": "int4 in groups"}
-
-
 @dataclass(frozen=True)
 class Held:
     """The requirements of one tensor of a packed matrix."""
@@ -87,7 +84,8 @@ def packed_shapes(
     if packing == "mlx":
         return _mlx_shapes(scheme, rows, columns)
     if not isinstance(scheme, Grouped) or scheme.has_biases or (packing == "awq" and scheme.bits != 4):
-        raise ConfigError(f"{packing} checkpoints hold {_HOLDS[packing]}, not {scheme.name}")
+        held = "int4" if packing == "awq" else "integers"
+        raise ConfigError(f"{packing} checkpoints hold {held} in groups, not {scheme.name}")
     each = WORD // scheme.bits
     wide = scheme.scale_shape(rows, columns)[1]
     across = rows if packing == "awq" else columns

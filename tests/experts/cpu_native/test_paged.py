@@ -257,7 +257,7 @@ def test_wrong_settings_are_refused_with_what_would_do(checkpoint: Path, tmp_pat
     for settings_of, problem in (
         ({"store": store}, "its slots, its bytes or a ResidencyPool.* 0 are given"),
         ({"store": store, "slots": 1, "bytes": 1}, "slots or bytes, both"),
-        ({"store": "relative", "slots": 1}, "no absolute path"),
+        ({"store": "relative", "slots": 1}, "store: must be an absolute path"),
         ({"store": store, "slots": 1, "policy": "lruu"}, "did you mean 'lru'"),
         ({"store": store, "bytes": 4000}, "less than one expert"),
     ):
