@@ -10,6 +10,7 @@ compressed-tensors and modelopt (`weight_scale`), GPTQ and AWQ (`qweight`), llam
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -23,6 +24,7 @@ _PREFIX = re.compile(
 _IN_LAYER = re.compile(r"(?:^|\.)\d+\.$")
 _OF_BLOCK = ("experts.", "moe.", "share_expert.", "router.", "pre_feedforward_layernorm_2.")
 """How local names of a block start whose prefix is that of its whole decoder layer."""
+_NUMBERED = re.compile(r"^experts\.(\d{1,9})\.")
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
@@ -127,14 +129,8 @@ class Convention:
 
     def parse(self, local: str) -> Part | None:
         """The part of a local name; None if the convention does not define it."""
-        for pattern, like, words in _patterns(self.name):
-            found = pattern.fullmatch(local)
-            if found is not None:
-                groups = found.groupdict()
-                expert = groups.get("e")
-                projection = words.get(groups.get("p", ""), like.projection)
-                return replace(like, projection=projection, expert=None if expert is None else int(expert))
-        return None
+        part, expert = _parts(self.name).get(_template(local)), _NUMBERED.match(local)
+        return part if part is None or expert is None else replace(part, expert=int(expert[1]))
 
     def holds(self, role: Role, extra: str) -> bool:
         """Whether the convention defines a name for an additional tensor of a projection."""
@@ -332,7 +328,8 @@ CONVENTIONS: dict[str, Convention] = {
 
 
 @cache
-def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]]:
+def _parts(name: str) -> dict[str, Part]:
+    """The part of each local name with {e} for the expert; of rows with the same name, the first counts."""
     it = CONVENTIONS[name]
     rows: list[tuple[str, Part, Mapping[str, str]]] = []
     for role, templates, words in (
@@ -345,12 +342,15 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
     if it.packing == "mlx":  # which packs gates too
         gates = [Part(role, extra=extra) for role in (Role.ROUTER, Role.SHARED_GATE) for extra in ("scale", "zeros")]
         rows += [(it.spell(part), part, {}) for part in gates]
-    return [(_compile(template, words), like, words) for template, like, words in rows if template]
+    return {
+        template.replace("{p}", word): replace(like, projection=projection)
+        for template, like, words in reversed(rows) if template
+        for word, projection in (words.items() if "{p}" in template else [("", like.projection)])
+    }  # fmt: skip
 
 
-def _compile(template: str, words: Mapping[str, str]) -> re.Pattern[str]:
-    pattern = re.escape(template).replace(r"\{e\}", r"(?P<e>\d{1,9})")
-    return re.compile(pattern.replace(r"\{p\}", f"(?P<p>{'|'.join(words)})"))
+def _template(local: str) -> str:
+    return _NUMBERED.sub("experts.{e}.", local.replace("{", "{{"))
 
 
 def recognise(
@@ -362,8 +362,13 @@ def recognise(
 
     among: () is all.
     """
-    names = list(local_names)
-    return max(among or CONVENTIONS.values(), key=lambda c: (sum(c.parse(name) is not None for name in names), fits(c)))
+    found = Counter(map(_template, local_names))
+
+    def defined(convention: Convention) -> tuple[int, bool]:
+        parts = _parts(convention.name)
+        return sum(number for name, number in found.items() if name in parts), fits(convention)
+
+    return max(among or CONVENTIONS.values(), key=defined)
 
 
 def block_prefixes(names: Iterable[str]) -> list[str]:
