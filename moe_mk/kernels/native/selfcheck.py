@@ -157,7 +157,7 @@ def _roundings(storage: Format) -> tuple[Rounding, ...]:
 
 def _run(native: Native, case: Case, mode: ExpertsMode, isa: Isa) -> Tensor:
     return experts_rows(
-        native, case.x_RH, case.ids_RK, case.weights_RK, case.w13, case.w2, mode=mode, isa=isa, threads=2
+        native, case.x_RH, case.ids_RK, case.weights_RK, case.w13, case.w2, mode=mode, isa=isa, threads=1
     ).float()
 
 

@@ -260,14 +260,15 @@ def routings(
                 for kept in range(touched, count)
                 if kept * size >= top_k and (kept == touched < min(top_k, count) or {count, kept} <= hints)
             ]
-    for (count, kept), use, scoring, renormalize, two_best in itertools.product(
-        groups, uses, sorted(SCORING_FUNCS, key="softmax".__ne__), (True, False), (False, True)
+    others = [name for name in sorted(SCORING_FUNCS, key="softmax".__ne__) if name != "masked_softmax"]
+    for (count, kept), use, scoring, renormalize, two_best in itertools.chain(
+        itertools.product(groups, uses, others, (True, False), (False, True)),
+        # Last, as it takes E squared operations; no model has it with groups or vectors.
+        itertools.product([(1, 1)], [{}], ["masked_softmax"], (True, False), [False]),
     ):
         if two_best and (count == 1 or "correction" in use):
             continue
         if scoring.startswith("logit_") and "correction" not in use:  # the same as without
-            continue
-        if scoring == "masked_softmax" and (count > 1 or use):  # no model has both, and it takes E squared operations
             continue
         biased = "correction" in use or two_best or tensors.sizes.fused
         bias = tensors.bias(use.get("correction"), FUSED_SHARED_BIAS).float() if biased else None

@@ -230,9 +230,7 @@ def configured(folder: Path, family: str) -> Path:
     ["jamba", "baidu--ERNIE-4.5-21B-A3B-PT", *thorough(*sorted(PUBLISHED_ALONE.keys() - REASONS), "granitemoe", "flint",
      "minimax", "axk2", "inkling_text", "phimoe", "kolibri1", "beam", "aria", "flex_olmo", "unlimited_ocr")],
 )  # fmt: skip
-def test_a_model_reads_a_layer_that_is_like_it(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     like = configured(tmp_path, family)
     (tmp_path / "layer_equation.json").write_text(derive(like).model_dump_json())
     number = write_like(folder := tmp_path / "small", like)
