@@ -1,15 +1,19 @@
 """A tiny checkpoint made by the command itself, and the command run in this process, for all tests of this room."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from moe_mk.lab.cli import app
 
 TINY = ("--experts", "32", "--hidden", "256", "--intermediate", "128")
 Invoke = Callable[..., Result]
+vars(typer.testing)["_get_command"] = cache(get_command)  # made at every call, it takes longer than most verbs
 
 
 @pytest.fixture(autouse=True)
