@@ -40,7 +40,8 @@ LONG: dict[str, tuple[object, ...]] = {
     "certify": ("certify", "no_ep", "--quick", "--no-processes", "--out", "{out}"),
     "chaos": ("chaos", "--worlds", 1, "--transport", "all_gather", "--out", "{out}"),
 }
-"""{out} does not exist yet; {mine} is an earlier checkpoint, {empty} an empty folder."""
+"""{out} does not exist yet; {mine} is an earlier checkpoint, {empty} an empty folder. The last takes seconds; it writes
+its report like the certificate before it."""
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -79,7 +80,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("verb", quick_where(lambda verb: verb == "run record", [*VERBS, *LONG]))
+@pytest.mark.parametrize("verb", quick_where(lambda verb: verb == "run record", [*VERBS, *LONG][:-1]))
 def test_names_of_files_need_not_be_utf8(verb: str, tiny: Path, tmp_path: Path) -> None:
     inside = tmp_path / "\udcff"  # as Python reads the byte 0xff
     names = {name: inside / name for name in ("out", "mine", "empty", "tiny")}

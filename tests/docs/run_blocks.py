@@ -2,8 +2,8 @@
 
 python run_blocks.py FILE ...
 
-Each file has a process of its own, forked from one that has imported torch and moe_mk, which takes longer than most
-pages do. What goes wrong is reported on standard error, and by file name as JSON on standard output.
+Each file has a process of its own, forked from one that has imported torch, transformers and moe_mk, which takes longer
+than most pages do. What goes wrong is reported on standard error, and by file name as JSON on standard output.
 A block with the fence `python` is run. A block with the fence `text output` right after it is what it must print.
 """
 
@@ -77,7 +77,8 @@ def run_apart(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    importlib.import_module("moe_mk.layer")
+    for module in ("moe_mk.layer", "moe_mk.integrations.transformers"):
+        importlib.import_module(module)
     problems = {name: run_apart(Path(name)) for name in sys.argv[1:]}
     print(json.dumps(problems))
     sys.exit("\n".join(filter(None, problems.values())) or 0)
