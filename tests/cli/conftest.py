@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import typer.testing
-from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from moe_mk.lab.cli import app
 
 TINY = ("--experts", "32", "--hidden", "256", "--intermediate", "128")
 Invoke = Callable[..., Result]
-vars(typer.testing)["_get_command"] = cache(get_command)  # made at every call, it takes longer than most verbs
+vars(typer.testing)["_get_command"] = cache(typer.main.get_command)  # made at every call, it takes longer than verbs
 
 
 @pytest.fixture(autouse=True)

@@ -230,14 +230,14 @@ def configured(folder: Path, family: str) -> Path:
     ["jamba", "baidu--ERNIE-4.5-21B-A3B-PT", *thorough(*sorted(PUBLISHED_ALONE.keys() - REASONS), "granitemoe", "flint",
      "minimax", "axk2", "inkling_text", "phimoe", "kolibri1", "beam", "aria", "flex_olmo", "unlimited_ocr")],
 )  # fmt: skip
-def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path) -> None:
     like = configured(tmp_path, family)
     (tmp_path / "layer_equation.json").write_text(derive(like).model_dump_json())
     number = write_like(folder := tmp_path / "small", like)
     assert inspect_checkpoint(folder).sound
     with torch.device("meta"):
         kind = type(model_of(transformers.AutoConfig.from_pretrained(folder)))
-    with monkeypatch.context() as patched:  # random values of the other layers take most of the time
+    with pytest.MonkeyPatch.context() as patched:  # random values of the other layers take most of the time
         patched.setattr(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor)
         model = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     block = next(each for name, each in model.named_modules() if layer_of(f"{name}.") == number and is_block(each))
