@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from common import about, parser_of, with_output, write
 from small_layers import (
-    CPU,
     RANKS,
     Size,
     Times,
@@ -33,17 +32,11 @@ from small_layers import (
     timed,
 )
 from torch import Tensor
-from transports import drawn
+from transports import figures, measure
 
 from moe_mk import MoEConfig, MoELayer
-from moe_mk.comm import DistributedCommunicator
-from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.eplb import Topology, plan
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
-from moe_mk.quant import BF16
-from moe_mk.tokens import ExpertOutput
 
 
 def experts(size: Size, backend: str) -> Times:
@@ -79,31 +72,6 @@ def held(size: Size, backend: str, weights: str) -> int:
     model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
     data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
     return MoELayer(MoEConfig.parse(data, "benchmark").with_(experts=backend)).explain().weights_bytes
-
-
-def exchange(rank: int, size: Size) -> Times:
-    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
-    assert dist.group.WORLD is not None
-    comm = DistributedCommunicator(dist.group.WORLD)
-    place = ExpertMap.linear(size.experts, comm.size)
-    context = TransportContext(
-        comm, place, place.tables(CPU), BF16, BF16, size.hidden, size.top_k, CPU, max_num_tokens=size.tokens
-    )
-    x_TH, routing = drawn(rank, size.tokens, size.hidden, size.experts, size.top_k)
-
-    def there_and_back(name: str) -> Callable[[], Tensor]:
-        transport = PREPARE_FINALIZE[name](context)
-
-        def run() -> Tensor:
-            tokens = wait(transport.prepare(x_TH, routing))
-            y_RH = tokens.x_RH.dequantize(torch.bfloat16)  # type: ignore[union-attr]
-            into_RH = tokens.out_RH  # type: ignore[union-attr]
-            return wait(transport.finalize(ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH), tokens))
-
-        return run
-
-    ways = {"before": there_and_back("all_to_all"), "after": there_and_back("one_sided")}
-    return timed(ways, size.rounds, together=True, once=True)
 
 
 @torch.no_grad()
@@ -163,11 +131,11 @@ class Claim:
     unit: str = "ms"
 
 
-def alone(measure: Callable[[Size, str], Times]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
+def alone(claim: Callable[[Size, str], Times]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
     """A measurement in this process, with one thread."""
 
     def run(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-        return medians_ms([world.call(on_first, measure.__name__, size, backend, timeout_s=300.0)[0]])
+        return medians_ms([world.call(on_first, claim.__name__, size, backend, timeout_s=300.0)[0]])
 
     return run
 
@@ -185,8 +153,12 @@ def _bytes(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
 
 
 def _exchange(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
+    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
     del backend
-    return medians_ms(world.call(exchange, size, timeout_s=300.0))
+    ways = {"before": "all_to_all", "after": "one_sided"}
+    sizes = (size.tokens, size.hidden, size.experts, size.top_k, size.rounds, tuple(ways.values()))
+    ms = figures(world.call(measure, *sizes, timeout_s=300.0))["ms"]
+    return {way: ms[name] for way, name in ways.items()}
 
 
 def _balance(size: Size, world: RankWorld, backend: str) -> dict[str, float]:

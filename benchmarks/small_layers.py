@@ -30,8 +30,6 @@ from moe_mk.kernels.native.selfcheck import load, loaded, reasons_against
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.trace.clock import now
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Size:

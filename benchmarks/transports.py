@@ -14,6 +14,7 @@ others (rows out, sums back) from a warm buffer to another, all ranks at once.
 import argparse
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -84,7 +85,9 @@ def main() -> None:
     write(options.output, {**facts(options), "rows": rows})
 
 
-def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, rounds: int) -> Seconds:
+def measure(
+    rank: int, tokens: int, hidden: int, experts: int, top_k: int, rounds: int, names: Sequence[str] = tuple(WAYS)
+) -> Seconds:
     """Seconds of each round on one rank, by what was timed. The first rounds are left out."""
     assert dist.group.WORLD is not None
     comm, cpu = DistributedCommunicator(dist.group.WORLD), torch.device("cpu")
@@ -96,13 +99,14 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
     made = {
         name: PREPARE_FINALIZE[way.transport](replace(context, wire=way.wire, network_link=way.link))
         for name, way in WAYS.items()
+        if name in names
     }
     x_TH, routing = drawn(rank, tokens, hidden, experts, top_k)
     rows = remote_rows(routing, experts // comm.size, rank)
     sent_bytes = rows * (packed_row_bytes(BF16, hidden, top_k) + row_bytes(BF16, hidden))
     source, target = (torch.ones(sent_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     seconds: Seconds = {}
-    warm, names, together = max(2, rounds // 5), list(WAYS), Together(comm)
+    warm, together = max(2, rounds // 5), Together(comm)
     sums: dict[str, Tensor] = {}
     for number in range(rounds + warm):
         combined = {}
@@ -122,7 +126,7 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
         start = now()
         target.copy_(source)
         seconds.setdefault("memcpy", []).append(now() - start)
-        same = [combined[name] for name in ("one_sided", "one_sided copied", "all_to_all")]
+        same = [combined[name] for name in ("one_sided", "one_sided copied", "all_to_all") if name in names]
         assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"
     return {"sent_bytes": [float(sent_bytes)]} | {what: times[warm:] for what, times in seconds.items()}
 

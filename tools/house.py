@@ -42,7 +42,7 @@ LIMITS = {
     "core lines": 26_627,
     "library lines": 51_348,
     "test lines": 68_727,
-    "tool and benchmark lines": 9_850,
+    "tool and benchmark lines": 9_810,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
