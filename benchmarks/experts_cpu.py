@@ -18,7 +18,9 @@ what took longer than --patience seconds at the number before. experts_cpu_repor
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +52,12 @@ def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, T
     return ids, weights / weights.sum(1, keepdim=True)
 
 
+def projection(x: Tensor) -> Callable[[], object]:
+    """An operator as large as a projection of attention: (H, H) of bf16 times the tokens."""
+    weight = torch.randn(x.shape[1], x.shape[1]).bfloat16()
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
 def report(
     seen: dict[str, Times], errors: dict[str, float], flop: float, peak_flop: float, names: str
 ) -> list[dict[str, Any]]:
@@ -70,6 +78,7 @@ def report(
                 f"  x{line['times_ours']:5.2f}"
                 f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
                 + (f"  first {times['first_wall_ms']:9.2f} ms" if "first_wall_ms" in times else "")
+                + (f"  behind torch {times['behind_wall_ms']:9.2f} ms" if "behind_wall_ms" in times else "")
             )
         lines.append(line)
     return lines
@@ -79,9 +88,11 @@ def main() -> None:
     parser = with_output(parser_of(__doc__, experts=8, hidden=7168, inter=2048, top_k=8, rounds=7), "--json")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
+    parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
     parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
     with_peers(parser)
+    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
         "--quant", nargs="*", default=[], help="further stored formats to measure, see experts_cpu_candidates.py"
@@ -127,7 +138,8 @@ def one_case(
     candidates = without_wrong(candidates, errors)
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
-    seen = measure(candidates, yardsticks, batch, rounds)
+    operator = projection(batch[0]) if options.after_torch else None
+    seen = measure(candidates, yardsticks, batch, rounds, operator)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     case = {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}

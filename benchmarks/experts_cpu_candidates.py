@@ -22,6 +22,7 @@ from experts_cpu_peers import (
     vllm_bf16,
     vllm_fp8,
     weighted_experts,
+    zentorch_bf16,
 )
 from experts_cpu_stored_peers import ggml_candidates, kt_candidates, vllm_candidates
 from torch import Tensor
@@ -191,6 +192,8 @@ def peers(native: Native, layer: Weights, options: argparse.Namespace, kt: KtKer
         candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
         if hasattr(torch.ops._C, "fused_experts_cpu"):  # not built for AVX2
             candidates["vllm fp8"] = vllm_fp8(layer)
+    if options.zentorch is not None:
+        candidates["zentorch bf16"] = zentorch_bf16(options.zentorch, w13, w2)
     if kt is not None:
         candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
         if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts

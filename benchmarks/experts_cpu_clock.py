@@ -5,6 +5,9 @@ pause, until the last one's idle threads have stopped spinning; then comes a cal
 it those that count. Up to FEW tokens the one that wakes up is the same call, and its time is kept as well: the first
 call after a pause, in which threads may start milliseconds late (a virtual machine may put them on one core at first).
 Of more tokens it is the first few of them, which is cheap beside what is measured.
+
+In an engine every call follows an operator of torch, whose threads spin for a while afterwards. With such an operator
+each turn has further calls, each directly behind it.
 """
 
 import ctypes
@@ -56,19 +59,30 @@ class Candidate:
     call: Callable[[], object]
     awake: Callable[[], object]
     few: bool
+    operator: Callable[[], object] | None = None
+    """The operator of torch that further calls follow."""
     first: list[Clocks] = field(default_factory=list)
     seen: list[Clocks] = field(default_factory=list)
+    behind: list[Clocks] = field(default_factory=list)
+    """Of calls behind the operator."""
 
     def turn(self) -> None:
         """One turn: pause, wake up, measure."""
         settle()
         self.first.append(clocked(self.awake))
-        self.seen += [clocked(self.call) for _ in range(IN_A_ROW if self.few else 1)]
+        calls = IN_A_ROW if self.few else 1
+        self.seen += [clocked(self.call) for _ in range(calls)]
+        for _ in range(calls if self.operator is not None else 0):
+            self.operator()
+            self.behind.append(clocked(self.call))
 
     def times(self) -> Times:
         """Medians and minima; those of the first call after a pause where it was the same call."""
         wall, cpu = zip(*self.seen, strict=True)
         found = {"wall_ms": statistics.median(wall), "cpu_ms": statistics.median(cpu), "cpu_ms_min": min(cpu)}
+        if self.behind:
+            wall, cpu = zip(*self.behind, strict=True)
+            found |= {"behind_wall_ms": statistics.median(wall), "behind_cpu_ms": statistics.median(cpu)}
         if not self.few:
             return found
         wall, cpu = zip(*self.first, strict=True)
@@ -106,13 +120,23 @@ class Yardsticks:
         return found | {"peak": Candidate(self.multiply, lambda: self.multiply(30_000), few=False)}
 
 
-def measure(experts: Mapping[str, Experts], yardsticks: Yardsticks, batch: Batch, rounds: int) -> dict[str, Times]:
-    """Call everything in turn, `rounds` times. "read" is the fastest way of reading: an upper bound."""
+def measure(
+    experts: Mapping[str, Experts],
+    yardsticks: Yardsticks,
+    batch: Batch,
+    rounds: int,
+    operator: Callable[[], object] | None = None,
+) -> dict[str, Times]:
+    """Call everything in turn, `rounds` times. "read" is the fastest way of reading: an upper bound.
+
+    operator: of torch, which further calls of the experts follow.
+    """
     share = batch[1].unique().numel() / yardsticks.weights[0].num_slots
     start = (batch[0][:FEW], batch[1][:FEW], batch[2][:FEW])
     few = batch[0].shape[0] <= FEW
     everybody = yardsticks.candidates(share) | {
-        name: Candidate(lambda run=run: run(*batch), lambda run=run: run(*start), few) for name, run in experts.items()
+        name: Candidate(lambda run=run: run(*batch), lambda run=run: run(*start), few, operator)
+        for name, run in experts.items()
     }
     for each in everybody.values():
         each.call()

@@ -177,6 +177,19 @@ def vllm_bf16(w13: Tensor, w2: Tensor, isa: str) -> Experts:
     return run
 
 
+def zentorch_bf16(folder: Path, w13: Tensor, w2: Tensor) -> Experts:
+    """Return zentorch's bf16 experts, which vLLM uses on AMD processors; `folder` holds zentorch/libzentorch.so."""
+    torch.ops.load_library(str(folder / "zentorch" / "libzentorch.so"))
+    w13, w2 = w13.clone(), w2.clone()  # the first call writes its layout into them
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        torch.ops.zentorch.zentorch_fused_moe(out, x, w13, w2, None, None, weights, ids, False, "silu")
+        return out
+
+    return run
+
+
 def vllm_fp8(layer: Weights) -> Experts:
     """Return vLLM's FP8 experts with bf16 activations (method 2), which vLLM itself offers on AMX machines only."""
     w13, w2 = (torch.ops._C.convert_weight_packed(w) for w in (layer.w13, layer.w2))

@@ -176,8 +176,21 @@ def paused(results: Results) -> str:
     return f"The first call after a pause, ms:\n\n{markdown(rows)}" if cases else ""
 
 
+def behind_torch(results: Results) -> str:
+    """Calls directly behind an operator of torch, where they were measured: everybody's beside ours."""
+    names, clock = [name for name in candidates_of(results) if name != OURS], "behind_wall_ms"
+    rows = [["tokens", "routing", f"{OURS}, ms", "of ours alone", *names]]
+    for case, by_name in cases_of(results, clock):
+        own = by_name[OURS]
+        cells = [case["rows"], case["skew"], milliseconds(own, clock), f"{own[clock] / own['wall_ms']:.2f}"]
+        others = [f"{by_name[name][clock] / own[clock]:.2f}" if name in by_name else "too slow" for name in names]
+        rows.append([*cells, *others])
+    heading = "Calls directly behind an operator of torch, as in an engine; others: wall time of such calls over ours:"
+    return f"{heading}\n\n{markdown(rows)}" if rows[1:] else ""
+
+
 def section(results: Results) -> str:
-    parts = [part(results) for part in (described, table, goals, at_equal_bits, paused)]
+    parts = [part(results) for part in (described, table, goals, at_equal_bits, paused, behind_torch)]
     return "\n\n".join(part for part in (*parts, left_out(results["cases"])) if part)
 
 
