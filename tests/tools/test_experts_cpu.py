@@ -22,7 +22,7 @@ from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candida
 from moe_mk.quant.kinds import scheme_of_kind  # noqa: E402
 
 FILES = (
-    "experts_cpu_e8", "experts_cpu_formats", "experts_cpu_int4", "experts_amx_int4",
+    "experts_cpu_e8", "experts_cpu_engine", "experts_cpu_formats", "experts_cpu_int4", "experts_amx_int4",
     "experts_amx_int4_e32", "experts_avx2", "experts_avx2_int4", "experts_cpu_e32", "experts_cpu_e256",
 )  # fmt: skip
 
