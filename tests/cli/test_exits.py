@@ -54,7 +54,7 @@ def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, caps
         ),
         ("Path.read_text", "raise KeyboardInterrupt", (130, "interrupted")),
         ("Path.cwd", "raise OSError(2, '')", (2, "the working folder was removed; change to one that exists")),
-        ("typer.Typer", "os.kill(os.getpid(), 2)", (130, "")),  # while modules are imported
+        ("typer.Typer", "signal.raise_signal(2)", (130, "")),  # while modules are imported
     ],
 )
 def test_what_ends_a_command_has_its_code_and_one_line(
@@ -62,7 +62,7 @@ def test_what_ends_a_command_has_its_code_and_one_line(
 ) -> None:
     # Before, inside and outside of a verb. Dataclasses exec texts; only `python -m` looks for what has passed that.
     (tmp_path / "command.py").write_text(f"""
-import os, sys, typer
+import os, signal, sys, typer
 from pathlib import Path
 from moe_mk.__main__ import main
 {place} = lambda *given, **named: exec("{raised}")
