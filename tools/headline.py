@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,17 +108,18 @@ def _engines(results: Path) -> Iterator[Line]:
     """Tokens per second of engines with moe_mk over those without, in every format that was measured."""
     for path in sorted(results.glob("engines_*.json")):
         found = _read(results, path.stem)
-        rates = {name: run["tokens_per_second"] for name, run in found["contestants"].items() if "seconds" in run}
+        seconds = {name: run["seconds"] for name, run in found["contestants"].items() if "seconds" in run}
         model, where = f"{found['model']}, {found['layers']} layers", " with AVX2" * ("avx2" in path.stem)
-        for name, rate in rates.items():
+        for name, own in seconds.items():
             engine, _, form = name.partition(":")
             alone, ours, more = engine.partition("+moe_mk")
             parts = more.removesuffix("+int8")
-            if ours and parts in PARTS and alone in ENGINES and alone in rates:
+            if ours and parts in PARTS and alone in ENGINES and alone in seconds:
                 with_ours = f"{ENGINES[alone][0]} and `moe_mk`{PARTS[parts]}{where}"
                 rounded = "" if parts == more else " with INT8 tokens"
                 what = f"{with_ours}, {model}, {form or 'bf16'}{rounded}, tokens per second"
-                ratios = [rate[case] / rates[alone][case] for case in found["cases"]]
+                # By round, in which one call follows the other: the speed of memory changes from round to round.
+                ratios = [median(map(truediv, seconds[alone][case], own[case])) for case in found["cases"]]
                 yield Line(what, ENGINES[alone][1], ", ".join(found["cases"]), ratios)
 
 
