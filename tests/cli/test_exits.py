@@ -65,6 +65,7 @@ def test_what_ends_a_command_has_its_code_and_one_line(
 import os, signal, sys, typer
 from pathlib import Path
 from moe_mk.__main__ import main
+signal.signal(2, signal.default_int_handler)  # a shell's background jobs ignore it
 {place} = lambda *given, **named: exec("{raised}")
 sys.argv = ["moe-mk", "schema"]
 main()

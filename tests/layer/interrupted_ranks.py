@@ -136,7 +136,7 @@ def interrupted(
     wrong: list[str] = []
     for place in places:
         if first:
-            made = built(transport, made.groups, timeout_s=TIMEOUT_S)
+            made = built(transport, timeout_s=TIMEOUT_S)
         else:
             _call(made, rank, 0, dual)
         raised = KeyboardInterrupt if seed is None else random.Random(f"{seed} {place}").choice(HANDLERS)

@@ -24,7 +24,7 @@ sources go to a region of their own and are copied next to these; with two ranks
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -32,9 +32,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.failure import Failure
 from moe_mk.comm.symmetric.heap import NOTE_BYTES, PAGE_BYTES, SymmetricHeap, aligned
-from moe_mk.comm.symmetric.setup import open_heap
+from moe_mk.comm.symmetric.setup import PHASE, open_heap
+from moe_mk.flight import wait
 from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.exchange import Exchange, FaultKind, PeerFault, WindowPlaces
 from moe_mk.kernels.native.library import Native
@@ -302,6 +304,15 @@ class OneSidedBufferPool(BufferPool[OneSidedBufferSlot]):
         """Report the failure to peers in every slot, whichever call they are in."""
         for buffer in self.slots:
             buffer.report(failure)
+
+    def add(
+        self, comm: Communicator, phase: str, make: Callable[[], OneSidedBufferSlot] | None = None
+    ) -> OneSidedBufferSlot:
+        """As `BufferPool.add`; no rank uses the slot before all have it, since `abort` reports in those it has."""
+        slot = super().add(comm, phase, make)
+        if isinstance(comm, DistributedCommunicator):
+            wait(comm.gather_count(0, PHASE))
+        return slot
 
     def _make(self, comm: Communicator) -> OneSidedBufferSlot:
         with torch.inference_mode(False):  # else experts could not write sums there outside of that mode
