@@ -544,7 +544,7 @@ class GroupMessages:
         if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
         notices: dict[int, Header] = {}
-        for each, receive in self._notices.items():  # read without a wait, whose end would close the others
+        for each, receive in self._notices.items():  # not waited for: that would close the others
             with suppress(ValueError):
                 notices[each] = Header.unpacked(receive.memory)
         # Else it died before its first header, and only its own connections have ended.

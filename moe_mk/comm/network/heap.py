@@ -103,7 +103,7 @@ class WaitingForHosts(WaitingForProcess):
                 self._look_far(peer)
 
     def _first_dead(self) -> int | None:
-        """A rank whose process has ended, if there is one; those of other hosts cannot be seen."""
+        """A rank with an ended process, if there is one; those of other hosts cannot be seen."""
         own = self._peers[self.rank]
         return next((number for number, each in enumerate(self._peers) if each.is_gone(own)), None)
 

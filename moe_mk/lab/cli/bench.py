@@ -73,7 +73,7 @@ class BenchOrder:
     quiet: bool = False
     """Whether no progress is shown."""
     against: Path | None = None
-    """A file of an earlier `out`, whose times are compared."""
+    """The `out` of an earlier run, to compare its times."""
     limit: float | None = None
     """The largest ratio of a forward to the earlier one that is still good."""
 

@@ -3,7 +3,7 @@
 Spread: unlike the compatible policy, no GPU holds an expert twice, and GPUs may differ in speed and slots.
 
 Window fill: one GPU after the other, cutting at most one expert each. Fact used: n experts, W GPUs of S slots and
-n <= W * (S - 1) + 1. Sort the experts; some run of S neighbours is the first whose load reaches the capacity of a GPU;
+n <= W * (S - 1) + 1. Sort the experts; some run of S neighbours is the first with a load of a GPU's capacity or more;
 all of it but the surplus of its heaviest member goes there, the rest of that member goes back. What is left obeys the
 same inequality with one GPU fewer, so every GPU is filled exactly whatever the loads: balance 1 for any load as soon as
 slots >= experts + GPUs - 1.

@@ -179,7 +179,7 @@ class _LayerCall(MessageRows):
 class FusedMessages:
     """A `LayerCall`. What does not change between calls is prepared once for each call that is open at a time.
 
-    apart: the transport, whose own steps end calls with parts that do not fit into messages.
+    apart: the transport; its own steps end calls with parts that do not fit into messages.
     """
 
     def __init__(
