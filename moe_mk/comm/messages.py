@@ -246,7 +246,12 @@ class GroupMessages:
             arrived = self._finish_call(caller, phase, posted, outgoing, awaited)
         except BaseException as error:
             self._unfinished += [outgoing, long, posted]
-            self._end_call(call, epoch, error)
+            if epoch == self._epoch and not isinstance(error, GeneratorExit):
+                del self._open[call]
+            elif epoch == self._epoch:  # dropped: peers may still send for it
+                self._open[call] = False
+                for peer in self._peers:
+                    self._early.pop((peer, call), None)
             raise
         del self._open[call]
         return arrived
@@ -331,17 +336,6 @@ class GroupMessages:
 
     # One call.
 
-    def _end_call(self, call: int, epoch: int, error: BaseException) -> None:
-        """A call has ended early. Where its flight was dropped, peers may still send for it. Recovery has ended all."""
-        if epoch != self._epoch:
-            return
-        if isinstance(error, GeneratorExit):
-            self._open[call] = False
-            for peer in self._peers:
-                self._early.pop((peer, call), None)
-        else:
-            del self._open[call]
-
     def _exclusive(self, caller: Caller, phase: str) -> Exclusive:
         return Exclusive(self.lock, partial(self._error, caller, phase, None))
 
@@ -365,7 +359,12 @@ class GroupMessages:
             self._posted.clear()  # kept by what waits for them
             self._call += 1
             call, tag, works, peer = self._call, header_tag(self._epoch), Works(), UNKNOWN
-            headers = self._row_headers.get(key := (phase, caller.layer_number)) or self._headers_of(*key)
+            headers = self._row_headers.get(key := (phase, caller.layer_number))
+            if headers is None:
+                own = self._process
+                who = own.number, int(own.started), own.namespace, self._host
+                headers = RowHeaders(self._epoch, phase.encode()[:TEXT_BYTES], caller.layer_number, who)
+                self._row_headers[key] = headers
             try:
                 for how, peer, rows in long:  # first: whoever has the header waits for the rows
                     works.append((peer, self._post_message(how, rows, peer, row_tag(self._epoch, call, rows))))
@@ -376,7 +375,9 @@ class GroupMessages:
                 self._unfinished += [outgoing, long, works]
                 raise self._lost(caller, phase, peer, problem) from problem
             self._open[call] = True
-            self._await_more()
+            for peer, read in self._read_headers.items():
+                if len(read) >= self._depth // 2 and peer not in self.left_out:
+                    self._await_headers(peer)
         return call, headers, works
 
     def _header_of_call(
@@ -416,13 +417,6 @@ class GroupMessages:
                 self._forget_sent(caller, phase, peer)
         return arrived
 
-    def _headers_of(self, phase: str, layer_number: int) -> RowHeaders:
-        process = self._process
-        who = process.number, int(process.started), process.namespace, self._host
-        headers = RowHeaders(self._epoch, phase.encode()[:TEXT_BYTES], layer_number, who)
-        self._row_headers[phase, layer_number] = headers
-        return headers
-
     def _take(
         self, caller: Caller, phase: str, call: int, peer: int, headers: RowHeaders, sent_bytes: int, awaited: int
     ) -> Arrival:
@@ -437,7 +431,8 @@ class GroupMessages:
             if found is not None:
                 count, num_bytes, sender = found
                 if self._senders.get(peer) != sender:
-                    self._note_process(peer, Header.unpacked(receive.memory), sender)
+                    self._senders[peer] = sender
+                    self._note_process(peer, Header.unpacked(receive.memory))
                 arrived = Arrival(count, num_bytes, receive.tensor, receive.memory)
                 receive.memory, receive.tensor = self._spare.pop() if self._spare else _message_memory()
                 self._await_next(peer)
@@ -457,14 +452,7 @@ class GroupMessages:
         if len(awaited) < LEAST_RECEIVES:
             self._await_headers(peer)
 
-    def _await_more(self) -> None:
-        """Post receives for peers of which half of all headers were read."""
-        for peer, read in self._read_headers.items():
-            if len(read) >= self._depth // 2 and peer not in self.left_out:
-                self._await_headers(peer)
-
     def _await_headers(self, peer: int) -> None:
-        """Post the receives of headers that were read."""
         read, awaited = self._read_headers[peer], self._headers[peer]
         while read:
             receive = read.pop()
@@ -472,12 +460,10 @@ class GroupMessages:
             receive.work = self._receive_into(receive.tensor, peer, header_tag(self._epoch))
             awaited.append(receive)
 
-    def _note_process(self, peer: int, header: Header, sender: tuple[int, ...] = ()) -> None:
+    def _note_process(self, peer: int, header: Header) -> None:
         """Keep the process of a peer on this host, whose end is looked for in long waits."""
         if header.process is not None and header.host == self._host != 0:
             self._processes[peer] = header.process
-        if sender:
-            self._senders[peer] = sender
 
     def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
         """Let go of headers that a peer has read long ago.
@@ -644,7 +630,11 @@ class GroupMessages:
                 wait.ends_at = now() + FORKED_S
                 self.report(Failure(self._ended(gone[0]), gone[0]))
             elif now() > wait.ends_at and wait.peer in gone and self._wait is wait:
-                self._hang_up()  # a peer that lives may come late, and go on over these connections
+                # Close all connections: whoever waits in the group goes on with an error. A peer that lives may come
+                # late, and go on over them.
+                memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+                with Suppress(RuntimeError):
+                    self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
         elif now() > wait.late_at and not wait.noted:
             wait.noted = True
             self._notify(Header(Kind.WAITING, self._epoch, 0, "", peer=wait.peer, process=self._process))
@@ -654,12 +644,6 @@ class GroupMessages:
         """What is set when the next wait begins; None if one has begun."""
         self._awake.clear()
         return self._awake if self._wait is None else None
-
-    def _hang_up(self) -> None:
-        """Close all connections of the group: whoever waits in it, here or at a peer, goes on with an error."""
-        memory = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with Suppress(RuntimeError):
-            self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 def _message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearray, Tensor]:

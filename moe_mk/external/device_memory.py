@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,34 +35,19 @@ def open_window(description: str, num_bytes: int) -> Tensor:
 
 
 MODULE = "torch.distributed._symmetric_memory"
-
 BACKEND = "CUDA"
-
 """The backend of torch's symmetric memory that needs no device library: kernels use peer pointers directly."""
 
 
-class SymmetricMemory(Protocol):
-    """What is used of torch's module."""
-
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        """Memory of this rank that others can map."""
-
-    def rendezvous(self, tensor: Tensor, group: Any) -> Any:
-        """A handle on that of all ranks, together with all of them."""
-
-    def get_backend(self, device: Any) -> str | None:
-        """Which of its backends serves a device."""
-
-
-def library() -> SymmetricMemory | None:
+def library() -> Any:
     """Torch's module; None in a torch that has none."""
     try:
-        return cast(SymmetricMemory, importlib.import_module(MODULE))
+        return importlib.import_module(MODULE)
     except ImportError:
         return None
 
 
-def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemory | None) -> tuple[Tensor | None, str]:
+def window_of(num_bytes: int, device: torch.device, torch_memory: Any) -> tuple[Tensor | None, str]:
     """A window of zeros that peers can map, (num_bytes,) uint8; or None, and why there is none."""
     if torch_memory is None:
         return None, f"this torch has no {MODULE}"
@@ -76,7 +61,7 @@ def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemor
 
 
 def addresses_of(
-    window: Tensor, group: object, torch_memory: SymmetricMemory, exchange: Callable[[str], list[str]]
+    window: Tensor, group: object, torch_memory: Any, exchange: Callable[[str], list[str]]
 ) -> tuple[list[int], object]:
     """The address of each rank's window in this process, and the object that keeps the mappings alive.
 

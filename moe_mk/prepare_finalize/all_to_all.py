@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -162,10 +162,8 @@ class AllToAll(PrepareFinalize):
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
             outgoing = _Outgoing(as_bytes(x_wire.values), *by_rank(c, x_wire.scales, routing))  # gathered when written
-            if few:
-                return (yield from self._dispatch_few(outgoing, num_tokens))
             if eager:
-                return (yield from self._dispatch_many(outgoing, num_tokens))
+                return (yield from self._dispatch_eager(outgoing, num_tokens, few=bool(few)))
             # Counts first: peers must size their buffers before rows arrive.
             received = yield from self.announce(outgoing.sent)
             c.comm.check_counts(received, c.max_num_tokens, "dispatch counts")
@@ -178,9 +176,10 @@ class AllToAll(PrepareFinalize):
         assert isinstance(handle, DispatchHandle)
         with self.context.spans.span("combine"):
             call, y_RH = handle.call, output.y
-            if call is not None and self._are_few(y_RH, handle):
+            row_bytes = y_RH.shape[1] * y_RH.element_size()
+            few = max(max(handle.received), max(handle.sent)) * row_bytes <= comm.eager_bytes
+            if call is not None and few and y_RH.dtype is self.context.dtype.dtype:
                 y_RH = y_RH if y_RH.is_contiguous() else y_RH.contiguous()
-                row_bytes = y_RH.shape[1] * y_RH.element_size()
                 comm.traffic.sent("combine", [count * row_bytes for count in handle.received], comm.rank)
                 going = call.return_sums(y_RH, handle.received)
                 arrived = yield from comm.swap_eager(
@@ -238,33 +237,31 @@ class AllToAll(PrepareFinalize):
             return self._tokens(x_RH, slots_RK, weights_RK, handle)
         return self._opened((yield from self._with_others(call.own_rows(), arrived, received)), handle)
 
-    def _dispatch_few(self, outgoing: _Outgoing, num_tokens: int) -> Flight[Tokens]:
-        comm = self.context.comm
-        at = offsets(outgoing.sent)
-        rows = [outgoing.rows(slice(first, last)) for first, last in pairwise(at)]
-        self._count_sent(outgoing.sent)
-        going = {peer: sealed(rows[peer]) for peer in range(comm.size) if peer != comm.rank}
-        arrived, received = yield from self._swap(going, outgoing.sent)
-        handle = DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens)
-        return self._opened((yield from self._with_others(rows[comm.rank], arrived, received)), handle)
-
-    def _dispatch_many(self, outgoing: _Outgoing, num_tokens: int) -> Flight[Tokens]:
-        """Counts alone, with the rows of peers that bring few, then the others."""
-        comm = self.context.comm
+    def _dispatch_eager(self, outgoing: _Outgoing, num_tokens: int, *, few: bool) -> Flight[Tokens]:
+        """Counts, with the rows of ranks that bring few, then the others."""
+        comm, own = self.context.comm, cast("Rows | _Outgoing", outgoing)
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        comm.traffic.sent("dispatch counts", [COUNT_BYTES] * comm.size, comm.rank)
-        going = {peer: Envelope.empty(0, outgoing.sent[peer]) for peer in peers}
+        if few:
+            rows = [outgoing.rows(slice(first, last)) for first, last in pairwise(offsets(outgoing.sent))]
+            self._count_sent(outgoing.sent)
+            going, own = {peer: sealed(rows[peer]) for peer in peers}, rows[comm.rank]
+        else:
+            comm.traffic.sent("dispatch counts", [COUNT_BYTES] * comm.size, comm.rank)
+            going = {peer: Envelope.empty(0, outgoing.sent[peer]) for peer in peers}
         arrived, received = yield from self._swap(going, outgoing.sent)
         handle = DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens)
-        return self._opened((yield from self._with_others(outgoing, arrived, received)), handle)
+        return self._opened((yield from self._with_others(own, arrived, received)), handle)
 
     def _with_others(self, own: Rows | _Outgoing, arrived: Mapping[int, Arrival], received: list[int]) -> Flight[Rows]:
         """All rows in rank order: those that came with their counts, and those that come now.
 
         own: this rank's, where all others are sent already.
         """
-        comm = self.context.comm
-        parts = [None if peer == comm.rank else self._arrived(arrived[peer]) for peer in range(comm.size)]
+        comm, size = self.context.comm, self._size
+        parts: list[Rows | None] = [None] * comm.size
+        for peer, came in arrived.items():
+            if came.num_bytes:
+                parts[peer] = rows_of(came.rows, came.num_rows, size.values, size.tail)
         parts[comm.rank] = own if isinstance(own, Rows) else None
         coming = [received[peer] if part is None else 0 for peer, part in enumerate(parts)]
         if isinstance(own, _Outgoing):
@@ -274,7 +271,10 @@ class AllToAll(PrepareFinalize):
         else:
             yield from comm.skip("dispatch")
             return joined([part for part in parts if part is not None])
-        return rows if all(part is None for part in parts) else _merged(rows, coming, parts)
+        if all(part is None for part in parts):
+            return rows
+        at = offsets(coming)
+        return joined([rows[at[rank] : at[rank + 1]] if part is None else part for rank, part in enumerate(parts)])
 
     def _swap(
         self, going: Mapping[int, Envelope], sent: Sequence[int]
@@ -293,18 +293,6 @@ class AllToAll(PrepareFinalize):
                 text = f"announced {arrival.num_rows} rows of {row_bytes} bytes and sent {arrival.num_bytes} bytes"
                 raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=peer)
         return received
-
-    def _arrived(self, arrival: Arrival) -> Rows | None:
-        """The rows that came with their count; None if they come later."""
-        if not arrival.num_bytes:
-            return None
-        return rows_of(arrival.rows, arrival.num_rows, self._size.values, self._size.tail)
-
-    def _are_few(self, y_RH: Tensor, handle: DispatchHandle) -> bool:
-        """Whether sums go back and come in one message for each rank, and are what kernels add up."""
-        row_bytes = y_RH.shape[1] * y_RH.element_size()
-        most = max(max(handle.received), max(handle.sent)) * row_bytes
-        return most <= self.context.comm.eager_bytes and y_RH.dtype is self.context.dtype.dtype
 
     def _count_sent(self, sent: Sequence[int]) -> None:
         comm, row_bytes = self.context.comm, self._size.values + self._size.tail
@@ -356,12 +344,6 @@ class _Outgoing:
         """Write some of them to a place."""
         put(to.values, self.values_TB, self.token_X[span])
         put(to.tails, self.tails_XB[span])
-
-
-def _merged(rows: Rows, coming: Sequence[int], parts: Sequence[Rows | None]) -> Rows:
-    """Rows in rank order: those of each rank are among `rows`, where these have any, or a part of their own."""
-    at = offsets(coming)
-    return joined([rows[at[rank] : at[rank + 1]] if part is None else part for rank, part in enumerate(parts)])
 
 
 @PREPARE_FINALIZE.register("all_to_all_p2p")

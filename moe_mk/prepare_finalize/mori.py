@@ -21,15 +21,10 @@ from torch import Tensor
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import (
-    PREPARE_FINALIZE,
-    PrepareFinalize,
-    TransportContext,
-    TransportTraits,
-)
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.prepare_finalize.deepep.common import SlotTransport, UniformExpertIds, payloads_of, rows_of
+from moe_mk.tokens import OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "mori"
 BLOCKS = 80
@@ -44,7 +39,7 @@ class DispatchHandle(SlotHandle):
 
 
 @PREPARE_FINALIZE.register("mori")
-class Mori(PrepareFinalize):
+class Mori(SlotTransport):
     """MoRI's EpDispatchCombineOp, one copy of a token per destination rank."""
 
     relays: ClassVar[bool] = True
@@ -98,20 +93,9 @@ class Mori(PrepareFinalize):
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
             return self.window_rows(rows_of(parts, x_wire), slots_RK, weights_RK, handle, x_TH.shape[0])
 
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Send sums back, and add up those of this rank's tokens."""
-        handle, c = tokens.handle, self.context
-        assert isinstance(handle, DispatchHandle)
-        self._session.expect_open(handle.buffer_slot, handle.call)
-        with c.spans.span("combine"):
-            with self._session.call("combine"):
-                padded, _ = handle.buffer_slot.buffer.combine(
-                    output.y.contiguous(), None, handle.ids_TK, **self._blocks()
-                )
-            yield InFlight("combine")
-            y_TH: Tensor = padded[: len(handle.ids_TK)].clone()
-            handle.buffer_slot.busy = False
-            return y_TH
+    def _combine(self, y: Tensor, handle: DispatchHandle) -> Tensor:
+        padded, _ = handle.buffer_slot.buffer.combine(y.contiguous(), None, handle.ids_TK, **self._blocks())
+        return torch.clone(padded[: len(handle.ids_TK)])
 
     def _blocks(self) -> dict[str, int]:
         """How many blocks a call launches, each on a compute unit of its own; unsaid where kernel.comm_units is not."""

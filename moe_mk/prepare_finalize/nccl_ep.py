@@ -45,29 +45,20 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
     Budget,
-    PrepareFinalize,
     TransportContext,
     TransportTraits,
     Volume,
 )
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, payloads_of, rows_of, wire_bytes
+from moe_mk.prepare_finalize.deepep.common import SlotTransport, UniformExpertIds, payloads_of, rows_of, wire_bytes
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
-from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.tokens import BatchedTokens, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "nccl"
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148, (10, 3): 148, (12, 0): 188}
 """Of GPUs by compute capability; 132 for others."""
-
-
-@dataclass
-class Channel:
-    """A group of the library and its handle, which one call at a time uses."""
-
-    group: Any
-    handle: Any
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class DispatchHandle(SlotHandle):
     weights_TK: Tensor
 
 
-class NcclTransport(PrepareFinalize):
+class NcclTransport(SlotTransport):
     """Groups, handles and payloads, which both kinds of kernels have in common."""
 
     algorithm: ClassVar[str]
@@ -109,7 +100,7 @@ class NcclTransport(PrepareFinalize):
         parts = self._payloads(x_wire)
         with c.spans.span("dispatch"):
             buffer_slot = self._session.take("dispatch", self._channel)
-            handle = buffer_slot.buffer.handle
+            _, handle = buffer_slot.buffer
             ids = ep.Tensor(self._numbers.of(routing.ids_TK).to(torch.int64).contiguous())
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
             rooms = [self._room(part) for part in parts]
@@ -122,24 +113,17 @@ class NcclTransport(PrepareFinalize):
             kept = DispatchHandle(buffer_slot, buffer_slot.call, ids, weights_TK)
             return self._tokens(rows_of(rooms, x_wire), counts, kept, x_TH.shape[0])
 
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Send outputs back, where the library sums them for each token of this rank."""
-        c, ep, kept = self.context, self._ep, tokens.handle
-        assert isinstance(kept, DispatchHandle)
-        self._session.expect_open(kept.buffer_slot, kept.call)
-        y = self._sent_back(output.y)
-        total_TX = torch.empty((len(kept.weights_TK), y.shape[-1]), dtype=y.dtype, device=y.device)
-        with c.spans.span("combine"):
-            handle = kept.buffer_slot.buffer.handle
-            inputs, out = ep.CombineInputs(tokens=ep.Tensor(y)), self._sums(total_TX, kept)
-            with self._session.call("combine"):
-                config = ep.CombineConfig(send_only=int(self.algorithm == "LOW_LATENCY"))
-                handle.combine(inputs, out, config=config, stream=self._stream)
-            yield InFlight("combine")
-            with self._session.call("combine"):
-                handle.complete(stream=self._stream)
-            kept.buffer_slot.busy = False
-            return total_TX[:, : c.hidden_size].contiguous()
+    def _combine(self, y: Tensor, handle: DispatchHandle) -> Tensor:
+        ep, y = self._ep, self._sent_back(y)
+        total_TX = torch.empty((len(handle.weights_TK), y.shape[-1]), dtype=y.dtype, device=y.device)
+        inputs, out = ep.CombineInputs(tokens=ep.Tensor(y)), self._sums(total_TX, handle)
+        config = ep.CombineConfig(send_only=int(self.algorithm == "LOW_LATENCY"))
+        handle.buffer_slot.buffer[1].combine(inputs, out, config=config, stream=self._stream)
+        return total_TX
+
+    def _complete(self, handle: SlotHandle) -> None:
+        with self._session.call("combine"):
+            handle.buffer_slot.buffer[1].complete(stream=self._stream)
 
     @property
     def _stream(self) -> int:
@@ -175,8 +159,8 @@ class NcclTransport(PrepareFinalize):
         filled = payloads_of(x_TH, filled=True)
         return [filled[0].view(torch.float8_e4m3fn), filled[1]]  # a type that the library forwards as bytes
 
-    def _channel(self, number: int) -> Channel:
-        """One more group and its handle, which every rank makes at the same call."""
+    def _channel(self, number: int) -> tuple[Any, Any]:
+        """One more group and its handle, for one call at a time; every rank makes them at the same call."""
         del number
         c, ep = self.context, self._ep
         config = ep.GroupConfig(
@@ -190,7 +174,7 @@ class NcclTransport(PrepareFinalize):
         group = ep.Group.create(self._session.buffer, config)
         nothing_TK = torch.empty((0, c.top_k), dtype=torch.int64, device=c.device)
         layout = ep.Layout[self.layout]
-        return Channel(group, group.create_handle(layout, ep.Tensor(nothing_TK), stream=self._stream))
+        return group, group.create_handle(layout, ep.Tensor(nothing_TK), stream=self._stream)
 
     @classmethod
     def plain_bytes(cls, dtype: Plain, hidden_size: int) -> int:

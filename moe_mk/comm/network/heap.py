@@ -229,10 +229,7 @@ class NetworkHeap(SymmetricHeap):
         """Wait until every peer has all puts and signals of this rank. Raises CommError."""
         super().quiet()
         while (peer := self._unconfirmed()) is not None:
-            self._until(partial(self._is_quiet, peer), "quiet", peer)
-
-    def _is_quiet(self, peer: int) -> bool:
-        return self._unconfirmed() != peer
+            self._until(partial(lambda peer: self._unconfirmed() != peer, peer), "quiet", peer)
 
     def _unconfirmed(self) -> int | None:
         """A peer that something is under way to."""

@@ -106,15 +106,11 @@ class PipeLink(Link):
         self._pipe, self._on_sent = pipe, on_sent
         self._queue: deque[_Outgoing] = deque()
         self._header = bytearray(HEADER_BYTES)
-        self._have, self._frame, self._into = 0, None, NOTHING
-        self.posted = 0
-        """The record of the work queue: how many messages were ever put into it."""
-
-    _frame: Frame | None
+        self._have, self._into = 0, NOTHING
+        self._frame: Frame | None = None
 
     def post(self, frame: Frame, payload: memoryview = NOTHING) -> None:
         self._queue.append(_Outgoing(frame, memoryview(frame.pack()), payload))
-        self.posted += 1
 
     @property
     def wants_to_send(self) -> bool:

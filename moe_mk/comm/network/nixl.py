@@ -25,7 +25,7 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,13 +128,6 @@ class _Arrivals:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class _Peer:
-    name: str
-    base: int
-    """Address of its registered memory in its process."""
-
-
 @LINKS.register("nixl")
 class NixlLinks(Links):
     """Payload by NIXL over UCX: InfiniBand, RoCE, EFA, else TCP."""
@@ -150,7 +143,8 @@ class NixlLinks(Links):
         super().__init__(context)
         assert context.library is not None
         self._lock = Lock()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, tuple[str, int]] = {}
+        """The names of their agents, and the addresses of their registered memory in their processes."""
         self._rank_of: dict[str, int] = {}
         self._unheard: set[int] = set()
         self._arrivals: dict[LinkKey, _Arrivals] = {}
@@ -164,20 +158,16 @@ class NixlLinks(Links):
         options = ucx_options(context.address, own_addresses(), has_rdma=has_rdma_device())
         with _calling(f"open its {PLUGIN} plugin with {options} and register memory"):
             with _quiet():
-                self._agent = self._made(context.library, options)
+                settings = context.library.nixl_agent_config(
+                    enable_prog_thread=False,  # it would poll without a pause
+                    backends=[],
+                    sync_mode=context.library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+                    capture_telemetry=self.capture_telemetry,
+                )
+                self._agent: Any = context.library.nixl_agent(self.name, settings)
+                self._agent.create_backend(PLUGIN, {"engine_config": options})
             self._memory = self._agent.register_memory([(self._base, self._num_bytes, 0, "")], MEMORY, [PLUGIN])
         in_child(self, NixlLinks._leave_to_parent)
-
-    def _made(self, library: Any, options: str) -> Any:
-        settings = library.nixl_agent_config(
-            enable_prog_thread=False,  # it would poll without a pause
-            backends=[],
-            sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-            capture_telemetry=self.capture_telemetry,
-        )
-        agent = library.nixl_agent(self.name, settings)
-        agent.create_backend(PLUGIN, {"engine_config": options})
-        return agent
 
     def _leave_to_parent(self) -> None:
         """In a forked child: the destructor of the agent would speak to peers over connections of the parent."""
@@ -196,9 +186,9 @@ class NixlLinks(Links):
         for rank, theirs in metadata.items():
             self._load(rank, theirs)
         self._unheard = set(self._peers)
-        for rank, peer in self._peers.items():
+        for rank, (name, _) in self._peers.items():
             with _calling(f"reach rank {rank}"):
-                self._agent.send_notif(peer.name, GREETING)
+                self._agent.send_notif(name, GREETING)
 
     def _load(self, rank: int, metadata: bytes) -> None:
         if not _HEAD.size < len(metadata) <= MOST_METADATA_BYTES:
@@ -214,7 +204,7 @@ class NixlLinks(Links):
         loaded = loaded.decode("ascii", "replace") if isinstance(loaded, bytes) else loaded
         if loaded != name:
             raise LinkError(f"the NIXL metadata of rank {rank} describes agent {loaded!r}, not {name!r}")
-        self._peers[rank], self._rank_of[name] = _Peer(name, base), rank
+        self._peers[rank], self._rank_of[name] = (name, base), rank
 
     @property
     def unreached(self) -> list[int]:
@@ -278,17 +268,19 @@ class NixlLinks(Links):
                 del self._arrivals[old]
             self._latest[key[:2]] = key[2]
             arrivals = self._arrivals.setdefault(key, _Arrivals())
-        return NixlLink(self, key, PipeLink(pipe, _of_headers(on_sent)), arrivals, on_sent)
+        noted = on_sent or (lambda frame, what: None)
+        control = PipeLink(pipe, lambda frame, what: None if frame.size else noted(frame, what))  # payload goes its way
+        return NixlLink(self, key, control, arrivals, noted)
 
     def start(self, rank: int, write: _Write) -> None:
         """Begin a write. Raises LinkError."""
-        peer, size = self._peers[rank], write.payload.nbytes
+        (name, base), size = self._peers[rank], write.payload.nbytes
         source = np.frombuffer(write.payload, dtype=np.uint8).__array_interface__["data"][0]
         agent = self._agent
         with _calling(f"write {size} bytes to rank {rank}"), self._lock:
             ours = agent.get_xfer_descs([(source, size, 0)], MEMORY)
-            theirs = agent.get_xfer_descs([(peer.base + write.frame.at, size, 0)], MEMORY)
-            write.handle = agent.initialize_xfer("WRITE", ours, theirs, peer.name, write.note, [PLUGIN])
+            theirs = agent.get_xfer_descs([(base + write.frame.at, size, 0)], MEMORY)
+            write.handle = agent.initialize_xfer("WRITE", ours, theirs, name, write.note, [PLUGIN])
             write.state = agent.transfer(write.handle)
 
     def is_done(self, rank: int, write: _Write) -> bool:
@@ -326,34 +318,19 @@ class NixlLinks(Links):
             if agent is None:
                 return
             try:
-                for peer in self._peers.values():
-                    agent.remove_remote_agent(peer.name)
+                for name, _ in self._peers.values():
+                    agent.remove_remote_agent(name)
                 agent.deregister_memory(self._memory, [PLUGIN])
             except Exception:  # a peer that has gone; the destructor of the agent frees the rest
                 self._peers.clear()
             self._left_over.clear()
 
 
-def _of_headers(on_sent: OnSent | None) -> OnSent | None:
-    """Progress of messages without payload: they are sent with their header."""
-    if on_sent is None:
-        return None
-
-    def noted(frame: Frame, what: str) -> None:
-        if not frame.size:
-            on_sent(frame, what)
-
-    return noted
-
-
 class NixlLink(Link):
     """Messages to one peer on one channel, over one connection."""
 
-    def __init__(
-        self, links: NixlLinks, key: LinkKey, control: PipeLink, arrivals: _Arrivals, on_sent: OnSent | None
-    ) -> None:
-        self._links, self._key, self._control, self._arrivals = links, key, control, arrivals
-        self._on_sent: Callable[[Frame, str], None] = on_sent or (lambda frame, what: None)
+    def __init__(self, links: NixlLinks, key: LinkKey, control: PipeLink, arrivals: _Arrivals, on_sent: OnSent) -> None:
+        self._links, self._key, self._control, self._arrivals, self._on_sent = links, key, control, arrivals, on_sent
         self._waiting: deque[_Write] = deque()
         self._under_way: list[_Write] = []
         self._held: deque[tuple[Frame, int]] = deque()

@@ -123,16 +123,26 @@ class Proxy:
     def start(self, addresses: Mapping[int, Address]) -> None:
         """Start the threads; they take calls from here on. addresses: of all peers."""
         self._addresses = dict(addresses)
-        self._workers = [self._worker(number) for number in range(self.settings.threads)]
-        for worker in self._workers:
-            worker.start()
+        threads = self.settings.threads
+        self._workers = [
+            Worker(self._exchanges[number::threads], self.links, self._note_link, self._note_fault)
+            for number in range(threads)
+        ]
+        for number, worker in enumerate(self._workers):
+            worker.start(None if number else self._door)
 
     def connect(self, timeout_s: float = HANDSHAKE_S) -> None:
         """Call every peer below this rank, on every channel. Raises LinkError where one does not answer in time."""
         until = self._clock() + timeout_s
         for peer in (peer for peer in self._peers if peer < self.rank):
             for channel in self.channels:
-                while not self._has_called(peer, channel.number, until):
+                while True:
+                    try:
+                        self._call(peer, channel.number, max(min(until - self._clock(), HANDSHAKE_S), RETRY_S))
+                        break
+                    except LinkEnded:
+                        if self._closing.is_set() or self._clock() + RETRY_S > until:
+                            raise
                     self._closing.wait(RETRY_S)
 
     @property
@@ -196,25 +206,8 @@ class Proxy:
         """In a forked child there are no threads; sockets close themselves."""
         self.fault, self._workers, self._exchanges = LinkError(FORKED), [], []
 
-    def _worker(self, number: int) -> Worker:
-        exchanges = self._exchanges[number :: self.settings.threads]
-        worker = Worker(exchanges, self.links, self._note_link, self._note_fault)
-        if number == 0:
-            worker.listen(self._door)
-        return worker
-
     def _worker_of(self, channel: int) -> Worker:
         return self._workers[channel % self.settings.threads]
-
-    def _has_called(self, peer: int, channel: int, until_s: float) -> bool:
-        """Call once; whether that is done. Raises LinkError where there is no use in another attempt."""
-        try:
-            self._call(peer, channel, max(min(until_s - self._clock(), HANDSHAKE_S), RETRY_S))
-        except LinkEnded:
-            if self._closing.is_set() or self._clock() + RETRY_S > until_s:
-                raise
-            return False
-        return True
 
     def _call(self, peer: int, channel: int, timeout_s: float) -> None:
         """Bring a peer a new link for a channel that has none; so what was applied stays as it is meanwhile."""
@@ -263,17 +256,14 @@ class Proxy:
             elif not isinstance(problem, LinkEnded) or (key in self._joined and self._is_futile(key)):
                 self._lost.setdefault(peer, f"{self._names(key)} was lost: {problem}")
             elif key in self._joined and not self._closing.is_set():  # before, the peer calls until it has an answer
-                self._begin_outage(key, str(problem))
+                # One that ends again before it is adopted has no more time for that.
+                self._outages.setdefault(key, Outage(self._clock(), str(problem)))
+                if peer < self.rank:
+                    Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
             self._count_awaited()
         if self._workers:
             self._workers[0].doorbell.ring()  # whose door may have to open or close
         self.window.arrived.set()
-
-    def _begin_outage(self, key: tuple[int, int], cause: str) -> None:
-        """Let a link be resumed; one that ends again before it is adopted has no more time for that."""
-        self._outages.setdefault(key, Outage(self._clock(), cause))
-        if key[0] < self.rank:
-            Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
 
     def _resume(self, peer: int, channel: int) -> None:
         """Call until a link is adopted."""

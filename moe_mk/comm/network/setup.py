@@ -123,7 +123,10 @@ class _Opening(Opening):
                     "link": self.network.link, "kernel": host_number(), "problem": problem or mapping,
                 }
             )  # fmt: skip
-            self._check_links(notes)
+            link = self.network.link
+            if other := next(((peer, note["link"]) for peer, note in enumerate(notes) if note["link"] != link), None):
+                text = f"uses network link {other[1]!r}, this rank {link!r}"
+                self.fail(f"{text} [kernel.network_link: the same on all ranks]", other[0])
             attaching = self.tried(lambda: self.attach(notes))[1]
             own, opening = (b"", "") if attaching else self.tried(lambda: self._open_links(address.host))
             known = self.agreed({"metadata": (own or b"").hex(), "problem": attaching or opening})
@@ -241,10 +244,3 @@ class _Opening(Opening):
         return NetworkHeap(
             memory, words, self.shape, rank, waits, proxy=proxy, far=self.far, staging=staging, layer=layer
         )
-
-    def _check_links(self, notes: list[dict[str, Any]]) -> None:
-        own = self.network.link
-        for peer, note in enumerate(notes):
-            if note["link"] != own:
-                text = f"uses network link {note['link']!r}, this rank {own!r}"
-                self.fail(f"{text} [kernel.network_link: the same on all ranks]", peer)

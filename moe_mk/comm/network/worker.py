@@ -103,14 +103,12 @@ class Worker:
         self._beginning, self._has_begun = Lock(), False
         in_child(self, Worker._leave_to_parent)
 
-    def listen(self, door: Acceptor) -> None:
-        """Take calls too. Before `start`."""
+    def start(self, door: Acceptor | None = None) -> None:
+        """door: where it takes calls too."""
         self._door = door
-
-    def start(self) -> None:
         self._epoll.register(self.doorbell.fileno(), select.EPOLLIN)
-        if self._door:
-            self._epoll.register(self._door.fileno(), select.EPOLLIN)
+        if door:
+            self._epoll.register(door.fileno(), select.EPOLLIN)
         self._thread.start()
 
     def adopt(self, channel: int, peer: int, attempt: int, pipe: Pipe, applied: Callable[[], int]) -> None:

@@ -43,7 +43,7 @@ FLAG_BYTES = 128
 PAGE_BYTES = 4096
 
 NOTE_BYTES = 256
-"""The rank that failed and the cause, in a window."""
+"""Of a failure in a window: the rank that caused it as i32, the length of the text as u32, the text."""
 NOT_KNOWN = "its call failed: the cause is not known"
 
 StartWaiting = Callable[[str, int, str], Waiting]
@@ -181,11 +181,13 @@ class SymmetricHeap:
         """
         self._check()
         waiting, counts = self._waiting(phase, epoch, self.layer), {}
+        load, failures_at = self._words.load, self.failures_at
         for peer, flag in flags.items():
             at = self._flag_at(self.rank, flag)
-            while is_behind(word := self._words.load(at), epoch) and not is_failure(word):
+            failed_at = at if failures_at is None else self._flag_at(self.rank, failures_at + peer)
+            while is_behind(word := load(at), epoch) and not is_failure(word):
                 # Looked at once more: the peer may have completed this call and failed in its next one.
-                if self._has_failed(peer) and is_behind(self._words.load(at), epoch):
+                if is_failure(load(failed_at)) and is_behind(load(at), epoch):
                     raise self.failure_of(peer, phase)
                 waiting.pause(peer)
             if is_failure(word):
@@ -199,7 +201,9 @@ class SymmetricHeap:
         Whoever waits for one of them, now or later and for whichever epoch, ends in CommError. Where the flag is that
         of `failures_at`, so does a wait for any other flag of this rank, unless it was stored before. Never raises.
         """
-        note = _packed(failure)
+        text, culprit = failure.report.encode()[: NOTE_BYTES - 8], -1 if failure.culprit is None else failure.culprit
+        memory = bytearray(struct.pack("<iI", culprit, len(text)) + text.ljust(NOTE_BYTES - 8))
+        note = torch.frombuffer(memory, dtype=torch.uint8)
         for peer in (peer for peer in range(self.size) if peer != self.rank):
             with suppress(MoEMKError):
                 if self.notes_at is not None:
@@ -209,16 +213,14 @@ class SymmetricHeap:
                 for flag in flags:
                     self.signal(peer, flag, 0, FAILED)
 
-    def _has_failed(self, peer: int) -> bool:
-        if self.failures_at is None:
-            return False
-        return is_failure(self._words.load(self._flag_at(self.rank, self.failures_at + peer)))
-
     def failure_of(self, peer: int, phase: str) -> CommError:
-        culprit, cause = peer, NOT_KNOWN
+        culprit, cause = peer, ""
         if self.notes_at is not None:
-            culprit, cause = _unpacked(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES), peer)
-        return CommError(cause, rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
+            note = bytes(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES).numpy())
+            named, length = struct.unpack_from("<iI", note)
+            cause = note[8 : 8 + min(length, NOTE_BYTES - 8)].decode(errors="replace")
+            culprit = named if named >= 0 and cause else peer
+        return CommError(cause or NOT_KNOWN, rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
 
     def quiet(self) -> None:
         """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""
@@ -252,19 +254,3 @@ class SymmetricHeap:
                 "enlarge /dev/shm (docker run --shm-size) or bring fewer tokens [kernel.max_num_tokens]"
             )
             raise CommError(text, rank=self.rank, phase="put", layer=self.layer, peer=peer) from problem
-
-
-def _packed(failure: Failure) -> Tensor:
-    """(NOTE_BYTES,) uint8: the culprit, the length of the text, the text."""
-    text = failure.report.encode()[: NOTE_BYTES - 8]
-    culprit = -1 if failure.culprit is None else failure.culprit
-    memory = bytearray(struct.pack("<iI", culprit, len(text)) + text.ljust(NOTE_BYTES - 8))
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _unpacked(note: Tensor, peer: int) -> tuple[int, str]:
-    """The culprit and the text of a note, or the peer itself where it wrote none."""
-    memory = bytes(note.numpy())
-    culprit, length = struct.unpack_from("<iI", memory)
-    text = memory[8 : 8 + min(length, NOTE_BYTES - 8)].decode(errors="replace")
-    return (culprit if culprit >= 0 and text else peer), text or NOT_KNOWN

@@ -31,7 +31,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES, SCALE_GROUP, up_to
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits
-from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
+from moe_mk.prepare_finalize.deepep.buffers import LibrarySession, SlotHandle
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -230,6 +230,32 @@ class RowKernels(PrepareFinalize):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         return [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+
+
+class SlotTransport(PrepareFinalize):
+    """Calls that each have a buffer slot of their own, from dispatch to combine."""
+
+    _session: LibrarySession[Any]
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Return sums to the ranks of their tokens, and add up those of this rank's tokens."""
+        c, handle = self.context, tokens.handle
+        assert isinstance(handle, SlotHandle)
+        self._session.expect_open(handle.buffer_slot, handle.call)
+        with c.spans.span("combine"):
+            with self._session.call("combine"):
+                y_TX = self._combine(output.y, handle)
+            yield InFlight("combine")
+            self._complete(handle)
+            handle.buffer_slot.busy = False
+            return y_TX[:, : c.hidden_size].contiguous()
+
+    @abstractmethod
+    def _combine(self, y: Tensor, handle: Any) -> Tensor:
+        """Begin to send outputs back; returns what they add up to, (T, H or more), in memory of its own."""
+
+    def _complete(self, handle: SlotHandle) -> None:
+        """The second half of a combine, for libraries that have one."""
 
 
 ROW_ALIGNMENT = 16

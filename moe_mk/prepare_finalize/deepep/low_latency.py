@@ -64,46 +64,8 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, Tokens
 
-
-@dataclass(frozen=True)
-class Dialect:
-    """Differences of one library from the others."""
-
-    hidden: tuple[int, ...]
-    """Row lengths it is built for; shorter rows are padded to the next."""
-    max_top_k: int
-    surface: str = ""
-    """The module with its `Buffer`, where that is not the library itself."""
-    size_hint: str = "get_low_latency_rdma_size_hint"
-    queue_pairs: bool = True
-    """Whether the depth of its queue pairs limits the tokens of a call."""
-    shrinks: bool = False
-    """Whether its buffers can be made with `enable_shrink`, without which they cannot mask ranks."""
-
-    def hidden_for(self, hidden_size: int) -> int | None:
-        """The row length that a layer's rows travel in; None if they are too long."""
-        return min((length for length in self.hidden if length >= hidden_size), default=None)
-
-
-@dataclass(frozen=True)
-class MaskStatus:
-    """Which ranks the kernels masked, as of the last combine that the device has finished."""
-
-    device_W: Tensor
-    """int32. Not 0 for masked ranks."""
-    host_W: Tensor
-    """The same, in memory that the host reads without waiting for the device."""
-
-    @classmethod
-    def of(cls, ranks: int, device: torch.device) -> MaskStatus:
-        """No rank is masked."""
-        host_W = torch.zeros(ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        return cls(torch.zeros(ranks, dtype=torch.int32, device=device), host_W)
-
-    def read(self, query: Callable[[Tensor], None], *, wait: bool) -> None:
-        """Query the library's status; wait: until the host has it."""
-        query(self.device_W)
-        self.host_W.copy_(self.device_W, non_blocking=not wait)
+NEEDS = ("num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook")
+"""Arguments of a dispatch without which the adapter cannot use a build."""
 
 
 @dataclass
@@ -115,18 +77,9 @@ class Surface:
     combine: Call
     away_W: Tensor | None = None
     """bool. Ranks that take no part at the moment; None where a library has no such."""
-    mask: MaskStatus | None = None
-    """Which ranks the kernels masked; None where the buffer reports none."""
-
-    @classmethod
-    def of(cls, buffer: Any) -> Surface:
-        """Those that the adapter needs. Raises UnsupportedError for a build without them."""
-        needs = ["num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook"]
-        return cls(
-            buffer,
-            Call(buffer.low_latency_dispatch, needs),
-            Call(buffer.low_latency_combine, ["topk_weights", "handle", "return_recv_hook"]),
-        )
+    mask: tuple[Tensor, Tensor] | None = None
+    """int32 (W,) each, not 0 for ranks that the kernels masked, as of the last combine that the device has finished: on
+    the device, and in memory that the host reads without waiting for it. None where the buffer reports none."""
 
 
 @dataclass(frozen=True)
@@ -141,29 +94,38 @@ class DispatchHandle:
 class LowLatencyTransport(PrepareFinalize):
     """Tokens to padded blocks of their experts and back, in kernels that neither wait for the host nor for counts."""
 
-    dialect: ClassVar[Dialect]
+    lengths: ClassVar[tuple[int, ...]] = LOW_LATENCY_HIDDEN
+    """Row lengths that the library is built for; shorter rows are padded to the next."""
+    max_top_k: ClassVar[int] = LOW_LATENCY_TOP_K
+    surface: ClassVar[str] = ""
+    """The module with its `Buffer`, where that is not the library itself."""
+    size_hint: ClassVar[str] = "get_low_latency_rdma_size_hint"
+    queue_pairs: ClassVar[bool] = True
+    """Whether the depth of its queue pairs limits the tokens of a call."""
+    shrinks: ClassVar[bool] = False
+    """Whether its buffers can be made with `enable_shrink`, without which they cannot mask ranks."""
 
     def __init__(self, context: TransportContext) -> None:
         """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
         expect_wire(context.wire, self.traits.library)
-        hidden = self.dialect.hidden_for(context.hidden_size)
+        hidden = self.hidden_for(context.hidden_size)
         if hidden is None:
-            longest = f"the longest that {self.traits.library} is built for is {max(self.dialect.hidden)}"
+            longest = f"the longest that {self.traits.library} is built for is {max(self.lengths)}"
             raise UnsupportedError(f"rows of {context.hidden_size} cannot travel", [longest])
         self._hidden, self._numbers = hidden, UniformExpertIds(context)
         self._max_tokens = low_latency_tokens(context.max_num_tokens, context.comm.size)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
-        if not hasattr(library, "Buffer") and self.dialect.surface:
-            library = find(self.dialect.surface)
+        if not hasattr(library, "Buffer") and self.surface:
+            library = find(self.surface)
         self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
         # Kernels find flags and rows by all three, so that layers which differ in any cannot use one buffer in turn.
         geometry = ("low latency", self._max_tokens, hidden, self._numbers.total)
         self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, geometry)
         with self._session.call("set-up"):
-            hint: Callable[..., int] = getattr(library.Buffer, self.dialect.size_hint)
+            hint: Callable[..., int] = getattr(library.Buffer, self.size_hint)
             num_bytes = hint(self._max_tokens, hidden, context.comm.size, self._numbers.total)
-        self._session.open((num_bytes,), lambda most: Surface.of(self._open(library, *most)))
+        self._session.open((num_bytes,), lambda most: self._surface(self._open(library, *most)))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to a slot of each of its experts. Raises UnsupportedError for a third call in flight."""
@@ -209,22 +171,24 @@ class LowLatencyTransport(PrepareFinalize):
             with self._session.call("combine"):
                 total_TH, _, hook = self._session.buffer.combine(needed)
             yield from self._arrival(hook, "combine")
-            self._read_mask()
+            self._read_mask("combine", wait=False)
+            self._expect_unmasked("combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
             return y_TH
 
-    def _read_mask(self) -> None:
-        """After a combine: see which ranks the kernels masked, where the buffer reports that."""
+    def _read_mask(self, phase: str, *, wait: bool) -> None:
+        """Query which ranks the kernels masked, where the buffer reports that. wait: until the host has it."""
         surface = self._session.buffer
         if surface.mask is not None:
-            with self._session.call("combine"):
-                surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=False)
-            self._expect_unmasked("combine")
+            device_W, host_W = surface.mask
+            with self._session.call(phase):
+                surface.buffer.low_latency_query_mask_buffer(device_W)
+                host_W.copy_(device_W, non_blocking=not wait)
 
     def _expect_unmasked(self, phase: str) -> None:
         """Raise CommError for a rank that the kernels are known to have masked."""
         mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.pool.left_out
-        masked = [] if mask is None else [rank for rank, status in enumerate(mask.host_W.tolist()) if status]
+        masked = [] if mask is None else [rank for rank, status in enumerate(mask[1].tolist()) if status]
         for rank in masked:
             if rank not in left_out:
                 with self._session.call(phase):
@@ -247,8 +211,13 @@ class LowLatencyTransport(PrepareFinalize):
             "num_qps_per_rank": self._numbers.per_rank,
         }
         options = {"allow_nvlink_for_low_latency_mode": True, "explicitly_destroy": False}
-        options |= {"enable_shrink": True} if self.dialect.shrinks else {}
+        options |= {"enable_shrink": True} if self.shrinks else {}
         return Call(library.Buffer, list(needed))(needed, options)
+
+    def _surface(self, buffer: Any) -> Surface:
+        """Raises UnsupportedError for a build that lacks what the adapter needs."""
+        combine = Call(buffer.low_latency_combine, ["topk_weights", "handle", "return_recv_hook"])
+        return Surface(buffer, Call(buffer.low_latency_dispatch, NEEDS), combine)
 
     def _expect_turn(self, phase: str) -> None:
         """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""
@@ -282,6 +251,11 @@ class LowLatencyTransport(PrepareFinalize):
         return QuantTensor(values[..., : c.hidden_size], scales[..., :groups], c.wire)
 
     @classmethod
+    def hidden_for(cls, hidden_size: int) -> int | None:
+        """The row length that a layer's rows travel in; None if they are too long."""
+        return min((length for length in cls.lengths if length >= hidden_size), default=None)
+
+    @classmethod
     def volume(cls, problem: Problem) -> Volume:
         """A row for each assignment that leaves the rank, and one back; nothing is counted beforehand."""
         remote = problem.num_tokens * problem.config.router.top_k * (problem.ranks - 1) / problem.ranks
@@ -295,7 +269,7 @@ class LowLatencyTransport(PrepareFinalize):
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """The library's RDMA buffer: 1.78 GiB for 128 tokens, 256 experts and rows of 7168; 14.2 GiB for 1024."""
-        hidden = cls.dialect.hidden_for(problem.config.model.hidden_size) or problem.config.model.hidden_size
+        hidden = cls.hidden_for(problem.config.model.hidden_size) or problem.config.model.hidden_size
         most = low_latency_tokens(problem.config.kernel.max_num_tokens, problem.ranks)
         return low_latency_bytes(most, hidden, problem.slots * problem.ranks)
 
@@ -304,16 +278,16 @@ class LowLatencyTransport(PrepareFinalize):
         """Every limit: row length, top-k, tokens, ranks, number formats."""
         reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
         model, top_k = problem.config.model, problem.config.router.top_k
-        if cls.dialect.hidden_for(model.hidden_size) is None:
-            built = f"is built for rows of up to {max(cls.dialect.hidden)}, this layer has {model.hidden_size}"
+        if cls.hidden_for(model.hidden_size) is None:
+            built = f"is built for rows of up to {max(cls.lengths)}, this layer has {model.hidden_size}"
             reasons.append(Reason("hidden", built))
-        if top_k > cls.dialect.max_top_k:
-            reasons.append(Reason("top_k", f"takes {cls.dialect.max_top_k} experts a token, the router has {top_k}"))
+        if top_k > cls.max_top_k:
+            reasons.append(Reason("top_k", f"takes {cls.max_top_k} experts a token, the router has {top_k}"))
         if problem.ranks > NVLINK_PEERS and problem.ranks % NVLINK_PEERS:
             text = f"takes up to {NVLINK_PEERS} ranks or a multiple, the group has {problem.ranks}"
             reasons.append(Reason("ranks", text))
         asked, most = problem.config.kernel.max_num_tokens, most_low_latency_tokens()
-        if cls.dialect.queue_pairs and low_latency_tokens(asked, problem.ranks) > most:
+        if cls.queue_pairs and low_latency_tokens(asked, problem.ranks) > most:
             text = f"queue pairs hold the requests of {most} tokens a rank, {asked} are asked for"
             reasons.append(Reason("tokens", text, f"kernel.max_num_tokens = {most // 4 * 4}"))
         return reasons
@@ -323,7 +297,7 @@ class LowLatencyTransport(PrepareFinalize):
 class DeepEPLowLatency(LowLatencyTransport):
     """DeepEP low latency; for decoding."""
 
-    dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K, shrinks=True)
+    shrinks: ClassVar[bool] = True
     traits: ClassVar[TransportTraits] = replace(
         DEEPEP,
         summary="DeepEP low-latency kernels, expert-batched, no host sync; for decoding over NVLink and RDMA",
@@ -335,14 +309,13 @@ class DeepEPLowLatency(LowLatencyTransport):
         masks_ranks=True,
     )
 
-    def __init__(self, context: TransportContext) -> None:
-        """Find or make the group's buffer; see `LowLatencyTransport`."""
-        super().__init__(context)
-        surface = self._session.buffer
-        library = load(self.traits.library, allow_emulated=context.allow_emulated)
-        shrinks = Call(library.Buffer, []).knows("enable_shrink")
-        if surface.mask is None and shrinks and hasattr(surface.buffer, "low_latency_update_mask_buffer"):
-            surface.mask = MaskStatus.of(context.comm.size, context.device)
+    def _surface(self, buffer: Any) -> Surface:
+        surface, comm, device = super()._surface(buffer), self.context.comm, self.context.device
+        shrinks = Call(type(buffer), []).knows("enable_shrink")
+        if shrinks and hasattr(buffer, "low_latency_update_mask_buffer"):
+            nobody_W = torch.zeros(comm.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+            surface.mask = nobody_W.to(device, copy=True), nobody_W
+        return surface
 
     def leave_out(self, active_W: Tensor) -> None:
         """See `PrepareFinalize.leave_out`. Masks are in device memory: captured graphs read them at every replay.
@@ -359,7 +332,7 @@ class DeepEPLowLatency(LowLatencyTransport):
         with self._session.call("leave_out"):
             for rank in sorted(gone ^ kept.left_out):
                 surface.buffer.low_latency_update_mask_buffer(rank, rank in gone)
-            surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=True)
+        self._read_mask("leave_out", wait=True)
         kept.left_out = gone
 
 
@@ -371,7 +344,7 @@ INSTALL = "pip install uccl, then install ep/deep_ep_wrapper of its repository"
 class UcclLowLatency(LowLatencyTransport):
     """UCCL-EP low latency; for decoding without InfiniBand's own kernels."""
 
-    dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K, surface=SURFACE)
+    surface: ClassVar[str] = SURFACE
     traits: ClassVar[TransportTraits] = replace(
         DeepEPLowLatency.traits,
         summary="UCCL-EP, low-latency kernels with CPU-driven RDMA over any NIC; for decoding",

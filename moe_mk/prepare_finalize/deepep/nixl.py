@@ -26,18 +26,19 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.deepep_limits import NIXL_HIDDEN, NIXL_TOP_K
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
 from moe_mk.prepare_finalize.deepep.common import Call
-from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency, Dialect, LowLatencyTransport
+from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency, LowLatencyTransport, Surface
 
 
 @PREPARE_FINALIZE.register("nixl_ep")
 class NixlEP(LowLatencyTransport):
     """NIXL EP; for decoding where NIXL carries the traffic."""
 
-    dialect: ClassVar[Dialect] = Dialect(
-        NIXL_HIDDEN, NIXL_TOP_K, size_hint="get_low_latency_buffer_size_hint", queue_pairs=False
-    )
+    lengths: ClassVar[tuple[int, ...]] = NIXL_HIDDEN
+    max_top_k: ClassVar[int] = NIXL_TOP_K
+    size_hint: ClassVar[str] = "get_low_latency_buffer_size_hint"
+    queue_pairs: ClassVar[bool] = False
     traits: ClassVar[TransportTraits] = replace(
         DeepEPLowLatency.traits,
         summary="NIXL EP, low-latency kernels over NIXL and NVLink; for decoding with ranks that come and go",
@@ -45,12 +46,9 @@ class NixlEP(LowLatencyTransport):
         extra="build it from github.com/ai-dynamo/nixl, examples/device/ep",
     )
 
-    def __init__(self, context: TransportContext) -> None:
-        """Find or make the group's buffer, connected to every other rank."""
-        super().__init__(context)
-        if self._session.buffer.away_W is None:
-            nobody_W = torch.zeros(context.comm.size, dtype=torch.bool, device=context.device)
-            self._session.buffer.away_W = nobody_W
+    def _surface(self, buffer: Any) -> Surface:
+        nobody_W = torch.zeros(self.context.comm.size, dtype=torch.bool, device=self.context.device)
+        return replace(super()._surface(buffer), away_W=nobody_W)
 
     @property
     def present(self) -> tuple[int, ...]:

@@ -33,9 +33,16 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import up_to
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import ROW_ALIGNMENT, UniformExpertIds, payloads_of, rows_of, wire_bytes
+from moe_mk.prepare_finalize.deepep.common import (
+    ROW_ALIGNMENT,
+    SlotTransport,
+    UniformExpertIds,
+    payloads_of,
+    rows_of,
+    wire_bytes,
+)
 from moe_mk.prepare_finalize.flashinfer.nvlink import (
     LIBRARY,
     LINE_BYTES,
@@ -49,14 +56,14 @@ from moe_mk.prepare_finalize.flashinfer.nvlink import (
     workspace_bytes,
 )
 from moe_mk.quant.plain import Plain
-from moe_mk.tokens import ExpertOutput, Routing, Tokens
+from moe_mk.tokens import Routing, Tokens
 
 CAKE_ARCHS = ((10, 0), (10, 3))
 NOWHERE = -torch.inf
 """The weight of an assignment to no expert."""
 
 
-class MoeEpTransport(PrepareFinalize):
+class MoeEpTransport(SlotTransport):
     """Dispatch and combine of a communication object."""
 
     pads_rows: ClassVar[bool] = True
@@ -97,18 +104,10 @@ class MoeEpTransport(PrepareFinalize):
             handle = SlotHandle(buffer_slot, buffer_slot.call)
             return self.window_rows(x_RH, slots_RK, weights_RK, handle, x_TH.shape[0])
 
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Return sums to the ranks of their tokens, and add up those of this rank's tokens."""
-        c, handle = self.context, tokens.handle
-        assert isinstance(handle, SlotHandle)
-        self._session.expect_open(handle.buffer_slot, handle.call)
-        with c.spans.span("combine"):
-            y_RX = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
-            with self._session.call("combine"):
-                y_TX: Tensor = handle.buffer_slot.buffer.combine(y_RX, **self._mask)
-            yield InFlight("combine")
-            handle.buffer_slot.busy = False
-            return y_TX[:, : c.hidden_size].contiguous()
+    def _combine(self, y: Tensor, handle: SlotHandle) -> Tensor:
+        y_RX = pad(y, (0, self._hidden - self.context.hidden_size)).contiguous()
+        y_TX: Tensor = handle.buffer_slot.buffer.combine(y_RX, **self._mask)
+        return y_TX
 
     @property
     def _top_k(self) -> int:

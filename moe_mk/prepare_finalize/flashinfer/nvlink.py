@@ -32,7 +32,7 @@ Library API read at 0.6.18 and 0.7.2.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +45,14 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession, SlotHandle
-from moe_mk.prepare_finalize.deepep.common import ROW_ALIGNMENT, Call, UniformExpertIds, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import (
+    ROW_ALIGNMENT,
+    Call,
+    SlotTransport,
+    UniformExpertIds,
+    payloads_of,
+    rows_of,
+)
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -110,14 +117,6 @@ PREPARE_FIFO_BYTES = 1024 * 1024
 CONNECTION_BYTES = 256
 
 
-@dataclass(frozen=True)
-class DispatchHandle:
-    """What the library returned for a dispatch."""
-
-    route: Any
-    num_tokens: int
-
-
 @PREPARE_FINALIZE.register("nvlink_two_sided")
 class NvlinkTwoSided(PrepareFinalize):
     """FlashInfer's MnnvlMoe, one copy of a token per destination rank."""
@@ -164,19 +163,19 @@ class NvlinkTwoSided(PrepareFinalize):
                     for part in payloads_of(x_wire)
                 ]
             yield InFlight("dispatch")
-            handle = DispatchHandle(route, x_TH.shape[0])
-            slots_RK = self._numbers.slots(ids_RK)
+            slots_RK, handle = self._numbers.slots(ids_RK), (route, x_TH.shape[0])
             return self.window_rows(rows_of(parts, x_wire), slots_RK, weights_RK, handle, x_TH.shape[0])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Push sums back, and add up those of each token."""
         handle, c = tokens.handle, self.context
-        assert isinstance(handle, DispatchHandle)
+        assert isinstance(handle, tuple)
+        route, num_tokens = handle
         with c.spans.span("combine"):
             _, for_rows = self._session.buffer
             with self._session.call("combine"):
                 y_TX: Tensor = self._moe.mnnvl_moe_alltoallv_combine(
-                    _aligned(output.y), handle.route, for_rows, c.comm.rank, c.comm.size, c.top_k, handle.num_tokens
+                    _aligned(output.y), route, for_rows, c.comm.rank, c.comm.size, c.top_k, num_tokens
                 )
             yield InFlight("combine")
             return y_TX[:, : output.y.shape[1]].contiguous()
@@ -222,7 +221,7 @@ LINE_BYTES = 128
 
 
 @PREPARE_FINALIZE.register("nvlink_one_sided")
-class NvlinkOneSided(PrepareFinalize):
+class NvlinkOneSided(SlotTransport):
     """FlashInfer's MoeAlltoAll, one copy of a token per destination rank."""
 
     pads_rows: ClassVar[bool] = True
@@ -269,18 +268,12 @@ class NvlinkOneSided(PrepareFinalize):
             x_RH = rows_of(x_parts, x_wire)
             return self.window_rows(x_RH, slots_RK, weights_RK[:, : c.top_k], handle, x_TH.shape[0])
 
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Leave sums where the homes of their tokens read them, and add up those of this rank's tokens."""
-        handle, c = tokens.handle, self.context
-        assert isinstance(handle, SlotHandle)
-        self._session.expect_open(handle.buffer_slot, handle.call)
-        with c.spans.span("combine"):
-            payload = output.y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
-            with self._session.call("combine"):
-                y_TH: Tensor = handle.buffer_slot.buffer.combine(payload, c.max_num_tokens, **self._mask)
-            yield InFlight("combine")
-            handle.buffer_slot.busy = False
-            return y_TH
+    def _combine(self, y: Tensor, handle: SlotHandle) -> Tensor:
+        """Leave sums where peers read them."""
+        c = self.context
+        payload = y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
+        y_TH: Tensor = handle.buffer_slot.buffer.combine(payload, c.max_num_tokens, **self._mask)
+        return y_TH
 
     def leave_out(self, active_W: Tensor) -> None:
         """See `PrepareFinalize.leave_out`. Masks are kernel arguments: capture CUDA graphs again after it.

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -133,7 +132,8 @@ class OneSidedBufferSlot(BufferSlot):
         ranks = range(comm.size)
         self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
         self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
-        self._tails = [region.tails_at(comm.size, source) for source in ranks]
+        self.tails_at = [region.tails_at(comm.size, source) for source in ranks]
+        """Where each source writes tails in every window."""
         kernels = native if self.heap.is_addressable else None
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
@@ -165,15 +165,6 @@ class OneSidedBufferSlot(BufferSlot):
         at, back = self._out[owner]
         return at - count * back
 
-    def in_at(self, source: int, count: int) -> int:
-        """Where a source writes the values of its rows in this rank's window."""
-        at, back = self._in[source]
-        return at - count * back
-
-    def tails_at(self, source: int) -> int:
-        """Where a source writes tails in every window."""
-        return self._tails[source]
-
     def show_rows(self, peer: int, count: int) -> None:
         """Signal a peer that its rows are written, with their number."""
         self.heap.signal(peer, self.rank, self.epoch, self._layer_bits | count)
@@ -194,9 +185,7 @@ class OneSidedBufferSlot(BufferSlot):
         source, value = 0, int(ids_RK[row, k])
         while row >= received_W[source]:
             row, source = row - received_W[source], source + 1
-        self._refuse(PeerFault(FaultKind.NO_SUCH_SLOT, source, value, num_slots, row))
-
-    def _refuse(self, fault: PeerFault) -> NoReturn:
+        fault = PeerFault(FaultKind.NO_SUCH_SLOT, source, value, num_slots, row)
         raise fault.error(self.rank, self.epoch, self.heap.layer)
 
     def own_values(self, at: int, count: int) -> Tensor:
@@ -208,12 +197,7 @@ class OneSidedBufferSlot(BufferSlot):
     def own_tails(self, source: int, count: int) -> Tensor:
         """Tails in this rank's window as a source wrote them."""
         num_bytes = count * self.region.tail_bytes
-        return self.heap.data(self.rank, self.tails_at(source), num_bytes).view(count, self.region.tail_bytes)
-
-    def own_sums(self, count: int) -> Tensor:
-        """Where this rank's sums of all received rows go, (count, bytes of a sum), with pages of their own."""
-        self.take_pages_of_sums(count)
-        return self.sums_RB[:count]
+        return self.heap.data(self.rank, self.tails_at[source], num_bytes).view(count, self.region.tail_bytes)
 
     def show_sums(self, peer: int, first: int) -> None:
         """Signal a peer that the sums of its rows are written, from number `first` on."""
@@ -252,7 +236,7 @@ class OneSidedBufferSlot(BufferSlot):
     def make_room(self, counts: Sequence[int]) -> None:
         """Take the pages of so many rows of this rank at each rank, for kernels."""
         assert self.exchange is not None
-        region, tails_at = self.region, self.tails_at(self.rank)
+        region, tails_at = self.region, self.tails_at[self.rank]
         for rank, count in enumerate(counts):
             if count > self.exchange.room[rank]:
                 self.heap.reserve(rank, self.out_at(rank, count), count * region.value_bytes)
@@ -266,7 +250,7 @@ class OneSidedBufferSlot(BufferSlot):
                 fault = PeerFault(FaultKind.OTHER_LAYER, peer, word >> LAYER_AT, self._layer_bits >> LAYER_AT)
                 raise fault.error(self.rank, self.epoch, self.heap.layer, phase)
             if (value := word & COUNT_MASK) > limit:
-                self._refuse(PeerFault(kind, peer, value, limit))
+                raise PeerFault(kind, peer, value, limit).error(self.rank, self.epoch, self.heap.layer)
         return {peer: word & COUNT_MASK for peer, word in found.items()}
 
     def _own_rows(self, at: int, width: int) -> Tensor:
@@ -282,11 +266,11 @@ class OneSidedBufferSlot(BufferSlot):
             rank=me,
             values_to=[heap.address(rank, at) for rank, (at, _) in zip(ranks, self._out, strict=True)],
             back_to=[back for _, back in self._out],
-            tails_to=[heap.address(rank, self.tails_at(me)) for rank in ranks],
+            tails_to=[heap.address(rank, self.tails_at[me]) for rank in ranks],
             flags_to=flags_to,
             values_from=[heap.address(me, at) for at, _ in self._in],
             back_from=[back for _, back in self._in],
-            tails_from=[heap.address(me, at) for at in self._tails],
+            tails_from=[heap.address(me, at) for at in self.tails_at],
             flags_from=flags_from,
             sums=[heap.address(rank, self.sums_at) for rank in ranks],
             most_rows=self.region.rows,

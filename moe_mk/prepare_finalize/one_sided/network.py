@@ -28,19 +28,10 @@ from moe_mk.comm.network.tcp import network_of
 from moe_mk.comm.symmetric.heap import PAGE_BYTES, aligned
 from moe_mk.comm.traffic import Nodes
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import UnsupportedError
 from moe_mk.external.library import LIBRARIES, RDMA, find, installed
-from moe_mk.prepare_finalize.base import (
-    PREPARE_FINALIZE,
-    Budget,
-    LinkChoice,
-    PrepareFinalize,
-    TransportContext,
-    TransportTraits,
-)
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, LinkChoice, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.one_sided.buffers import FLAGS_OF_RANK, OneSidedBufferPool, OneSidedBufferSlot, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
-from moe_mk.prepare_finalize.rows.formats import RowBytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now
 
@@ -119,6 +110,8 @@ class NetworkBufferPool(OneSidedBufferPool):
 class OneSidedNetwork(OneSided):
     """Puts and flags in shared memory inside a host, and by proxies over TCP or NIXL between hosts."""
 
+    name: ClassVar[str] = "one_sided_network"
+    pool: ClassVar[type[OneSidedBufferPool]] = NetworkBufferPool
     collectives: ClassVar[int] = 4
     """Each of the two flags passes a proxy on either side."""
     traits: ClassVar[TransportTraits] = replace(
@@ -129,29 +122,20 @@ class OneSidedNetwork(OneSided):
         comm_unit="threads",
     )
 
-    def __init__(self, context: TransportContext) -> None:
-        """Check that the group can have windows; they are opened by the first call, and shared with other layers.
+    def _reasons_against_group(self, context: TransportContext) -> list[str]:
+        return [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]
 
-        Raises UnsupportedError with every reason, ConfigError for a kernel.network or kernel.network_link that is none,
-        LibraryMissing for a link with a library that is not installed.
+    def _shape(self, parts: tuple[int, int, int, int]) -> NetworkRegion:
+        """Raises ConfigError for a kernel.network or kernel.network_link that is none, LibraryMissing for a link with a
+        library that is not installed.
         """
-        PrepareFinalize.__init__(self, context)
-        reasons = [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]
-        if context.device.type != "cpu":
-            reasons.append(f"runs on cpu, this device is {context.device.type}")
-        if reasons:
-            raise UnsupportedError("transport 'one_sided_network' cannot serve this group", reasons)
-        network_of(context.network)
-        link = link_choice(context.network_link, installed()).name
+        c = self.context
+        network_of(c.network)
+        link = link_choice(c.network_link, installed()).name
         if LINKS[link].library:
             find(LINKS[link].library)
-        self._size = RowBytes.of(context)
-        nodes = Nodes.of(context.comm.size, context.ranks_per_node)
-        sums = row_bytes(context.dtype, context.hidden_size)
-        parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
-        threads = context.comm_units or ProxySettings.threads
-        region = NetworkRegion(*parts, nodes, context.network, threads, link)
-        self._use(region, NetworkBufferPool.of(context.comm, region))
+        nodes, threads = Nodes.of(c.comm.size, c.ranks_per_node), c.comm_units or ProxySettings.threads
+        return NetworkRegion(*parts, nodes, c.network, threads, link)
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:

@@ -19,7 +19,6 @@ returns, and is resumed when `OneSidedBufferSlot` has waited or reserved them. E
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
@@ -113,11 +112,11 @@ class PutRows:
             everything = len(token_X) == len(values_TB)  # token_X ascends, each token once
             if rank == buffer.rank:
                 torch.index_select(values_TB, 0, token_X, out=buffer.own_values(at, len(token_X)))
-                buffer.heap.reserve(rank, buffer.tails_at(rank), tail_of_W[rank].numel())
+                buffer.heap.reserve(rank, buffer.tails_at[rank], tail_of_W[rank].numel())
                 buffer.own_tails(rank, len(token_X)).copy_(tail_of_W[rank])
                 continue
             buffer.heap.put(rank, at, values_TB, None if everything else token_X)
-            buffer.heap.put(rank, buffer.tails_at(buffer.rank), tail_of_W[rank])
+            buffer.heap.put(rank, buffer.tails_at[buffer.rank], tail_of_W[rank])
             buffer.show_rows(rank, len(token_X))
         return token_of_W, counts
 
@@ -130,7 +129,8 @@ class PutRows:
         total = sum(received_W)
         values_RB = buffer.own_values(buffer.region.rows_at(buffer.size, buffer.rank, received_W), total)
         for source, rows_XB in enumerate(torch.split(values_RB, received_W)):
-            there_XB = buffer.own_values(buffer.in_at(source, received_W[source]), received_W[source])
+            at = buffer.region.values_at(buffer.size, buffer.rank, source, received_W[source])
+            there_XB = buffer.own_values(at, received_W[source])
             if there_XB.data_ptr() != rows_XB.data_ptr():
                 rows_XB.copy_(there_XB)
         tails_RB = torch.cat([buffer.own_tails(source, count) for source, count in enumerate(received_W)])
@@ -141,7 +141,8 @@ class PutRows:
         scales = self._types.scales
         scales_RX = None if scales is None else from_bytes(tails_RB[:, :ids_at], scales)
         x_RH = QuantTensor(values_RB.view(self._types.values), scales_RX, self._context.wire)
-        return x_RH, ids_RK, weights_RK, buffer.own_sums(total).view(self._context.dtype.dtype)
+        buffer.take_pages_of_sums(total)
+        return x_RH, ids_RK, weights_RK, buffer.sums_RB[:total].view(self._context.dtype.dtype)
 
     def show(self, handle: DispatchHandle) -> None:
         """Signal every peer that the sums of its rows are written."""
@@ -168,6 +169,8 @@ class PutRows:
 class OneSided(PrepareFinalize):
     """Puts and flags in shared memory, one copy of a token per destination rank."""
 
+    name: ClassVar[str] = "one_sided"
+    pool: ClassVar[type[OneSidedBufferPool]] = OneSidedBufferPool
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="writes into the memory of peers, one copy of a token per rank; between processes of one host",
         kinds=frozenset({"cpu"}),
@@ -184,22 +187,24 @@ class OneSided(PrepareFinalize):
     def __init__(self, context: TransportContext) -> None:
         """Check that the group can share memory; windows are opened by the first call, and shared with other layers."""
         super().__init__(context)
-        reasons = reasons_against_heap(context.comm)
+        comm, reasons = context.comm, self._reasons_against_group(context)
         if context.device.type != "cpu":
             reasons.append(f"runs on cpu, this device is {context.device.type}")
         if reasons:
-            raise UnsupportedError("transport 'one_sided' cannot serve this group", reasons)
+            raise UnsupportedError(f"transport '{self.name}' cannot serve this group", reasons)
         self._size = RowBytes.of(context)
         sums = row_bytes(context.dtype, context.hidden_size)
-        region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
-        self._use(region, OneSidedBufferPool.of(context.comm, region))
-
-    def _use(self, region: RegionShape, pool: OneSidedBufferPool) -> None:
-        """Prepare what the calls over windows of a pool have in common."""
-        context, comm = self.context, self.context.comm
-        self._region, self._pool = region, pool
+        self._region = self._shape((context.max_num_tokens, self._size.values, self._size.tail, sums))
+        self._pool = self.pool.of(comm, self._region)
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
         self._flag_bytes = [0 if peer == comm.rank else WORD_BYTES for peer in range(comm.size)]
+
+    def _reasons_against_group(self, context: TransportContext) -> list[str]:
+        return reasons_against_heap(context.comm)
+
+    def _shape(self, parts: tuple[int, int, int, int]) -> RegionShape:
+        """What layers must have in common to share windows. parts: the fields of `RegionShape`."""
+        return RegionShape(*parts)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
@@ -277,17 +282,13 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-@dataclass(frozen=True)
-class _SlotCalls:
+class _SlotCalls(NamedTuple):
     """What the calls of one layer over one buffer have in common."""
 
     calls: ExchangeCalls
     values_RX: Tensor
     """All rows that the own window has room for, as they are received."""
     sums_RH: Tensor
-    values_at: int
-    sums_at: int
-    """Addresses."""
 
 
 class KernelRows:
@@ -326,7 +327,7 @@ class KernelRows:
         first = buffer.seam_row - sum(received_W[: buffer.left + 1])
         if buffer.size > 2:  # ranks other than the two adjacent to the seam
             buffer.take_pages_around_seam(first, first + total)
-        values_to = prepared.values_at + first * self.format.size.values
+        values_to = prepared.values_RX.data_ptr() + first * self.format.size.values
         scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
         if total > buffer.sums_with_pages:
             buffer.take_pages_of_sums(total)
@@ -341,7 +342,7 @@ class KernelRows:
         """Add the sums of every rank where they lie, the own ones among y_RH."""
         buffer, prepared = handle.buffer, self._calls_of_slot[handle.buffer]
         if y_RH is handle.sums_RH:
-            own_at = prepared.sums_at + own.start * buffer.region.sum_bytes
+            own_at = prepared.sums_RH.data_ptr() + own.start * buffer.region.sum_bytes
         else:
             own_XH = y_RH[own].to(self._dtype).contiguous()
             own_at = own_XH.data_ptr()
@@ -353,8 +354,7 @@ class KernelRows:
         calls = ExchangeCalls(buffer.exchange, form, tables, self._slots, self._hidden, self._dtype)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
             values_RX, sums_RH = buffer.values_RB.view(self.format.types.values), buffer.sums_RB.view(self._dtype)
-        made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
-        self._calls_of_slot[buffer] = made
+        made = self._calls_of_slot[buffer] = _SlotCalls(calls, values_RX, sums_RH)
         return made
 
 

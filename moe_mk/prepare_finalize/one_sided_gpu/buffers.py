@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +28,7 @@ from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.comm.symmetric.setup import PHASE, open_heap, shared_in_world
 from moe_mk.errors import CommError, unless_signalled
 from moe_mk.external.device import identity, synchronize
-from moe_mk.external.device_memory import (
-    SymmetricMemory,
-    addresses_of,
-    describe_window,
-    library,
-    open_window,
-    window_of,
-)
+from moe_mk.external.device_memory import addresses_of, describe_window, library, open_window, window_of
 from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import FaultKind, PeerFault
 from moe_mk.kernels.triton.one_sided import Windows, await_flags
@@ -77,7 +71,7 @@ def between_gpus(
     num_bytes: int,
     device: torch.device,
     gpu: str,
-    torch_memory: SymmetricMemory | None,
+    torch_memory: Any,
     otherwise: Callable[[Communicator, int, torch.device], Mapped],
 ) -> Mapped:
     """By torch's symmetric memory if every rank has that and a GPU of its own. gpu: identifies a GPU of the host."""

@@ -190,7 +190,7 @@ def test_a_thread_whose_start_was_interrupted_is_not_waited_for_and_does_nothing
 
     with proxies(2, ProxySettings(channels=1)) as (zero, _):
         zero._workers[0].stop()
-        zero._workers = [zero._worker(0)]
+        zero._workers = [network_worker.Worker(zero._exchanges, zero.links, zero._note_link, zero._note_fault)]
         with monkeypatch.context() as patched:
             patched.setattr(network_worker.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -136,5 +136,5 @@ def test_ranks_may_hold_different_numbers_of_experts() -> None:
 
 
 def test_hidden_rows_are_padded_to_the_next_length_the_kernels_know() -> None:
-    lengths = [DeepEPLowLatency.dialect.hidden_for(h) for h in (1, 2048, 2049, 2880, 7168, 8193)]
+    lengths = [DeepEPLowLatency.hidden_for(h) for h in (1, 2048, 2049, 2880, 7168, 8193)]
     assert lengths == [2048, 2048, 2560, 3072, 7168, None]

@@ -31,7 +31,7 @@ def test_limits_are_its_own() -> None:
     assert reported(NAME, asked()) == {} and reported(NAME, asked(num_tokens=1024)) == {}, "no queue pairs to fill"
     assert reported(NAME, small(top_k=16)) == {}
     assert "takes 16 experts a token, the router has 17" in reported(NAME, small(top_k=17))["top_k"]
-    assert NixlEP.dialect.hidden_for(3200) == 3584
+    assert NixlEP.hidden_for(3200) == 3584
     assert NixlEP.buffer_bytes(small(hidden=3200)) == NixlEP.buffer_bytes(small(hidden=3584))
     assert "nixl_ep is not installed" in reported(NAME, asked(installed=()))["library"]
 

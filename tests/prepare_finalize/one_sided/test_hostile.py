@@ -142,7 +142,7 @@ def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantSch
             draw.randrange(buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF),
             draw.randrange(TOP_K),
         )
-        at = buffer.tails_at(1) + row * size.tail + size.scales + 4 * k
+        at = buffer.tails_at[1] + row * size.tail + size.scales + 4 * k
         buffer.heap.data(0, at, 4).copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
         text = f"epoch 1: row {row} is for slot {value}, out of range (0 <= slot < {SLOTS}, or -1 for no expert here)"
         with pytest.raises(CommError) as caught:
@@ -158,7 +158,7 @@ def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: 
         next(flight)
     buffer, size = buffer_of(made[1], way), made[1]._size
     count = buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF
-    tails = buffer.heap.data(0, buffer.tails_at(1), count * size.tail).view(count, size.tail)
+    tails = buffer.heap.data(0, buffer.tails_at[1], count * size.tail).view(count, size.tail)
     tails[:, : size.scales] = tails[:, size.scales + 4 * TOP_K :] = 0xFF
     buffer.heap.data(0, buffer.out_at(0, count), count * size.values).fill_(0xFF)
     tokens = wait(flights[0])
@@ -203,7 +203,7 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
         for flight in flights:
             next(flight)
         buffer = buffer_of(made[1], way)
-        tails, count = (buffer.tails_at(1), buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF)
+        tails, count = (buffer.tails_at[1], buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF)
         with rewriting(buffer, 1, count, ROOM + 1, tails + made[1]._size.scales):
             outcomes.append(outcome_of(flights[0]))
         found = outcomes[-1]

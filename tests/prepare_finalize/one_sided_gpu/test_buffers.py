@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
-from moe_mk.external.device_memory import SymmetricMemory, library
+from moe_mk.external.device_memory import library
 from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot, Mapped, between_gpus, map_windows
 from tests.support.symmetric_standin import Handle, Meeting, StandIn
 
@@ -22,7 +23,7 @@ def by_another_way(comm: Communicator, num_bytes: int, device: torch.device) -> 
     return Mapped(own, [own.data_ptr()] * comm.size, None, "IPC")
 
 
-def mapped(standins: list[SymmetricMemory | None], gpus: list[str] = GPUS) -> list[Mapped]:
+def mapped(standins: list[Any], gpus: list[str] = GPUS) -> list[Mapped]:
     world = ThreadWorld(len(standins), timeout_s=20.0)
     jobs = [
         partial(between_gpus, comm, BYTES, CPU, gpu, standin, by_another_way)
