@@ -65,13 +65,9 @@ def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
     """Each tensor of values together with its scales, global scale and input scale, if any."""
     group: list[Planned] = []
     for tensor in tensors:
-        if group and not _is_scale(tensor):
+        if group and not tensor.name.endswith(_BESIDE_VALUES):
             yield group
             group = []
         group.append(tensor)
     if group:
         yield group
-
-
-def _is_scale(tensor: Planned) -> bool:
-    return tensor.name.endswith(_BESIDE_VALUES)

@@ -137,6 +137,24 @@ class CheckpointShape:
 
     def hf_config(self) -> dict[str, object]:
         """The keys of a DeepSeek-V3 config.json, or of a DeepSeek-V4 one, that concern the MoE layers."""
+        keys: dict[str, object] = {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "vocab_size": self.hash_vocabulary,
+            "scoring_func": "sqrtsoftplus",
+            "swiglu_limit": SWIGLU_LIMIT,
+        }
+        if self.hash_vocabulary is None:
+            keys = {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "model_type": "deepseek_v3",
+                "n_group": self.num_groups,
+                "topk_group": self.top_k_groups,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+                "first_k_dense_replace": min(self.layers),
+                "moe_layer_freq": 1,
+            }
         packing = self.convention.packing
         quantization = (
             {}
@@ -144,7 +162,7 @@ class CheckpointShape:
             else quantization_config(self.kind, self.block, ue8m0=self.power_of_two_scales, packing=packing)
         )
         return {
-            **(self._v3_keys() if self.hash_vocabulary is None else self._v4_keys()),
+            **keys,
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.intermediate_size,
             "n_routed_experts": self.num_experts,
@@ -156,27 +174,6 @@ class CheckpointShape:
             "hidden_act": "silu",
             "torch_dtype": "bfloat16",
             **({"quantization_config": quantization} if quantization else {}),
-        }
-
-    def _v3_keys(self) -> dict[str, object]:
-        return {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "n_group": self.num_groups,
-            "topk_group": self.top_k_groups,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "first_k_dense_replace": min(self.layers),
-            "moe_layer_freq": 1,
-        }
-
-    def _v4_keys(self) -> dict[str, object]:
-        return {
-            "architectures": ["DeepseekV4ForCausalLM"],
-            "model_type": "deepseek_v4",
-            "vocab_size": self.hash_vocabulary,
-            "scoring_func": "sqrtsoftplus",
-            "swiglu_limit": SWIGLU_LIMIT,
         }
 
     def _routing_problems(self) -> list[str]:

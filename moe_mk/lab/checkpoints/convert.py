@@ -153,20 +153,17 @@ class _Conversion:
         for name, shard in zip(names, shards, strict=True):
             with SafetensorsWriter(root / name, shard, {"format": "pt"}) as file:
                 for tensor in shard:
-                    self._write_tensor(file, tensor)
+                    offset = 0
+                    for piece in self.makers.pop(tensor.name)():
+                        file.write(tensor.name, piece, offset)
+                        offset += piece.numel() * piece.element_size()
+                    assert offset == tensor.num_bytes, f"{tensor.name}: {offset} of {tensor.num_bytes} bytes"
                     self.report.bytes_written += tensor.num_bytes
                     if self.on_progress is not None:
                         self.on_progress("convert", self.report.bytes_written, total)
         weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (root / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _write_tensor(self, file: SafetensorsWriter, tensor: Planned) -> None:
-        offset = 0
-        for piece in self.makers.pop(tensor.name)():
-            file.write(tensor.name, piece, offset)
-            offset += piece.numel() * piece.element_size()
-        assert offset == tensor.num_bytes, f"{tensor.name}: {offset} of {tensor.num_bytes} bytes"
 
     def _plan(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Iterator[Tensor]]

@@ -136,28 +136,25 @@ def _write_gguf(root: Path, shape: CheckpointShape, seed: int, on_progress: Prog
     spec = shape.layer_spec()
     names = {Role.ROUTER: "mlp.gate.weight", Role.BIAS: "e_score_correction_bias"}
 
-    def strip(layer: int, part: Part, rows: int, columns: int) -> Tensor:
-        label = names.get(part.role, f"{part.role.value}.{part.expert}.{part.projection}_proj")
-        random = np.random.Generator(np.random.SFC64(seed_of(seed, f"{layer}.{label}")))
-        return next(_strips(random, label, (rows, columns), rows)).clone()
+    def tensors_of(layer: int) -> list[GgufTensor]:
+        def strip(part: Part, rows: int, columns: int) -> Tensor:
+            label = names.get(part.role, f"{part.role.value}.{part.expert}.{part.projection}_proj")
+            random = np.random.Generator(np.random.SFC64(seed_of(seed, f"{layer}.{label}")))
+            return next(_strips(random, label, (rows, columns), rows)).clone()
 
-    def matrix_of(layer: int) -> Callable[[Part], QuantTensor]:
         def matrix(part: Part) -> QuantTensor:
             width = spec.intermediate_size if part.role is Role.EXPERT else spec.shared_intermediate_size
             n, k = (spec.hidden_size, width) if part.projection == "down" else (width, spec.hidden_size)
-            return spec.scheme_of(part.role, part.projection).quantize(strip(layer, part, n, k))
+            return spec.scheme_of(part.role, part.projection).quantize(strip(part, n, k))
 
-        return matrix
-
-    def vector_of(layer: int) -> Callable[[Part], Tensor]:
         def vector(part: Part) -> Tensor:
             if part.role is Role.BIAS:
-                return strip(layer, part, 1, spec.num_experts)[0]
-            return strip(layer, part, spec.num_experts, spec.hidden_size)
+                return strip(part, 1, spec.num_experts)[0]
+            return strip(part, spec.num_experts, spec.hidden_size)
 
-        return vector
+        return layer_tensors(spec, layer, matrix, vector)
 
-    tensors = [t for each in shape.layers for t in layer_tensors(spec, each, matrix_of(each), vector_of(each))]
+    tensors = [tensor for layer in shape.layers for tensor in tensors_of(layer)]
     total, done = sum(math.prod(t.shape) for t in tensors), 0
 
     def reported(tensor: GgufTensor) -> GgufTensor:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 
 from moe_mk.config.moe import MoEConfig
@@ -20,10 +19,10 @@ from moe_mk.errors import ConfigError, unless_signalled
 from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.files import read_json, write_text
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, num_token_ids, tokens_of
 from moe_mk.lab.cli.measure import SHOWN, stage_times, time_stages
-from moe_mk.lab.cli.outputs import expect_outputs, format_of, new_figure, save_picture
+from moe_mk.lab.cli.outputs import expect_outputs, new_figure, save_picture
 from moe_mk.lab.cli.processes import run_ranks
 from moe_mk.lab.cli.residency import (
     curves_of,
@@ -35,7 +34,7 @@ from moe_mk.lab.cli.residency import (
     save_residency_plot,
     with_budget,
 )
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.cli.version import own_version
 from moe_mk.lab.cli.world import Place, World, groups_of, team_of, together
 from moe_mk.layer import DeepseekV3MoE
@@ -88,8 +87,6 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
         raise ConfigError(f"--layer is given {len(order.layers)} times; several layers need --memory, which they share")
     if order.checkpoint is not None:
         expect_checkpoint(order.checkpoint)
-    if order.plot is not None:
-        format_of(order.plot)
     if order.checkpoint is None and world.launched is not None:
         raise ConfigError("a launcher's ranks must share a checkpoint; write one with moe-mk make-checkpoint")
     place = nullcontext(order.checkpoint) if order.checkpoint else tempfile.TemporaryDirectory(prefix="moe-mk-")
@@ -148,9 +145,7 @@ def ratios(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, dic
 def ratios_table(found: Mapping[int, Mapping[str, float]]) -> Table:
     """The ratios of stages that have one, one column per batch size."""
     title = "time over the earlier one; above 1 is slower"
-    table = Table("stage", title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for tokens in found:
-        table.add_column(f"{tokens} tok", justify="right")
+    table = table_of(("stage", *(f"{tokens} tok" for tokens in found)), left=("stage",), title=title)
     for stage in (*SHOWN, "forward"):
         if any(stage in row for row in found.values()):
             table.add_row(stage, *(f"{row[stage]:.2f}x" if stage in row else "-" for row in found.values()))
@@ -257,7 +252,7 @@ def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json
     elif order.plot is not None:
         save_bench_plot(facts, order.plot)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     screen.facts(bench_head(facts))
     screen.console.print(bench_table(facts))
@@ -290,10 +285,8 @@ def _several(count: int, what: str) -> str:
 def bench_table(facts: Mapping[str, Any]) -> Table:
     """Milliseconds per stage, one column per batch size."""
     title = f"milliseconds: median of {facts['repeats']} forward passes, slowest rank"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("stage")
-    for result in facts["results"]:
-        table.add_column(f"{result['tokens']} tok", justify="right")
+    heads = ("stage", *(f"{result['tokens']} tok" for result in facts["results"]))
+    table = table_of(heads, left=heads[:1], title=title)
     for stage in SHOWN:
         table.add_row(stage, *(f"{result['stages_ms'][stage]:.3f}" for result in facts["results"]))
     table.add_row("forward", *(f"{result['total_ms']:.3f}" for result in facts["results"]), style="bold")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
 import torch
-import typer
 
 from moe_mk.errors import ConfigError
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.inputs import draws, dtype_of
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.testing.bisect import STAGES, Bisection, Scene, bisect
@@ -47,7 +45,7 @@ def bisect_backends(screen: Screen, order: BisectOrder, *, as_json: bool) -> int
     """Compare and print; exit code 1 if there is a difference."""
     found = bisect(order.one, order.other, scene_of(order), exact=order.exact)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        print_json(asdict(found))
     else:
         _show(screen, found)
     return OK if found.first is None else MISMATCH

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.table import Table
 from rich.text import Text
 
 from moe_mk.errors import ConfigError
 from moe_mk.files import read_json, write_text
 from moe_mk.lab.cli.chaos import import_modules
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.outputs import expect_outputs
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.testing.certificate import Certificate
 from moe_mk.lab.testing.certify import certify
 
@@ -54,7 +52,7 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
     differing = [] if theirs is None else _differing(facts, theirs)
     write_text(out, json.dumps(facts, indent=2) + "\n")
     if as_json:
-        typer.echo(json.dumps(facts | {"differing": differing}, indent=2))
+        print_json(facts | {"differing": differing})
     else:
         _show(screen, certificate, out, differing)
     return OK if certificate.passed and not differing else MISMATCH
@@ -64,9 +62,7 @@ def _show(screen: Screen, certificate: Certificate, out: Path, differing: list[s
     screen.fact("backend", f"{certificate.backend}, {certificate.kind} of {certificate.origin}")
     where = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
     screen.fact("environment", where)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("", "check", "cases", "digest"):
-        table.add_column(column, justify="right" if column == "cases" else "left")
+    table = table_of(("", "check", "cases", "digest"), left=("", "check", "digest"), pad_edge=False)
     for one in certificate.coverage:
         table.add_row(Text("ok", "green"), one.check, str(one.cases), one.digest[:16] or "not deterministic")
     for failure in certificate.failures:

@@ -22,7 +22,7 @@ from moe_mk.files import write_text
 from moe_mk.lab.cli import environment
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.outputs import expect_outputs
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES, Campaign, Report, WorldResult, run_worlds, transports_of
 
 SHOWN_FAILURES = 20
@@ -100,21 +100,19 @@ def show_report(screen: Screen, order: ChaosOrder, report: Report) -> None:
         screen.fact("", f"{order.command} --only {world.plan.number}")
     if len(failed) > SHOWN_FAILURES and not order.only:
         screen.fact("more", f"{len(failed) - SHOWN_FAILURES} more worlds failed, see the report")
-    screen.console.print(table_of("transport", report.table()))
-    screen.console.print(table_of("fault", report.table(lambda plan: plan.kind)))
+    screen.console.print(outcomes_table("transport", report.table()))
+    screen.console.print(outcomes_table("fault", report.table(lambda plan: plan.kind)))
     screen.fact("worlds", f"{len(report.worlds)} in {report.seconds:.0f} s, {len(failed)} failed")
     if order.out is not None:
         screen.fact("report", str(order.out))
     screen.fact("verdict", Text("PASS", "bold green") if report.passed else Text("FAIL", "bold red"))
 
 
-def table_of(what: str, lines: Sequence[dict[str, Any]]) -> Table:
+def outcomes_table(what: str, lines: Sequence[dict[str, Any]]) -> Table:
     """Outcomes of calls, one line a transport or a fault; delays are those of ranks that are not the victim."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(what)
     shown = [name for name in OUTCOMES if name in ACCEPTED or any(line["outcomes"][name] for line in lines)]
-    for column in ("worlds", *shown, "names victim", "has cause", "median s", "max s"):
-        table.add_column(column, justify="right")
+    heads = (what, "worlds", *shown, "names victim", "has cause", "median s", "max s")
+    table = table_of(heads, left=heads[:1], pad_edge=False)
     for line in lines:
         cells = [str(line["worlds"])]
         for name in shown:

@@ -39,7 +39,7 @@ def make_checkpoint(
 ) -> int:
     """Write one MoE layer of DeepSeek-V3, a hash layer of DeepSeek-V4, or one as in another model's config.json."""
     from moe_mk.lab.checkpoints.checkpoint_shape import HASHED, CheckpointShape, groups_of
-    from moe_mk.lab.cli.checkpoints import WriteOrder, make
+    from moe_mk.lab.cli.checkpoints import make
     from moe_mk.lab.cli.screen import Screen
 
     if like is not None:
@@ -59,7 +59,7 @@ def make_checkpoint(
         power_of_two_scales=ue8m0,
         **routing,
     )
-    return make(Screen(), WriteOrder(directory, shape, seed, force))
+    return make(Screen(), directory, shape, seed=seed, force=force)
 
 
 @checkpoint_verbs.command("convert")
@@ -79,7 +79,7 @@ def convert_command(
 ) -> int:
     """Convert the experts of a checkpoint to another format, or write the stores of experts larger than memory."""
     from moe_mk.errors import ConfigError
-    from moe_mk.lab.cli.convert import ConvertOrder, StoreOrder, convert, convert_to_stores
+    from moe_mk.lab.cli.convert import StoreOrder, convert, convert_to_stores
     from moe_mk.lab.cli.screen import Screen
 
     if store == (to is not None):
@@ -88,7 +88,7 @@ def convert_command(
         order = StoreOrder(source, target, tuple(layer or ()), ranks, tp, settings_of(settings))
         return convert_to_stores(Screen(quiet=as_json), order, as_json=as_json)
     assert to is not None
-    return convert(Screen(quiet=as_json), ConvertOrder(source, target, to), as_json=as_json)
+    return convert(Screen(quiet=as_json), source, target, to, as_json=as_json)
 
 
 @checkpoint_verbs.command("derive")

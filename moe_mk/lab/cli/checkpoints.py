@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from moe_mk.config.equation import FILE, KEY, LayerEquation
 from moe_mk.config.hf import FAMILIES, READ, family_of, read_config, renamed, settings_from_hf, text_of
@@ -17,7 +13,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
 from moe_mk.lab.checkpoints.like import first_layer
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.layer.settings import config_of
 from moe_mk.registry import did_you_mean
@@ -56,25 +52,14 @@ def declared(path: Path, family: str, layer: int | None = None) -> LayerEquation
     return LayerEquation.parse({**stated, "layers": layers, **settings}, f"{file} as {family}")
 
 
-@dataclass(frozen=True)
-class WriteOrder:
-    """A checkpoint to write."""
-
-    directory: Path
-    shape: CheckpointShape
-    seed: int = 0
-    force: bool = False
-    """Overwrite a complete checkpoint."""
-
-
-def make(screen: Screen, order: WriteOrder) -> int:
-    """Write a checkpoint unless it is already there."""
-    if not order.force and is_complete(order.directory, order.shape, order.seed):
-        screen.fact("checkpoint", f"{order.directory} is already complete; --force overwrites it")
+def make(screen: Screen, directory: Path, shape: CheckpointShape, *, seed: int, force: bool) -> int:
+    """Write a checkpoint unless it is already there. force: overwrite a complete one."""
+    if not force and is_complete(directory, shape, seed):
+        screen.fact("checkpoint", f"{directory} is already complete; --force overwrites it")
         return OK
-    start, shape = now(), order.shape
+    start = now()
     with screen.progress("write") as advance:
-        total = write_checkpoint(order.directory, shape, seed=order.seed, on_progress=advance)
+        total = write_checkpoint(directory, shape, seed=seed, on_progress=advance)
     kept = ""
     if shape.num_experts != FULL.num_experts:
         groups = f"{shape.num_groups} groups of {shape.num_experts // shape.num_groups}"
@@ -83,17 +68,17 @@ def make(screen: Screen, order: WriteOrder) -> int:
         kept = f", routed by a table of {shape.hash_vocabulary} token ids, top-{shape.top_k}"
     layers = ", ".join(map(str, shape.layers))
     size = f"{amount(total)} in {now() - start:.1f} s"
-    screen.fact("checkpoint", f"{order.directory}: layer {layers}, {shape.num_experts} experts{kept}, {size}")
+    screen.fact("checkpoint", f"{directory}: layer {layers}, {shape.num_experts} experts{kept}, {size}")
     return OK
 
 
 def inspect(screen: Screen, facts: CheckpointFacts, *, as_json: bool) -> int:
     """Print the contents of a checkpoint; exit code 1 if it has defects."""
     if as_json:
-        typer.echo(json.dumps(facts.as_dict(), indent=2))
-        return OK if facts.sound else MISMATCH
-    show_checkpoint(screen, facts)
-    screen.fact("verdict", "sound" if facts.sound else "not usable")
+        print_json(facts.as_dict())
+    else:
+        show_checkpoint(screen, facts)
+        screen.fact("verdict", "sound" if facts.sound else "not usable")
     return OK if facts.sound else MISMATCH
 
 
@@ -109,14 +94,9 @@ def show_checkpoint(screen: Screen, facts: CheckpointFacts) -> None:
         screen.fact("problem", problem)
 
 
-def _what_chooses(layer: LayerFacts) -> str:
-    if layer.table is not None:
-        return f"routed by a table of {layer.table[0]} token ids"
-    return "with a gate bias" if layer.has_gate_bias else "no gate bias"
-
-
 def _described(layer: LayerFacts) -> str:
     scales = f" with {layer.scale_dtype} scales" if layer.scale_dtype else ""
+    choice = "with a gate bias" if layer.has_gate_bias else "no gate bias"
     return ", ".join(
         [
             f"{layer.num_experts} experts",
@@ -125,7 +105,7 @@ def _described(layer: LayerFacts) -> str:
             f"intermediate {layer.intermediate_size}",
             f"shared {layer.shared_intermediate_size}",
             f"{layer.dtype}{scales}",
-            _what_chooses(layer),
+            choice if layer.table is None else f"routed by a table of {layer.table[0]} token ids",
             f"{layer.convention} names",
             amount(layer.num_bytes),
         ]

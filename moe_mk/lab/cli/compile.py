@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-import typer
-
 from moe_mk.config.shipped import device_profile, load_config
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.files import errors_named, new_folders
 from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
@@ -24,8 +21,7 @@ def compile_kernels(
         out.mkdir(parents=True, exist_ok=True)
         kernels = compile_layer(order, out)
     if as_json:
-        typer.echo(json.dumps({"folder": str(out), "kernels": [asdict(each) for each in kernels]}, indent=2))
-        return OK
+        return print_json({"folder": str(out), "kernels": [asdict(each) for each in kernels]})
     new = [each for each in kernels if not each.was_there]
     screen.fact("compiled", f"{len(new)} kernels in {sum(each.seconds for each in new):.1f} s")
     screen.fact("found", f"{len(kernels) - len(new)} kernels from earlier runs")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from moe_mk.lab.checkpoints.conversion_report import ExpertError
 from moe_mk.lab.checkpoints.convert import REPORT, convert_checkpoint
 from moe_mk.lab.checkpoints.stores import WrittenStore, plan_stores, write_layer
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.inputs import layers_of
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.files import new_folders
@@ -23,29 +19,20 @@ from moe_mk.trace.clock import now
 from moe_mk.weights.scan import Progress
 
 
-@dataclass(frozen=True)
-class ConvertOrder:
-    """A checkpoint to convert."""
-
-    source: Path
-    target: Path
-    to: str
-
-
-def convert(screen: Screen, order: ConvertOrder, *, as_json: bool = False) -> int:
+def convert(screen: Screen, source: Path, target: Path, to: str, *, as_json: bool) -> int:
     """Convert, and print sizes and errors per layer."""
     start = now()
     with screen.progress("convert") as advance:
-        report = convert_checkpoint(order.source, order.target, order.to, on_progress=advance)
+        report = convert_checkpoint(source, target, to, on_progress=advance)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     size = f"{amount(report.bytes_read)} to {amount(report.bytes_written)} in {now() - start:.1f} s"
-    screen.fact("converted", f"{order.target}: experts in {order.to}, {size}")
+    screen.fact("converted", f"{target}: experts in {to}, {size}")
     for layer in dict.fromkeys(error.layer for error in report.errors):
         screen.fact(f"layer {layer}", _summary([error for error in report.errors if error.layer == layer]))
     for line in report.dropped:
         screen.fact("dropped", line)
-    screen.fact("report", f"{order.target / REPORT}: the error of every expert and matrix")
+    screen.fact("report", f"{target / REPORT}: the error of every expert and matrix")
     return OK
 
 
@@ -62,13 +49,13 @@ class StoreOrder:
     overrides: Mapping[str, Any]
 
 
-def convert_to_stores(screen: Screen, order: StoreOrder, *, as_json: bool = False) -> int:
+def convert_to_stores(screen: Screen, order: StoreOrder, *, as_json: bool) -> int:
     """Write the stores of every layer and rank, and print each with the time it took."""
     layers = list(order.layers) or layers_of(order.source)
     with new_folders(order.target):
         stores = _write_stores(screen, order, layers)
     if as_json:
-        typer.echo(json.dumps({"folder": str(order.target), "stores": [each.as_dict() for each in stores]}, indent=2))
+        print_json({"folder": str(order.target), "stores": [each.as_dict() for each in stores]})
     screen.fact("use", f"moe-mk run {order.source} --memory SIZE --store {order.target}, or kernel.residency.store")
     return OK
 
@@ -79,7 +66,11 @@ def _write_stores(screen: Screen, order: StoreOrder, layers: list[int]) -> list[
     for plan in plans:
         start = now()
         with screen.progress(f"layer {plan.layer}") as advance:
-            found = write_layer(order.source, plan, partial(_labelled, advance))
+
+            def labelled(rank: int, advance: Progress = advance) -> Progress:
+                return lambda stage, done, total: advance(f"rank {rank} {stage}", done, total)
+
+            found = write_layer(order.source, plan, labelled)
         stores += found
         written = sum(store.num_bytes for store in found if store.written)
         how = f"{amount(written)} written in {now() - start:.1f} s" if written else "there already"
@@ -89,11 +80,6 @@ def _write_stores(screen: Screen, order: StoreOrder, layers: list[int]) -> list[
             text = f"{rank}{store.experts} experts, {amount(store.num_bytes)}, {what}: {store.file.name}"
             screen.fact(f"layer {store.layer}", text)
     return stores
-
-
-def _labelled(advance: Progress, rank: int) -> Progress:
-    """Progress with the rank in front of the stage."""
-    return lambda stage, done, total: advance(f"rank {rank} {stage}", done, total)
 
 
 def _summary(errors: list[ExpertError]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
 
 from moe_mk.errors import ConfigError
 from moe_mk.external.library import find
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.inputs import draws, dtype_of
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.registry import did_you_mean
@@ -50,7 +48,7 @@ def demo_hf(screen: Screen, order: DemoOrder, *, as_json: bool) -> int:
     find("transformers")
     facts = _shown(order)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         _show(screen, facts)
     return OK if facts["passed"] else MISMATCH

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +19,7 @@ from moe_mk.experts.residency import POLICIES
 from moe_mk.external.device import describe, profile_here, usable_device
 from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
 from moe_mk.kernels.native.threads import described
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.report import versions
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.oracle.base import ORACLES
@@ -35,8 +33,7 @@ def examine(screen: Screen, overrides: Mapping[str, Any], *, as_json: bool) -> i
     """Print the findings. Exit code 0."""
     facts = findings(overrides)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return OK
+        return print_json(facts)
     libraries = [
         (name, library["version"] or f"not installed: {library['install']}")
         for name, library in facts["libraries"].items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import os
 import signal
 import sys
@@ -68,6 +69,12 @@ def named(problem: Exception) -> MoEMKError | None:
     return None
 
 
+def print_json(facts: object) -> int:
+    """Print the result of a verb; returns OK."""
+    typer.echo(json.dumps(facts, indent=2))
+    return OK
+
+
 def print_error(problem: MoEMKError) -> int:
     """Print an error on the first rank only, and return its exit code.
 
@@ -102,7 +109,13 @@ def leave_at_once(code: int) -> NoReturn:
 
 def end_in_order() -> None:
     """SIGTERM and SIGHUP, where not ignored, end the command as Ctrl-C does: its files and processes are removed."""
-    atexit.register(_leave_as_stated)  # before all others are registered, so that it is called last
+
+    def leave_as_stated() -> None:
+        # CPython ends with SIGINT, whatever was stated, where an interrupt passed an `exec` of text, as of dataclasses.
+        if _BY_SIGNAL:
+            leave_at_once(_BY_SIGNAL[-1])
+
+    atexit.register(leave_as_stated)  # before all others are registered, so that it is called last
 
     def ended(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -110,12 +123,6 @@ def end_in_order() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, ended)
-
-
-def _leave_as_stated() -> None:
-    """CPython ends with SIGINT, whatever was stated, where an interrupt passed an `exec` of text, as of dataclasses."""
-    if _BY_SIGNAL:
-        leave_at_once(_BY_SIGNAL[-1])
 
 
 def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:

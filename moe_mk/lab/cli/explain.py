@@ -5,13 +5,11 @@ Also by number of tokens, with the lower bound of the device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 
 from moe_mk.config.device import DeviceProfile
@@ -21,7 +19,7 @@ from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import is_profile_here
 from moe_mk.external.library import LIBRARIES, emulated, installed
-from moe_mk.lab.cli.exits import MISMATCH, OK
+from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.fit import reads_on
 from moe_mk.lab.cli.inputs import dtype_of
 from moe_mk.lab.cli.options import HERE
@@ -112,7 +110,7 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
         stated = decision.as_dict()
         if traced is not None:
             stated["residency"]["trace"] = traced
-        typer.echo(json.dumps(stated, indent=2))
+        print_json(stated)
     else:
         _, assumption = libraries_for(question.libraries, decision.problem.device, decision.problem.config)
         show(screen, decision, assumption)
@@ -137,7 +135,7 @@ def explain_want(screen: Screen, question: Question, want: str, *, as_json: bool
             }
             for way in ways
         ]  # fmt: skip
-        typer.echo(json.dumps({"want": want, "ways": each, "reasons": reasons}, indent=2))
+        print_json({"want": want, "ways": each, "reasons": reasons})
         return OK if ways else MISMATCH
     screen.fact("wanted", f"{want} on {problem.device.name}, ep={problem.ranks}, {problem.num_tokens} tokens per rank")
     for way in ways:
@@ -198,8 +196,12 @@ def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
     screen.fact("bytes", f"{sent} dispatch, {returned} combine, per rank and call")
     for label, line in zip(("memory", "", "", ""), memory_lines(decision), strict=False):
         screen.fact(label, line)
-    if line := _budget_line(decision):
-        screen.fact("budget", line)
+    asked = p.config.kernel.comm_units
+    if decision.budget is not None:
+        setting = " [kernel.comm_units]" if asked is None else ""
+        screen.fact("budget", f"{decision.chosen.prepare_finalize} keeps {decision.budget}{setting}")
+    elif asked is not None:
+        screen.fact("budget", f"kernel.comm_units = {asked} changes nothing: a single rank has no transport")
     if decision.link is not None:
         screen.fact("link", str(decision.link))
     screen.fact("gate", decision.gate.tier)
@@ -225,15 +227,6 @@ def memory_lines(decision: Decision) -> list[str]:
     if fits < limit:
         lines.append(f"more than the {amount(room_of(p))} of {device.name}, which hold a limit of {fits}")
     return lines
-
-
-def _budget_line(decision: Decision) -> str:
-    """Compute units reserved by the transport; empty if it has none and none were requested."""
-    asked = decision.problem.config.kernel.comm_units
-    if decision.budget is not None:
-        setting = " [kernel.comm_units]" if asked is None else ""
-        return f"{decision.chosen.prepare_finalize} keeps {decision.budget}{setting}"
-    return "" if asked is None else f"kernel.comm_units = {asked} changes nothing: a single rank has no transport"
 
 
 def libraries_for(names: str | None, device: DeviceProfile, config: MoEConfig) -> tuple[frozenset[str], str]:

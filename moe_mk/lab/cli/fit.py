@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.options import bytes_of, enough
-from moe_mk.lab.cli.outputs import expect_outputs, format_of
+from moe_mk.lab.cli.outputs import expect_outputs
 from moe_mk.lab.cli.residency import Curve, save_residency_plot
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.lab.trace.importers import import_trace
 from moe_mk.lab.trace.routing import RoutingTrace, TraceError
@@ -31,8 +29,6 @@ from moe_mk.text import amount
 
 PARTS = (0.125, 0.25, 0.375, 0.5, 0.75)
 """Slots of the first table, as parts of the experts of a layer."""
-
-
 AVERAGED = 100
 """Points of a curve in the picture; each is the mean of as many steps as that takes."""
 
@@ -58,8 +54,6 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     """Simulate and print. Raises ConfigError, or TraceError for a trace that does not fit the configuration."""
     memory = bytes_of("--memory", order.memory)
     expect_outputs({"--plot": order.plot})
-    if order.plot is not None:
-        format_of(order.plot)
     config = load_config(order.config).with_(**order.overrides)
     trace = read_trace(order.trace, config.model.num_experts)
     early = None if order.gate_trace is None else read_trace(order.gate_trace, config.model.num_experts)
@@ -81,19 +75,27 @@ def fit(screen: Screen, order: FitOrder, *, as_json: bool) -> int:
     recorded = Recorded(steps, experts, trace.facts.top_k, early_steps)
     pool = min(memory // each, layers * experts) if layers > 1 else None
     outcomes = compare(recorded, machine, slots, list(POLICIES), pool)
-    by_slots = {
-        count: _rates(recorded, machine, count) for count in sorted({max(1, round(p * experts)) for p in PARTS})
-    }
+    by_slots = {}
+    for count in sorted({max(1, round(p * experts)) for p in PARTS}):
+        found = [simulate_page_cache(recorded, machine, count)]
+        found += [simulate(recorded, machine, count, name) for name in (*POLICIES, "belady")]
+        by_slots[count] = {one.name: one.hit_rate for one in found}
     if order.plot is not None:
         save_residency_plot([_curve(one, each) for one in outcomes if "prefetch" not in one.name], order.plot)
     if as_json:
         stated = {
             "expert_bytes": each, "layers": layers, "experts": experts, "slots": slots, "pool_slots": pool,
             "steps": len(steps) - recorded.half, "hit_rates_by_slots": by_slots,
-            "outcomes": [_stated(one, order.tokens) for one in outcomes],
+            "outcomes": [
+                {
+                    "name": one.name, "hit_rate": one.hit_rate, "reads_per_step": one.reads / len(one.seconds),
+                    "step_s": one.step_s, "tokens_per_s": order.tokens / one.step_s, "error": one.error,
+                    "prefetch_right": one.right / max(one.predicted, 1), "prefetch_wasted": one.wasted,
+                }
+                for one in outcomes
+            ],
         }  # fmt: skip
-        typer.echo(json.dumps(stated, indent=2))
-        return OK
+        return print_json(stated)
     whole = amount(layers * experts * each)
     screen.fact(
         "model", f"{config.model.name}: {experts} experts of {amount(each)}, {layers} layers in the trace, {whole}"
@@ -153,37 +155,16 @@ def _curve(one: Outcome, expert_bytes: int) -> Curve:
     return Curve(one.name, hits, num_bytes, every=size)
 
 
-def _rates(recorded: Recorded, machine: Machine, slots: int) -> dict[str, float]:
-    """Hit rates of the page cache, the policies and the optimum."""
-    found = [simulate_page_cache(recorded, machine, slots)]
-    found += [simulate(recorded, machine, slots, name) for name in (*POLICIES, "belady")]
-    return {one.name: one.hit_rate for one in found}
-
-
-def _stated(one: Outcome, tokens: int) -> dict[str, float | str]:
-    return {
-        "name": one.name, "hit_rate": one.hit_rate, "reads_per_step": one.reads / len(one.seconds),
-        "step_s": one.step_s, "tokens_per_s": tokens / one.step_s, "error": one.error,
-        "prefetch_right": one.right / max(one.predicted, 1),
-        "prefetch_wasted": one.wasted,
-    }  # fmt: skip
-
-
 def _table_of_rates(by_slots: Mapping[int, Mapping[str, float]], experts: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("slots", justify="right")
-    for name in next(iter(by_slots.values())):
-        table.add_column(name, justify="right")
+    table = table_of(("slots", *next(iter(by_slots.values()))), pad_edge=False)
     for slots, rates in by_slots.items():
         table.add_row(f"{slots} of {experts}", *(f"{100 * rate:.1f} %" for rate in rates.values()))
     return table
 
 
 def _table_of_outcomes(outcomes: list[Outcome], tokens: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("policy")
-    for column in ("hits", "reads/step", "ms/step", "tokens/s", "x", "predicted right"):
-        table.add_column(column, justify="right")
+    heads = ("policy", "hits", "reads/step", "ms/step", "tokens/s", "x", "predicted right")
+    table = table_of(heads, left=("policy",), pad_edge=False)
     base = outcomes[0].step_s
     for one in outcomes:
         right = f"{100 * one.right / one.predicted:.0f} %" if one.predicted else ""

@@ -47,13 +47,9 @@ def _read(option: str, file: Path, name: str) -> Tensor:
     if not file.is_file():
         raise ConfigError(f"{option} {file} is not a file")
     try:
-        return _read_npy(file) if file.suffix == ".npy" else _read_safetensors(option, file, name)
+        return torch.from_numpy(read_npy(file)) if file.suffix == ".npy" else _read_safetensors(option, file, name)
     except (OSError, TypeError, ValueError, SafetensorError) as problem:
         raise ConfigError(f"{option} {file} cannot be read: {problem}") from problem
-
-
-def _read_npy(file: Path) -> Tensor:
-    return torch.from_numpy(read_npy(file))
 
 
 def _read_safetensors(option: str, file: Path, name: str) -> Tensor:
@@ -177,7 +173,11 @@ def tokens_of(text: str) -> tuple[int, ...]:
 
 def token_counts(settings: RunSettings, batches: int) -> tuple[int, ...]:
     """Number of tokens per batch; reads and checks the file of hidden states, if any."""
-    asked = None if settings.tokens is None else _one_each(settings.tokens, batches)
+    asked = settings.tokens
+    if asked is not None and len(asked) not in (1, batches):
+        one = "one number" if batches == 1 else f"one number or {batches}"
+        raise ConfigError(f"--tokens lists {len(asked)} numbers for {batches} batches of tokens; give {one}")
+    asked = asked * batches if asked is not None and len(asked) == 1 else asked
     if settings.hidden_states is None:
         return asked or DEFAULT_TOKENS * batches
     file = settings.hidden_states
@@ -187,13 +187,6 @@ def token_counts(settings: RunSettings, batches: int) -> tuple[int, ...]:
     if sum(asked) != rows:
         raise ConfigError(f"--tokens adds up to {sum(asked)}, but {file} holds {rows} rows; drop --tokens")
     return asked
-
-
-def _one_each(tokens: tuple[int, ...], batches: int) -> tuple[int, ...]:
-    if len(tokens) not in (1, batches):
-        one = "one number" if batches == 1 else f"one number or {batches}"
-        raise ConfigError(f"--tokens lists {len(tokens)} numbers for {batches} batches of tokens; give {one}")
-    return tokens * batches if len(tokens) == 1 else tokens
 
 
 def hidden_states(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Tensor:

@@ -64,7 +64,7 @@ def read_loads(file: Path) -> NDArray[np.float64]:
     """
     if not file.is_file():
         raise ConfigError(f"--loads {file} is not a file")
-    readers = {".json": _from_json, ".npy": _from_npy, ".safetensors": _from_safetensors, ".pt": _from_recording}
+    readers = {".json": _from_json, ".npy": read_npy, ".safetensors": _from_safetensors, ".pt": _from_recording}
     if file.suffix not in readers:
         raise ConfigError(f"--loads {file} ends in {file.suffix!r}, known are {', '.join(readers)}")
     try:
@@ -81,10 +81,6 @@ def read_loads(file: Path) -> NDArray[np.float64]:
 def _from_json(file: Path) -> object:
     content = read_json(file, INDEX_BYTES)
     return _named(content, file) if isinstance(content, dict) else content
-
-
-def _from_npy(file: Path) -> object:
-    return read_npy(file)
 
 
 def _from_safetensors(file: Path) -> object:

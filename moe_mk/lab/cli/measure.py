@@ -54,8 +54,8 @@ def stage_times(samples: Sequence[StageSample], team: Communicator) -> StageTime
     return StageTimes(times, total)
 
 
-def sample_of(layer: MoELayer, call: Callable[[], object]) -> StageSample:
-    """The stages of one call of a layer."""
+def recorded_by(layer: MoELayer, call: Callable[[], object]) -> Recorder:
+    """The spans of one call of a layer; "other" is all of it."""
     recorder = Recorder()
     layer.spans.recorder = recorder
     try:
@@ -64,6 +64,12 @@ def sample_of(layer: MoELayer, call: Callable[[], object]) -> StageSample:
             synchronize(layer.device)
     finally:
         layer.spans.recorder = None
+    return recorder
+
+
+def sample_of(layer: MoELayer, call: Callable[[], object]) -> StageSample:
+    """The stages of one call of a layer."""
+    recorder = recorded_by(layer, call)
     own = own_seconds(recorder)
     seconds = dict.fromkeys(SHOWN, 0.0)
     for stage in STAGES:

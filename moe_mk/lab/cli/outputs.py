@@ -14,7 +14,10 @@ from moe_mk.files import replacing, resolved
 
 
 def expect_outputs(files: Mapping[str, Path | None]) -> None:
-    """Raise ConfigError, by option, for files that could not be written at the end. Nothing is left behind."""
+    """Raise ConfigError, by option, for files that could not be written at the end, or LibraryMissing for pictures.
+
+    Nothing is left behind.
+    """
     for option, file in files.items():
         if file is None or (file.exists() and not file.is_dir() and not file.is_file()):  # a pipe, a terminal
             continue
@@ -28,6 +31,8 @@ def expect_outputs(files: Mapping[str, Path | None]) -> None:
             raise ConfigError(
                 f"{option} {file} cannot be written: {problem.strerror}; name a file in a folder of yours"
             ) from problem
+    if picture := files.get("--plot"):
+        format_of(picture)
 
 
 def output_file(text: str) -> Path:

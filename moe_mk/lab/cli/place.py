@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.loads import Recording, read_recording
-from moe_mk.lab.cli.outputs import expect_outputs, format_of, new_figure, save_picture
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.outputs import expect_outputs, new_figure, save_picture
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.trace.traffic import NodesPerToken, Slotted
 from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
 from moe_mk.rebalance.ledger import Ledger
@@ -77,6 +75,12 @@ class Placing:
         """The requested policy, and the one that ran."""
         return self.plan.policy if self.asked == self.plan.policy else f"{self.asked}: {self.plan.policy}"
 
+    @property
+    def offer(self) -> Offer:
+        """The costs of the placement."""
+        made = self.plan.moves.transfers
+        return Offer(self.name, self.balance.step_over_ideal, made, moved_bytes(self.plan), self.nodes)
+
     def as_dict(self) -> dict[str, object]:
         made = self.plan
         return {
@@ -126,8 +130,6 @@ class Offer:
 def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
     """Plan, compare and show. Raises ConfigError or TraceError for what cannot be read or placed."""
     expect_outputs({"--plot": order.plot})
-    if order.plot is not None:
-        format_of(order.plot)
     recording = read_recording(order.loads, order.trace, order.phase, order.experts, order.groups)
     topology, expert_bytes = topology_of(order, recording.loads_NXE.shape[-1])
     chosen, others = policies_of(order.policy)
@@ -141,7 +143,9 @@ def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
     load_XE = recording.loads_NXE.sum(0)
     now = measure_balance(load_XE, before)
     start = Offer("in order", now.step_over_ideal, 0, 0, nodes_of(recording, before, topology))
-    offers = mark_best([start, *map(offer_of, different(placings))])
+    # The policy that "auto" selected has the same result.
+    different = placings[:1] + [each for each in placings[1:] if each.plan.policy != placings[0].plan.policy]
+    offers = mark_best([start, *(each.offer for each in different)])
     if order.plot is not None:
         times = [rank_times(load_XE, each) for each in (before, placings[0].ledger)]
         save_placement_plot(times[0], times[1], topology, placings[0].plan.policy, order.plot, offers)
@@ -155,8 +159,7 @@ def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
             "pareto": [each.as_dict() for each in offers],
             "physical_to_logical": made.phy2log.tolist(), "share": made.share.round(6).tolist(),
         }  # fmt: skip
-        typer.echo(json.dumps(answer, indent=2))
-        return OK
+        return print_json(answer)
     show(screen, recording, topology, now, placings, offers, expert_bytes)
     for policy, reasons in refused.items():
         screen.fact(f"not {policy}", reasons)
@@ -166,11 +169,6 @@ def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
 def nodes_of(recording: Recording, placement: Slotted, topology: Topology) -> NodesPerToken | None:
     """Nodes per token of the trace; None without a trace."""
     return None if recording.trace is None else recording.trace.nodes_per_token(placement, topology)
-
-
-def different(placings: list[Placing]) -> list[Placing]:
-    """Without the policy that "auto" selected, which has the same result."""
-    return placings[:1] + [each for each in placings[1:] if each.plan.policy != placings[0].plan.policy]
 
 
 def topology_of(order: PlaceOrder, num_experts: int) -> tuple[Topology, int]:
@@ -244,12 +242,6 @@ def judged(
     return Placing(policy, made, ledger, balance, later, nodes_of(recording, made, topology))
 
 
-def offer_of(placing: Placing) -> Offer:
-    """The costs of the placement of one policy."""
-    made = placing.plan
-    return Offer(placing.name, placing.balance.step_over_ideal, made.moves.transfers, moved_bytes(made), placing.nodes)
-
-
 def mark_best(offers: list[Offer]) -> list[Offer]:
     """Mark the Pareto-optimal offers."""
 
@@ -301,20 +293,8 @@ def show(
 
 def comparison(placings: list[Placing], expert_bytes: int) -> Table:
     """A row per policy: balance, moves, load sent to other nodes, load lost with a GPU."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    heads = (
-        "policy",
-        "balance mean",
-        "worst",
-        "bound",
-        "second half",
-        "moved",
-        "rounds",
-        "to other nodes",
-        "lost with a GPU",
-    )
-    for head in heads:
-        table.add_column(head, justify="left" if head == "policy" else "right")
+    heads = ["policy", "balance mean", "worst", "bound", "second half", "moved", "rounds", "to other nodes"]
+    table = table_of([*heads, "lost with a GPU"], left=("policy",))
     for each in placings:
         made = each.plan
         moved = f"{made.moves.transfers} ({amount(moved_bytes(made))})" if expert_bytes else str(made.moves.transfers)
@@ -327,9 +307,8 @@ def comparison(placings: list[Placing], expert_bytes: int) -> Table:
 
 def pareto_table(offers: list[Offer], expert_bytes: int) -> Table:
     """A row per placement; Pareto-optimal ones are marked with a star."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("placement", "balance", "moved", "nodes per token", "remote nodes per token", "Pareto"):
-        table.add_column(head, justify="left" if head == "placement" else "right")
+    heads = ("placement", "balance", "moved", "nodes per token", "remote nodes per token", "Pareto")
+    table = table_of(heads, left=heads[:1])
     for each in offers:
         moved = f"{each.moved_experts} ({amount(each.moved_bytes)})" if expert_bytes else str(each.moved_experts)
         nodes = ("", "") if each.nodes is None else (f"{each.nodes.all:.3f}", f"{each.nodes.remote:.3f}")

@@ -10,7 +10,7 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, installed
 from moe_mk.lab.cli.inputs import DTYPES, RunSettings, check_token_ids, token_counts
-from moe_mk.lab.cli.outputs import expect_outputs, format_of
+from moe_mk.lab.cli.outputs import expect_outputs
 from moe_mk.lab.cli.residency import expect_budget
 from moe_mk.lab.cli.world import World
 from moe_mk.lab.verify import check_fault
@@ -55,7 +55,8 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     device = usable_device(settings.device)
     if settings.inject:
         check_fault(settings.inject, settings.config.model.quant.weight_scheme)
-    _check_outputs(settings)
+    files = {"--out": settings.out, "--plot": settings.plot, "--trace": settings.trace}
+    expect_outputs(files | {"--record-trace": settings.record_trace})
     facts = _checked(inspect_checkpoint(settings.checkpoint), settings.layer, settings.prefix)
     replicated = settings.config.parallel.tokens == "replicated"
     counts = token_counts(settings, 1 if replicated else world.ep)
@@ -106,12 +107,3 @@ def _checked(facts: CheckpointFacts, layer: int, prefix: str | None) -> Checkpoi
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise WeightError(f"layer {layer} of {facts.where} cannot be loaded:{lines}")
     return replace(facts, layers=found)
-
-
-def _check_outputs(settings: RunSettings) -> None:
-    """Raise ConfigError for files that cannot be written, LibraryMissing without matplotlib."""
-    files = {"--out": settings.out, "--plot": settings.plot, "--trace": settings.trace}
-    files["--record-trace"] = settings.record_trace
-    expect_outputs(files)
-    if settings.plot is not None:
-        format_of(settings.plot)

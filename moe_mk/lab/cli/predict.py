@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import typer
-from rich.table import Table
-
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
 from moe_mk.files import write_text
-from moe_mk.lab.cli.exits import OK
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.exits import OK, print_json
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.plan.exchange import Exchange, Volumes, break_even_ranks
 from moe_mk.lab.plan.links import Mode, link_profile, shipped_links
 from moe_mk.lab.plan.paths import HostBound, dispatch_us
@@ -66,8 +63,7 @@ def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> 
             "links": profile.name, "ranks": order.ranks, "tokens": order.tokens, "mode": kind, "wire": order.wire,
             "combine_wire": order.combine_wire,
         }  # fmt: skip
-        typer.echo(json.dumps(asked | both, indent=2))
-        return OK
+        return print_json(asked | both)
     nodes = f"{exchange.nodes} {'node' if exchange.nodes == 1 else 'nodes'}"
     screen.fact("fabric", f"{profile.about}: {order.ranks} ranks on {nodes}, {order.tokens} tokens each")
     for name, p in found.items():
@@ -81,12 +77,10 @@ def show_tables(screen: Screen, links: str | None, *, as_json: bool) -> int:
     """Print published rows and predictions. links: one profile; None: every shipped one."""
     rows = [row for name in ([links] if links else shipped_links()) for row in published_rows(name)]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return OK
-    table = Table(box=None, pad_edge=False)
+        return print_json(rows)
     numbers = ("MB", "published us", "GB/s", "implied MB", "predicted us", "error", "held out")
-    for head in ("fabric", "kernels", "ranks", "direction", *numbers):
-        table.add_column(head, justify="left" if head in ("fabric", "kernels", "direction") else "right")
+    heads, texts = ("fabric", "kernels", "ranks", "direction", *numbers), ("fabric", "kernels", "direction")
+    table = table_of(heads, left=texts, pad_edge=False, padding=(0, 1))
     for row in rows:
         table.add_row(
             row["links"], row["mode"], str(row["ranks"]), row["direction"], f"{row['bytes'] / 1e6:.1f}",
@@ -105,11 +99,9 @@ def show_held_out(screen: Screen, *, rows: bool, as_json: bool) -> int:
         for name in dict.fromkeys(e.profile.name for e in found)
     }
     if as_json:
-        typer.echo(json.dumps([_held_out_row(each) for each in found], indent=2))
-        return OK
-    table = Table(box=None, pad_edge=False)
-    for head in ("table", "links", "fitted", "values", f"within {100 * GOAL:.0f} %", "worst"):
-        table.add_column(head, justify="left" if head in ("table", "links", "fitted") else "right")
+        return print_json([_held_out_row(each) for each in found])
+    heads = ("table", "links", "fitted", "values", f"within {100 * GOAL:.0f} %", "worst")
+    table = table_of(heads, left=heads[:3], pad_edge=False, padding=(0, 1))
     for name, values in tables.items():
         worst = max((each.error for each in values), key=abs)
         profile = values[0].profile
@@ -161,8 +153,7 @@ def compare_relay(screen: Screen, relay: Relay, *, as_json: bool) -> int:
         "pipelined_us": relay.pipelined_us, "gain": relay.gain,
     }  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(stated, indent=2))
-        return OK
+        return print_json(stated)
     screen.fact("mesh", f"{relay.mesh_us:.1f} us for {amount(relay.mesh_bytes)}")
     screen.fact("relay", f"{between:.1f} us between nodes + {inside:.1f} us inside = {relay.relayed_us:.1f} us")
     screen.fact("pipelined", f"between {relay.pipelined_us:.1f} and {relay.relayed_us:.1f} us")
@@ -222,21 +213,9 @@ def show_timeline(screen: Screen, order: TimelineOrder, *, as_json: bool) -> int
         write_text(order.trace, json.dumps(timeline.chrome()) + "\n")
     rows = list(timeline.table())
     if as_json:
-        typer.echo(json.dumps({"us": timeline.us, "phases": rows, "waits_us": timeline.waits()}, indent=2))
-        return OK
-    table = Table(box=None, pad_edge=False)
-    heads = (
-        "phase",
-        "messages",
-        "inside nodes",
-        "between nodes",
-        "begins us",
-        "ends us",
-        "bytes take us",
-        "longest wait us",
-    )
-    for head in heads:
-        table.add_column(head, justify="left" if head == "phase" else "right")
+        return print_json({"us": timeline.us, "phases": rows, "waits_us": timeline.waits()})
+    heads = ["phase", "messages", "inside nodes", "between nodes", "begins us", "ends us", "bytes take us"]
+    table = table_of([*heads, "longest wait us"], left=("phase",), pad_edge=False, padding=(0, 1))
     for row in rows:
         table.add_row(
             row["phase"], str(row["messages"]), amount(row["near_bytes"]), amount(row["far_bytes"]),

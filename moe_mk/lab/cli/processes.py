@@ -97,20 +97,15 @@ def run_ranks(job: Job[S], settings: S, world: World, backend: str, timeout_s: f
     launcher started prints its error and exits.
     """
     if world.launched is not None:
-        _run_launched(job, settings, world.place(0), backend)
+        try:
+            join(world.place(0), backend)
+            code = run_and_leave(job, settings, world.place(0))
+        except MoEMKError as problem:
+            code = print_error(problem)
+        leave_at_once(code)
     if world.size == 1:
         return job(settings, world.place(0))
     return run_processes(job, settings, world, backend, timeout_s)
-
-
-def _run_launched(job: Job[S], settings: S, place: Place, backend: str) -> NoReturn:
-    """Run the rank that the launcher assigned to this process."""
-    try:
-        join(place, backend)
-        code = run_and_leave(job, settings, place)
-    except MoEMKError as problem:
-        code = print_error(problem)
-    leave_at_once(code)
 
 
 def run_processes(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:

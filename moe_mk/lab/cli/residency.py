@@ -27,6 +27,7 @@ from moe_mk.lab.cli.inputs import Batch
 from moe_mk.lab.cli.measure import StageSample, sample_of
 from moe_mk.lab.cli.options import bytes_of, enough
 from moe_mk.lab.cli.outputs import new_figure, save_picture
+from moe_mk.lab.cli.screen import table_of
 from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, simulate, simulate_page_cache
 from moe_mk.layer import MoELayer
 from moe_mk.oracle.memory import slot_bytes
@@ -106,28 +107,18 @@ class PagedSteps:
     seconds: list[float]
     """Of the slowest rank."""
 
-    @property
-    def hit_rate(self) -> float:
-        return sum(self.hits) / max(sum(self.uses), 1)
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes read, on average."""
-        return sum(self.read_bytes) / len(self.read_bytes)
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.seconds) / len(self.seconds)
-
-    @property
-    def hit_rates(self) -> list[float]:
-        """Of every step; 1 where no expert was used."""
-        return [hit / use if use else 1.0 for hit, use in zip(self.hits, self.uses, strict=True)]
-
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON."""
-        means = {"hit_rate": self.hit_rate, "read_bytes_per_step": self.bytes_per_step, "step_ms": 1e3 * self.step_s}
-        return {"name": self.name, **means, "hit_rate_by_step": self.hit_rates, "read_bytes_by_step": self.read_bytes}
+        steps = len(self.seconds)
+        rates = [hit / use if use else 1.0 for hit, use in zip(self.hits, self.uses, strict=True)]
+        return {
+            "name": self.name,
+            "hit_rate": sum(self.hits) / max(sum(self.uses), 1),
+            "read_bytes_per_step": sum(self.read_bytes) / steps,
+            "step_ms": 1e3 * (sum(self.seconds) / steps),
+            "hit_rate_by_step": rates,
+            "read_bytes_by_step": self.read_bytes,
+        }
 
 
 def measure_residency(
@@ -154,7 +145,8 @@ def measure_residency(
         ]
         samples.append({stage: sum(part[stage] for part in parts) for stage in parts[0]})
         counts.append([new - old for new, old in zip(_counted(held), before, strict=True)])
-        steps.append([_experts_since(each, start) for each, start in zip(held, calls, strict=True)])
+        since = [each.cache.policy.calls[start:] for each, start in zip(held, calls, strict=True)]  # type: ignore[attr-defined]
+        steps.append([tuple(sorted({expert for call in of_layer for expert in call})) for of_layer in since])
     shares = [each.cache.share for each in held]
     for each in held:
         each.cache.policy = each.cache.policy.inner  # type: ignore[attr-defined]
@@ -180,17 +172,7 @@ def measure_residency(
 def _counted(held: Sequence[PagedExperts]) -> list[int]:
     """Uses, hits and bytes read so far, of all layers."""
     counts = [each.counts for each in held]
-    return [
-        sum(each.uses for each in counts),
-        sum(each.hits for each in counts),
-        sum(each.read_bytes for each in counts),
-    ]
-
-
-def _experts_since(weights: PagedExperts, start: int) -> tuple[int, ...]:
-    """The distinct experts of the calls of a layer from one on."""
-    calls: list[tuple[int, ...]] = weights.cache.policy.calls[start:]  # type: ignore[attr-defined]
-    return tuple(sorted({expert for call in calls for expert in call}))
+    return [sum(getattr(each, name) for each in counts) for name in ("uses", "hits", "read_bytes")]
 
 
 def _rows_of(one: Outcome, expert_bytes: int) -> list[list[float]]:
@@ -268,10 +250,7 @@ def residency_table(figures: Mapping[str, Any], tokens: int) -> Table:
     """Measured and predicted hits, reads and time of a step."""
     many = "token" if tokens == 1 else "tokens"
     title = f"{figures['steps']} steps of {tokens} {many} a rank, after others that fill the slots; all ranks"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for column in ("hits", "read/step", "ms/step", "tokens/s"):
-        table.add_column(column, justify="right")
+    table = table_of(("", "hits", "read/step", "ms/step", "tokens/s"), left=("",), title=title)
     for row in figures["rows"]:
         table.add_row(
             row["name"], f"{100 * row['hit_rate']:.1f} %", amount(row["read_bytes_per_step"]),

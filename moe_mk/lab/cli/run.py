@@ -24,7 +24,7 @@ from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.traffic import LINKS, SELF, Nodes
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.device import describe, device_of_rank, synchronize
+from moe_mk.external.device import describe, device_of_rank
 from moe_mk.external.library import COMPILER
 from moe_mk.flight import wait
 from moe_mk.kernels.native.library import compile_and_open
@@ -33,7 +33,7 @@ from moe_mk.lab.cli import environment
 from moe_mk.lab.cli.checkpoints import reading_of
 from moe_mk.lab.cli.exits import MISMATCH, OK
 from moe_mk.lab.cli.inputs import DTYPES, Batch, RunSettings, batch_of
-from moe_mk.lab.cli.measure import time_stages
+from moe_mk.lab.cli.measure import recorded_by, time_stages
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.report import RankReport, Report
 from moe_mk.lab.cli.residency import measure_residency
@@ -46,7 +46,7 @@ from moe_mk.lab.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.layer import DeepseekV3MoE, MoELayer
 from moe_mk.router.hashed import ImageRouter
 from moe_mk.trace.clock import now
-from moe_mk.trace.recorder import STAGES, Recorder, Span
+from moe_mk.trace.recorder import STAGES, Span
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import open_source
 
@@ -60,14 +60,8 @@ def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path)
     Returns the number of spans. Raises ConfigError if the file cannot be written.
     """
     wait(team.gather_count(0, "report"))
-    met, recorder = now(), Recorder()
-    layer.spans.recorder = recorder
-    try:
-        with recorder.span("other"):
-            layer(batch.x_TH, batch.token_ids_T)
-            synchronize(layer.device)
-    finally:
-        layer.spans.recorder = None
+    met = now()
+    recorder = recorded_by(layer, lambda: layer(batch.x_TH, batch.token_ids_T))
     spans_of_W, met_W = gathered(recorder.spans, met, team)
     if team.rank == 0:
         try:
@@ -233,7 +227,10 @@ def _run(rank: Rank) -> list[Answer]:
     sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
     report.traffic = {phase: count for phase, count in sent.items() if phase != AGREEMENT}
     report.links = _links(rank)
-    report.expert_load = _summed(rank, layer.expert_load)
+    load_E = layer.expert_load
+    if not rank.shares_tokens:
+        load_E = wait(layer.ep.all_reduce(load_E, "report"))
+    report.expert_load = [int(number) for number in load_E.tolist()]
     report.prefill = time_stages(layer, batch, rank.team, settings.repeats).for_tokens(counts)
     if settings.trace is not None:
         file = settings.trace
@@ -259,9 +256,12 @@ def _answer(layer: DeepseekV3MoE, batch: Batch) -> Answer:
 def _verify(rank: Rank, answers: list[Answer]) -> int:
     """Gather the outputs of all ranks; rank 0 verifies them."""
     settings, layer = rank.plan.settings, rank.layer
-    gathered_answer = _gathered_answer(rank, answers)
+    gathered = [[_gathered(rank, tensor) for tensor in answer[:3]] for answer in answers]
+    x_TH, y_TH, ids_TK = (torch.cat(parts) for parts in zip(*gathered, strict=True))  # prefill before decode
+    known = [_gathered(rank, answer.token_ids_T[:, None]) for answer in answers if answer.token_ids_T is not None]
     if rank.place.rank:
         return OK
+    answer = Answer(x_TH, y_TH, ids_TK, torch.cat(known).flatten() if known else None)
     torch.set_num_threads(environment.usable_cores())
     everybody = range(settings.config.model.num_experts)
     source = open_source(settings.checkpoint)
@@ -272,7 +272,7 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
     with rank.screen.progress("verify", in_bytes=False) as advance:
         own = settings.against
         config = None if own is None else own.config
-        judged = verify(gathered_answer, layer.decision, weights, advance, config=config)
+        judged = verify(answer, layer.decision, weights, advance, config=config)
     rank.report.verification = judged.as_dict() | ({} if own is None else {"against": own.title})
     show_verdict(rank.screen, judged, layer.decision)
     reading = reading_of(layer.config, settings.checkpoint)
@@ -303,21 +303,6 @@ def _links(rank: Rank) -> dict[str, int]:
         phases = comm.traffic.bytes_by_phase.keys() - {AGREEMENT}
         total.update(comm.traffic.by_link(nodes, comm.rank, phases))
     return {link: total[link] for link in LINKS if link != SELF}
-
-
-def _summed(rank: Rank, load_E: Tensor) -> list[int]:
-    """Expert load of the complete batch: summed over EP ranks with different tokens."""
-    if not rank.shares_tokens:
-        load_E = wait(rank.layer.ep.all_reduce(load_E, "report"))
-    return [int(number) for number in load_E.tolist()]
-
-
-def _gathered_answer(rank: Rank, answers: list[Answer]) -> Answer:
-    """Inputs and outputs of all ranks, prefill before decode."""
-    gathered = [[_gathered(rank, tensor) for tensor in answer[:3]] for answer in answers]
-    x_TH, y_TH, ids_TK = (torch.cat(parts) for parts in zip(*gathered, strict=True))
-    known = [_gathered(rank, answer.token_ids_T[:, None]) for answer in answers if answer.token_ids_T is not None]
-    return Answer(x_TH, y_TH, ids_TK, torch.cat(known).flatten() if known else None)
 
 
 def _gathered(rank: Rank, rows: Tensor) -> Tensor:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from moe_mk.text import WIDTH, wrapped
 
 Advance = Callable[[str, int, int], None]
 LABEL = 12
+
+
+def table_of(heads: Iterable[str], left: Container[str] = (), **options: Any) -> Table:
+    """A table without a frame, whose columns are aligned to the right but for those of `left`."""
+    table = Table(**{"box": None, "title_justify": "left", "padding": (0, 2, 0, 0), **options})
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right")
+    return table
 
 
 class Screen:

@@ -17,7 +17,7 @@ from moe_mk.lab.cli.measure import StageTimes
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.report import Report
 from moe_mk.lab.cli.residency import residency_lines, residency_table
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.verify import Verification
 from moe_mk.oracle.memory import expected_reads
 from moe_mk.oracle.verdict import Decision, Verdict, explain_pairs
@@ -151,11 +151,9 @@ def show_pairs(screen: Screen, verdicts: Sequence[Verdict]) -> None:
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:
     """Milliseconds of each stage; with several batches, shared experts run during dispatch."""
     title = "milliseconds per stage: median of the forward passes, slowest rank"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("stage")
     named = [(name, times) for name, times in (("prefill", prefill), ("decode", decode)) if times is not None]
-    for name, times in named:
-        table.add_column(f"{name} {'+'.join(map(str, times.tokens))} tok", justify="right")
+    heads = (f"{name} {'+'.join(map(str, times.tokens))} tok" for name, times in named)
+    table = table_of(("stage", *heads), left=("stage",), title=title)
     travel = any(len(times.tokens) > 1 for _, times in named)
     for stage in named[0][1].stages if named else ():
         label = "shared, during dispatch" if stage == "shared" and travel else stage

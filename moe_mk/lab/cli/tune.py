@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import typer
 from rich.table import Table
 
 from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, tune_command
@@ -15,16 +13,15 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, parsed_device, usable_device
 from moe_mk.lab.cli import environment
-from moe_mk.lab.cli.exits import OK
+from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.inputs import dtype_of
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.cli.version import own_version
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, space_of, tune, tuned_path
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
-from moe_mk.weights.expert_weights import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -48,19 +45,24 @@ class TuneOrder:
 
 def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     """Measure, and print the tuned file; a session that the budget ended can be resumed."""
-    case = case_of(order)
-    _expect_parameters(order.experts)
+    case, kinds = case_of(order), EXPERTS[order.experts].traits.kinds
+    if not hasattr(EXPERTS[order.experts], "tuning_space"):
+        tunable = [name for name in EXPERTS if hasattr(EXPERTS[name], "tuning_space")]
+        raise UnsupportedError(
+            f"experts {order.experts!r} have no parameters to tune",
+            [f"backends with parameters: {', '.join(sorted(tunable))}", "a backend declares them in tuning_space()"],
+        )
     # A dry run also accepts devices that this machine does not have.
     device = parsed_device(order.device) if order.dry_run else usable_device(order.device)
-    if not order.dry_run:
-        _expect_device(order.experts, device)
+    if not order.dry_run and device.type not in {"cuda" if kind == "rocm" else kind for kind in kinds}:
+        raise UnsupportedError(
+            f"experts {order.experts!r} run on {' or '.join(sorted(kinds))}, this device is {device}",
+            ["--device cuda, on a machine with such a GPU", "--dry-run lists the candidates"],
+        )
     where = "device" if order.dry_run and device.type != "cpu" else describe(device)
     path = tuned_path(where.split(",")[0], order.experts, case.name, order.folder)
     if order.dry_run:
-        typer.echo(
-            json.dumps({"case": case.name, "path": str(path), "candidates": _tried(case, order, device)}, indent=2)
-        )
-        return OK
+        return print_json({"case": case.name, "path": str(path), "candidates": _tried(case, order, device)})
     meta = {"moe_mk": own_version(), "torch": torch.__version__, "device": where}
     with screen.progress("tune", in_bytes=False) as advance:
         result = tune(
@@ -71,12 +73,13 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
             cores=environment.usable_cores(),
             device=device,
             meta=meta,
-            stack=_stack,
+            stack=lambda case, device: random_experts(
+                case.weights, case.num_slots, case.hidden_size, case.intermediate_size, device
+            ),
             on_measured=advance,
         )
     if as_json:
-        typer.echo(json.dumps(asdict(result) | {"path": str(path)}, indent=2))
-        return OK
+        return print_json(asdict(result) | {"path": str(path)})
     screen.fact("case", f"{order.experts}: {case.name} on {where}")
     screen.fact("measured", f"{result.measured} candidates in this session, {result.resumed} in earlier ones")
     screen.console.print(points_table(result.points))
@@ -84,26 +87,6 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     if not result.complete:
         screen.fact("budget", f"{order.budget_s:g} s elapsed before completion; run the same command again to resume")
     return OK
-
-
-def _expect_parameters(experts: str) -> None:
-    """Raise UnsupportedError for a backend without parameters."""
-    if not hasattr(EXPERTS[experts], "tuning_space"):
-        tunable = [name for name in EXPERTS if hasattr(EXPERTS[name], "tuning_space")]
-        raise UnsupportedError(
-            f"experts {experts!r} have no parameters to tune",
-            [f"backends with parameters: {', '.join(sorted(tunable))}", "a backend declares them in tuning_space()"],
-        )
-
-
-def _expect_device(experts: str, device: torch.device) -> None:
-    """Raise UnsupportedError if a backend cannot run on a device."""
-    kinds = EXPERTS[experts].traits.kinds
-    if device.type not in {"cuda" if kind == "rocm" else kind for kind in kinds}:
-        raise UnsupportedError(
-            f"experts {experts!r} run on {' or '.join(sorted(kinds))}, this device is {device}",
-            ["--device cuda, on a machine with such a GPU", "--dry-run lists the candidates"],
-        )
 
 
 def case_of(order: TuneOrder) -> TuneCase:
@@ -134,14 +117,8 @@ def _tried(case: TuneCase, order: TuneOrder, device: torch.device) -> dict[str, 
 
 def points_table(points: tuple[TunedPoint, ...]) -> Table:
     """The fastest parameters by tokens."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("tokens", "microseconds", "parameters"):
-        table.add_column(column, justify="left" if column == "parameters" else "right")
+    table = table_of(("tokens", "microseconds", "parameters"), left=("parameters",), pad_edge=False)
     for point in points:
         chosen = ", ".join(f"{name} {value}" for name, value in point.parameters.items()) or "built in"
         table.add_row(str(point.tokens), f"{point.microseconds:,.0f}", chosen)
     return table
-
-
-def _stack(case: TuneCase, device: torch.device) -> ExpertWeights:
-    return random_experts(case.weights, case.num_slots, case.hidden_size, case.intermediate_size, device)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import typer
-from rich.table import Table
-
-from moe_mk.lab.cli.exits import OK
-from moe_mk.lab.cli.screen import Screen
+from moe_mk.lab.cli.exits import OK, print_json
+from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.trace.waits import STAGES, calls_of_trace, waits_of
 
 
@@ -22,13 +18,9 @@ def show_waits(screen: Screen, file: Path, stage: str | None, *, as_json: bool) 
             "waited_us": waits.waited_WW, "rest_us": waits.rest_W, "calls": waits.calls, "late": waits.late,
             "slow_to_receive": waits.slow_to_receive,
         }  # fmt: skip
-        typer.echo(json.dumps(stated, indent=2))
-        return OK
-    table = Table(box=None, pad_edge=False)
-    table.add_column("waited, us")
-    for rank in range(len(waits.rest_W)):
-        table.add_column(f"for {rank}", justify="right")
-    table.add_column("rest", justify="right")
+        return print_json(stated)
+    heads = ("waited, us", *(f"for {rank}" for rank in range(len(waits.rest_W))), "rest")
+    table = table_of(heads, left=heads[:1], pad_edge=False, padding=(0, 1))
     for rank, row in enumerate(waits.waited_WW):
         table.add_row(f"rank {rank}", *(f"{us:.0f}" for us in row), f"{waits.rest_W[rank]:.0f}")
     screen.console.print(table)

@@ -83,7 +83,11 @@ def predict(profile: LinkProfile, exchange: Exchange, mode: Mode, direction: Dir
     moved, remote = exchange.num_bytes(mode, direction), exchange.remote_bytes(mode, direction)
     if exchange.nodes == 1:
         row = next((row for row in profile.rows(mode) if row.ranks == exchange.ranks), None)
-        rate = None if row is None else _logical(row, exchange_of(profile, row), direction)
+        rate = None
+        if row is not None and (us := row.us(direction)) is not None:
+            rate = exchange_of(profile, row).num_bytes(mode, direction) / (us * BYTES_PER_US)
+        elif row is not None:
+            rate = row.gbs(direction)
         if rate is not None:
             return Prediction(moved / (rate * BYTES_PER_US), moved, remote, f"bytes at the published {rate:.0f} GB/s")
         if shared := by_kind(profile, exchange, mode, direction):
@@ -291,8 +295,3 @@ def exchange_of(profile: LinkProfile, row: Measured) -> Exchange:
         tokens, row.ranks, profile.ranks_per_node, num_experts=per_rank * row.ranks, wire=row.wire,
         nodes_kept=None if is_latency else profile.nodes_kept, dropped=profile.dropped if is_latency else 0,
     )  # fmt: skip
-
-
-def _logical(row: Measured, exchange: Exchange, direction: Direction) -> float | None:
-    us = row.us(direction)
-    return exchange.num_bytes(row.mode, direction) / (us * BYTES_PER_US) if us is not None else row.gbs(direction)

@@ -344,19 +344,16 @@ class _Simulation:
                 if missing:
                     self.waiting[rank] = missing
                     return
-                self._pass(rank, step)
+                last = max(step.messages, key=lambda number: (self.arrived[number], number))
+                if self.arrived[last] > self.now_W[rank]:
+                    self.pauses.append(Pause(rank, step.phase, self.now_W[rank], self.arrived[last], last))
+                    self.now_W[rank] = self.arrived[last]
             elif isinstance(step, Work):
                 self.works.append((rank, step, self.now_W[rank]))
                 self.now_W[rank] += step.us
             else:
                 self._post(self.recording.messages[step.message], self.now_W[rank])
             self.at_W[rank] += 1
-
-    def _pass(self, rank: int, step: Wait) -> None:
-        last = max(step.messages, key=lambda number: (self.arrived[number], number))
-        if self.arrived[last] > self.now_W[rank]:
-            self.pauses.append(Pause(rank, step.phase, self.now_W[rank], self.arrived[last], last))
-            self.now_W[rank] = self.arrived[last]
 
     def _post(self, message: Message, now: float) -> None:
         if message.source == message.peer:

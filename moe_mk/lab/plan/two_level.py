@@ -44,11 +44,6 @@ class Relay:
         return self.nodes * self.profile.ranks_per_node
 
     @property
-    def nodes_a_token(self) -> float:
-        """n."""
-        return self.nodes_kept or distinct_groups(self.num_experts, self.top_k, self.nodes)
-
-    @property
     def mesh_bytes(self) -> float:
         """Over slow links, a row an assignment."""
         return self._rows(self.top_k) * (self.ranks - 1) / self.ranks
@@ -56,7 +51,8 @@ class Relay:
     @property
     def between_bytes(self) -> float:
         """Over slow links, a row a node."""
-        return self._rows(self.nodes_a_token) * (self.nodes - 1) / self.nodes
+        nodes_of_token = self.nodes_kept or distinct_groups(self.num_experts, self.top_k, self.nodes)
+        return self._rows(nodes_of_token) * (self.nodes - 1) / self.nodes
 
     @property
     def inside_bytes(self) -> float:

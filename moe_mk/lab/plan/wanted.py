@@ -120,7 +120,7 @@ def ways_to(
             reasons_of = {pair: _reasons(pair, changed) for pair in pairs}
             free = [pair for pair, reasons in reasons_of.items() if not reasons]
             if decision := _decided(changed, free):
-                found.append(Way(_ordered(made, changes), decision))
+                found.append(Way(tuple(change for change in changes if change in made), decision))
                 continue
             nearest[made] = min((tuple(sorted(reasons)) for reasons in reasons_of.values()), key=len)
             if size == most_changes or len(met) > MOST_STATES:
@@ -190,7 +190,3 @@ def _decided(problem: Problem, pairs: list[tuple[str, str]]) -> Decision | None:
         except (UnsupportedError, ConfigError):
             continue
     return min(decisions, key=lambda decision: decision.chosen.cost_us or 0.0, default=None)
-
-
-def _ordered(made: frozenset[Change], changes: list[Change]) -> tuple[Change, ...]:
-    return tuple(change for change in changes if change in made)

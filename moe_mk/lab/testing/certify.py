@@ -47,7 +47,9 @@ def certify(
     """
     kind = kind_of(name)
     if name not in KINDS[kind]:
-        return _not_loaded(name, kind, KINDS[kind].broken[name])
+        reason = KINDS[kind].broken[name]
+        unloaded = _failed("load the plugin", SIGNATURE if law_of(reason) is SIGNATURE else LOADS, reason)
+        return Certificate(name, kind, "not loaded", {}, (), (unloaded,))
     traits: Traits = KINDS[kind][name].traits
     _must_run_here(name, traits)
     passed: list[Passed] = []
@@ -84,7 +86,9 @@ def _tried(check: Check) -> Passed | Failed:
         digest = hashlib.sha256(b"".join(bits_of(*check.outputs()))).hexdigest() if check.outputs else ""
         return Passed(check.name, cases, digest, check.sizes())
     except NonConforming as problem:
-        return _failed(check.name, _law(check, problem), str(problem))
+        law = law_of(str(problem))
+        law = (check.law or problem.law or law) if law is VALUES else law
+        return _failed(check.name, law, str(problem))
     except (NotImplementedError, UnsupportedOperatorException) as problem:
         if check.name != WITHOUT_VALUES:
             return _failed(check.name, RUNS, f"{type(problem).__name__}: {problem}")
@@ -95,18 +99,8 @@ def _tried(check: Check) -> Passed | Failed:
         return _failed(check.name, RUNS, f"{type(problem).__name__}: {problem}")
 
 
-def _law(check: Check, problem: NonConforming) -> Law:
-    law = law_of(str(problem))
-    return (check.law or problem.law or law) if law is VALUES else law
-
-
 def _failed(check: str, law: Law, message: str) -> Failed:
     return Failed(check, law.name, law.text, message)
-
-
-def _not_loaded(name: str, kind: str, reason: str) -> Certificate:
-    law = SIGNATURE if law_of(reason) is SIGNATURE else LOADS
-    return Certificate(name, kind, "not loaded", {}, (), (_failed("load the plugin", law, reason),))
 
 
 def _must_run_here(name: str, traits: Traits) -> None:

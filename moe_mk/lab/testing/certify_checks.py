@@ -200,7 +200,9 @@ def checks_of(name: str, *, processes: bool, quick: bool = False, modules: Seque
         for place in () if quick else served:
             made.append(_larger_transport_check(name, traits, *place, _per_node(name, *place)))
         if served and _torch_only(traits):
-            made.append(_graph_check_of_transport(name, served))
+            hosts = {ranks: _per_node(name, ranks, wire) for ranks, wire in served if dtype_of(wire) is BF16}
+            calls = [partial(check_graph_safe_transport, name, *each) for each in hosts.items()]
+            made.append(Check(WITHOUT_VALUES, lambda: sum(call() for call in calls), None, Sizes))
         counts = [ranks for ranks, wire in served if wire is BF16 and ranks > 1]
         return made + (
             [_process_check(name, traits, min(counts), modules)] if processes and counts and not traits.blocking else []
@@ -210,7 +212,9 @@ def checks_of(name: str, *, processes: bool, quick: bool = False, modules: Seque
     for given, sizes in () if quick else formats:
         made.append(_larger_experts_check(name, given, sizes, traits))
     if formats and _torch_only(traits):
-        made.append(_graph_check_of_experts(name, formats))
+        graph = partial(check_graph_safe_experts, name)
+        calls = [partial(graph, f.weights, f.dtype, f.compute, sizes, f.activation) for f, sizes in formats]
+        made.append(Check(WITHOUT_VALUES, lambda: sum(call() for call in calls), None, Sizes))
     if traits.batch_invariant:
         made += [_invariance_check(name, given, sizes) for given, sizes in formats if _invariant(name, given, sizes)]
     return made
@@ -219,23 +223,6 @@ def checks_of(name: str, *, processes: bool, quick: bool = False, modules: Seque
 def _torch_only(traits: Traits) -> bool:
     """Whether calls should run on tensors without values."""
     return traits.graph_safe and "cpu" in traits.kinds and not traits.library
-
-
-def _graph_check_of_experts(name: str, formats: Sequence[tuple[Format, tuple[int, int]]]) -> Check:
-    def run() -> int:
-        each = partial(check_graph_safe_experts, name)
-        return sum(each(f.weights, f.dtype, f.compute, sizes, f.activation) for f, sizes in formats)
-
-    return Check(WITHOUT_VALUES, run, None, Sizes)
-
-
-def _graph_check_of_transport(name: str, served: Sequence[tuple[int, QuantScheme]]) -> Check:
-    counts = {ranks: _per_node(name, ranks, wire) for ranks, wire in served if dtype_of(wire) is BF16}
-
-    def run() -> int:
-        return sum(check_graph_safe_transport(name, ranks, hosts) for ranks, hosts in counts.items())
-
-    return Check(WITHOUT_VALUES, run, None, Sizes)
 
 
 def fault_check(name: str, modules: Sequence[str] = ()) -> Check:

@@ -142,7 +142,9 @@ class RankWorld:
                 try:
                     failed, answer = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)
                 except (EOFError, ConnectionError):
-                    problems[index], broken = self._ranks[index].last_words(), True
+                    process, broken = self._ranks[index].process, True
+                    process.join(GRACE_S)
+                    problems[index] = f"the process ended with exit code {process.exitcode}"
                     continue
                 except Exception:  # whatever the reader of weights refuses, in whatever words
                     failed, answer = True, "returned more than tensors, numbers, texts, lists, tuples and dicts"
@@ -176,10 +178,6 @@ class _Rank:
         self.process = forks.Process(target=_serve, args=(rank, world_size, meeting, theirs), daemon=True)
         self.process.start()
         theirs.close()
-
-    def last_words(self) -> str:
-        self.process.join(GRACE_S)
-        return f"the process ended with exit code {self.process.exitcode}"
 
 
 def _serve(rank: int, world_size: int, meeting: str, requests: Connection) -> None:

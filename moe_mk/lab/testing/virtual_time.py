@@ -236,7 +236,12 @@ def record(
         kernels.append(FusedMoEKernel(PREPARE_FINALIZE[transport](context), experts))
     for comm in comms:
         for pool in [each for each in comm.kept.values() if isinstance(each, NetworkBufferPool)]:
-            _open_windows(pool, comm)
+
+            def make(comm: Communicator = comm, pool: NetworkBufferPool = pool) -> NetworkBufferSlot:
+                with torch.inference_mode(False):
+                    return _VirtualBufferSlot(comm, pool.geometry, None)
+
+            pool.add(comm, "dispatch", make)
     for rank, us in (late_us or {}).items():
         world.recording.steps_of_W[rank].append(Work(us, "late"))
     draws = [torch.Generator("cpu").manual_seed(rank) for rank in range(size)]
@@ -246,14 +251,6 @@ def record(
     ]
     outputs = interleave([k.steps(x, r, NO_WEIGHTS) for k, x, r in zip(kernels, tokens, routings, strict=True)])
     return Recorded(world.recording, outputs)
-
-
-def _open_windows(pool: NetworkBufferPool, comm: Communicator) -> None:
-    def make() -> NetworkBufferSlot:
-        with torch.inference_mode(False):
-            return _VirtualBufferSlot(comm, pool.geometry, None)
-
-    pool.add(comm, "dispatch", make)
 
 
 def uniform_routings(

@@ -66,7 +66,13 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
                     raise ValueError(
                         f"its {len(infos)} arrays have {size} bytes; of {packed} bytes the limit is {limit}"
                     )
-                arrays = {info.filename.removesuffix(".npy"): _member(members, info) for info in infos}
+                arrays = {}
+                for info in infos:
+                    if info.compress_type not in PACKED_BY:
+                        how = f"is packed by method {info.compress_type}, np.savez_compressed uses deflate"
+                        raise ValueError(f"{info.filename} {how}")
+                    with members.open(info) as stream:
+                        arrays[info.filename.removesuffix(".npy")] = _array(stream, info.file_size)
         else:
             arrays = {"": read_npy(file)}
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
@@ -80,13 +86,6 @@ def read_npy(file: Path) -> NDArray[Any]:
     """
     with file.open("rb") as stream:
         return _array(stream, file.stat().st_size)
-
-
-def _member(members: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
-    if info.compress_type not in PACKED_BY:
-        raise ValueError(f"{info.filename} is packed by method {info.compress_type}, np.savez_compressed uses deflate")
-    with members.open(info) as stream:
-        return _array(stream, info.file_size)
 
 
 def _array(stream: IO[bytes], num_bytes: int) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Protocol, Self
@@ -406,7 +407,7 @@ class RoutingRecorder:
             raise ConfigError(f"layers {taken} are recorded already; end that recording first")
         try:
             for number, layer in layers.items():
-                layer.on_routing = self._listener(number)
+                layer.on_routing = partial(self.record, number)
             yield self
         finally:
             for layer in layers.values():
@@ -428,9 +429,6 @@ class RoutingRecorder:
         """What was recorded so far, on the host; the recorder starts over with the step it is at."""
         taken, self._forwards = self._forwards, []
         return RoutingTrace.of(self.facts, taken)
-
-    def _listener(self, number: int) -> Callable[[Routing], None]:
-        return lambda routing: self.record(number, routing)
 
 
 class TraceFolder:

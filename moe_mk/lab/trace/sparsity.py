@@ -46,11 +46,3 @@ def count_near_zero(values: Tensor, threshold: float) -> NearZero:
         raise ConfigError(f"threshold={threshold} must be at least 0")
     expect("values", values.reshape(-1), "X", FLOATS)
     return NearZero(int((values.abs() <= threshold).sum()), values.numel(), threshold)
-
-
-def count_idle_units(hidden_NI: Tensor, threshold: float) -> Tensor:
-    """int64 [I]: for each unit of an expert, how many of its N rows left it close to zero. Never waits."""
-    expect("hidden", hidden_NI, "N I", FLOATS)
-    if not threshold >= 0:
-        raise ConfigError(f"threshold={threshold} must be at least 0")
-    return (hidden_NI.abs() <= threshold).sum(0)

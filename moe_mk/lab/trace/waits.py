@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from moe_mk.errors import ConfigError
 from moe_mk.files import read_json
@@ -102,12 +101,8 @@ def calls_of_trace(file: Path) -> Calls:
     ranks: set[int] = set()
     for event in events:
         if isinstance(event, dict) and event.get("ph") == "X":
-            _keep(event, spans, ranks)
+            rank, begin, took = event.get("pid"), event.get("ts"), event.get("dur")
+            if isinstance(rank, int) and isinstance(begin, int | float) and isinstance(took, int | float):
+                ranks.add(rank)
+                spans[str(event.get("name"))][rank].append((float(begin), float(begin) + float(took)))
     return {stage: [sorted(of_rank.get(rank, [])) for rank in sorted(ranks)] for stage, of_rank in spans.items()}
-
-
-def _keep(event: dict[str, Any], spans: dict[str, dict[int, list[tuple[float, float]]]], ranks: set[int]) -> None:
-    rank, begin, took = event.get("pid"), event.get("ts"), event.get("dur")
-    if isinstance(rank, int) and isinstance(begin, int | float) and isinstance(took, int | float):
-        ranks.add(rank)
-        spans[str(event.get("name"))][rank].append((float(begin), float(begin) + float(took)))

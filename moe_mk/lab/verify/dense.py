@@ -34,7 +34,11 @@ def decoded(q: QuantTensor) -> Tensor:
         return torch.from_numpy(_whole_numbers(q).astype(np.float64))
     values = _four_bits(q.values) if q.scheme.per_byte == 2 else _f32(q.values)
     if q.scales is not None:
-        values = values * _over_blocks(_f32(q.scales) if q.global_scale is None else _both_scales(q), q)
+        scales = _f32(q.scales)
+        if q.global_scale is not None:  # the scale of each block times that of its part of the rows
+            above = _f32(q.global_scale)
+            scales = scales * np.repeat(above, scales.shape[0] // above.shape[0], axis=0)
+        values = values * _over_blocks(scales, q)
     return torch.from_numpy(values.astype(np.float64))
 
 
@@ -149,13 +153,6 @@ def _six_bit_pair(blocks: NDArray[np.int32], group: int) -> tuple[F32, F32]:
             blocks[..., at + 4] // 16 + blocks[..., at] // 64 * 16,
         )
     return np.asarray(pair[0].astype(np.float32)), np.asarray(pair[1].astype(np.float32))
-
-
-def _both_scales(q: QuantTensor) -> F32:
-    """The scale of each block times that of its part of the rows."""
-    assert q.global_scale is not None and q.scales is not None
-    scales, above = _f32(q.scales), _f32(q.global_scale)
-    return scales * np.repeat(above, scales.shape[0] // above.shape[0], axis=0)
 
 
 def _over_blocks(scales: F32, q: QuantTensor) -> F32:

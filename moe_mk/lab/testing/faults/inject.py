@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from moe_mk.comm.header import ANY, Envelope
 from moe_mk.comm.network.worker import THREAD_NAME as PROXY_THREAD
@@ -121,18 +121,15 @@ class Injector:
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._is_interrupted = True
             if self._is_calling and _is_in_call(frame):
-                self._interrupt()
-            elif self._is_calling:
+                self._is_interrupted, self.injected = False, KeyboardInterrupt()
+                self._note()
+                raise self.injected
+            if self._is_calling:
                 signal.setitimer(signal.ITIMER_REAL, POSTPONED_S)
 
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGALRM, interrupt)
         signal.signal(signal.SIGUSR2, lambda number, frame: self._cut())
-
-    def _interrupt(self) -> NoReturn:
-        self._is_interrupted, self.injected = False, KeyboardInterrupt()
-        self._note()
-        raise self.injected
 
     def _flight(self, what: str, make: Callable[..., Flight[Any]], arguments: tuple[Any, ...]) -> Flight[Any]:
         """The same flight with its points passed; an exception arises in it, or where it is left alone."""

@@ -293,7 +293,9 @@ class _Watch:
         if rank.is_stopped:
             return
         since, what = self._busy_since(number, rank)
-        if since is None or now() - max(since, self._last_change(number)) <= self._patience(what):
+        patience = self.plan.timeout_s + HANG_S + (START_S if what.startswith("build") else 0.0)
+        patience = 2 * START_S if what == "start" else patience
+        if since is None or now() - max(since, self._last_change(number)) <= patience:
             return
         rank.dumped, rank.hung = now(), what
         self.keeper.signal(self.folder, number, signal.SIGUSR1)
@@ -317,11 +319,6 @@ class _Watch:
         at = self.fault_at + (slept if self.plan.kind != "stop" else 0.0) if self.fault_at is not None else 0.0
         return max(at, own or 0.0)
 
-    def _patience(self, what: str) -> float:
-        if what == "start":
-            return 2 * START_S
-        return self.plan.timeout_s + HANG_S + (START_S if what.startswith("build") else 0.0)
-
 
 class _Judge:
     """The rows of one rank: outcomes from what it wrote, how it ended, and what its world is about."""
@@ -340,8 +337,9 @@ class _Judge:
 
     def _row(self, note: Mapping[str, Any]) -> Row:
         place = self.number, note["stage"], note["call"]
+        slept = self.plan.fault.seconds if self.plan.fault is not None and self.is_victim else 0.0
         if note["result"] == "right":
-            slow = note["stage"] == "tear-down" and self._delay(note) > self.plan.timeout_s + LATE_S + self._slept()
+            slow = note["stage"] == "tear-down" and self._delay(note) > self.plan.timeout_s + LATE_S + slept
             return Row(*place, "late" if slow else "right", digest=note.get("digest", ""), thread=note["thread"])
         if note["result"] == "wrong":
             # A rank that sends wrong rows loses its own; no other rank may.
@@ -350,7 +348,8 @@ class _Judge:
         delay = self._delay(note)
         named = cause = None
         if note["result"] != "own" and not self.is_victim and self.plan.fault is not None:
-            named = self._names_victim(note)
+            victim = self.plan.fault.victim
+            named = note["peer"] == victim or bool(re.search(rf"\b(ranks?|peers?)\W+{victim}\b", note["text"]))
         if self.first is None:
             self.first = dict(note)
         elif note["stage"] == "after" and note["result"] != "own":
@@ -384,15 +383,6 @@ class _Judge:
         if self.is_victim and self.rank.resumed is not None:
             starts.append(self.rank.resumed)
         return float(max(note["ended"] - max(start for start in starts if start <= note["ended"]), 0.0))
-
-    def _slept(self) -> float:
-        fault = self.plan.fault
-        return fault.seconds if fault is not None and self.is_victim else 0.0
-
-    def _names_victim(self, note: Mapping[str, Any]) -> bool:
-        assert self.plan.fault is not None
-        victim = self.plan.fault.victim
-        return note["peer"] == victim or bool(re.search(rf"\b(ranks?|peers?)\W+{victim}\b", note["text"]))
 
     def _carries_first(self, note: Mapping[str, Any]) -> bool:
         """Whether an error repeats what the first one stated behind its place, or names the same peer."""
