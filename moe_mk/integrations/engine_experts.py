@@ -20,23 +20,23 @@ from torch.autograd import forward_ad
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError, WeightError
-from moe_mk.external.device import profile_here
-from moe_mk.external.library import installed
+from moe_mk.experts.base import ExpertsContext, FusedExperts
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native.layer import LayerCall, Stage
+from moe_mk.kernels.native.layer import Stage
 from moe_mk.layer.checks import FLOATS, has_tangent
 from moe_mk.layer.custom_op import Operator, is_untraced
 from moe_mk.layer.forward import can_be_called, layer_call
 from moe_mk.layer.grid import Grid
-from moe_mk.oracle import Decision, select
+from moe_mk.layer.settings import decide
+from moe_mk.oracle import Decision
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.kinds import BLOCK_KINDS
-from moe_mk.quant.plain import Plain, plain
+from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
@@ -44,6 +44,7 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, We
 from moe_mk.weights.stamp import Stamp
 
 IDS = (torch.int32, torch.int64)
+HALVES = (torch.bfloat16, torch.float16)
 LOGGER = logging.getLogger(__name__)
 LORA = (
     "LoRA on experts: a backend reads each expert as one matrix, without low-rank factors; merge the adapter into the "
@@ -97,11 +98,136 @@ class EngineWeights:
         """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
         return ExpertWeights.from_engine(**{name: getattr(self, name) for name in _OF_WEIGHTS})
 
+    def model(self, scheme: QuantScheme) -> dict[str, Any]:
+        """`MoEConfig.model` of these experts, without a name. scheme: that of `experts()`."""
+        experts, hidden, inner = map(int, self.w2.shape)
+        quant: dict[str, Any] = {"weights": self.quant or scheme.name, "activations": self.tokens}
+        if self.quant in BLOCK_KINDS:
+            quant["block"] = self.block
+        if "ue8m0" in scheme.name:
+            quant["scale"] = "ue8m0"
+        return {
+            "hidden_size": hidden,
+            "moe_intermediate_size": inner * scheme.per_byte,
+            "num_experts": experts,
+            "activation": self.activation,
+            "swiglu_limit": self.limit,
+            "swiglu_alpha": self.alpha,
+            "expert_bias": self.w13_bias is not None,
+            "quant": quant,
+        }
+
 
 _OF_WEIGHTS = tuple(signature(ExpertWeights.from_engine).parameters)
 
 
-class EngineExperts:
+class RankExperts:
+    """Experts of one rank over tensors of an engine: a decision, a kernel, and weights in the layout of the backend."""
+
+    routing_names = "topk_weights", "topk_ids"
+    """What messages call the arguments."""
+
+    def __init__(
+        self,
+        given: Weights,
+        grid: Grid,
+        model: Mapping[str, Any],
+        *,
+        top_k: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        tokens: str = "sharded",
+        pool: ResidencyPool | None = None,
+        unregistered: Callable[[ExpertsContext], FusedExperts] | None = None,
+    ) -> None:
+        """grid: its EP ranks share out the experts, rank r has ids from r L on. model: of `MoEConfig`, of one rank.
+
+        tokens: of `parallel`. pool: as of `MoELayer`. unregistered: makes what multiplies in place of the backend.
+        Raises UnsupportedError with every reason if no backend is eligible.
+        """
+        self.name, self.grid, ep = model["name"], grid, grid.ep
+        self.hidden_size, self.num_routed = model["hidden_size"], model["num_experts"] * ep.size
+        described = {
+            "model": dict(model) | {"num_experts": self.num_routed},
+            "router": {"top_k": min(top_k, self.num_routed)},
+            "parallel": {"ep": ep.size, "tokens": tokens},
+        }
+        config = MoEConfig.parse(described, self.name).with_(**settings)
+        if config.kernel.prepare_finalize == "auto" and ep.size == 1:
+            config = config.with_(prepare_finalize="no_ep")  # the engine routes, and moves tokens if anyone does
+        self.decision: Decision = decide(config, dtype, device)
+        kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_routed, ep.size), device, ep, pool=pool))
+        assert isinstance(kernel, FusedMoEKernel)
+        if unregistered is not None:
+            kernel = FusedMoEKernel(kernel.prepare_finalize, unregistered(kernel.experts.context))
+        self.kernel, self.dtype = kernel, dtype
+        self.weights: Weights = kernel.experts.relayout(given)
+        transport = kernel.prepare_finalize
+        unmoved = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
+        self._routed = layer_call(kernel, self.weights, dtype=dtype) if unmoved else None
+        """The experts as one call on routed tokens; None where these move, are quantised, or the backend has none."""
+        exchanged = ep.size > 1 and not kernel.is_partial
+        self._exchange = layer_call(kernel, self.weights, dtype=dtype) if exchanged else None
+
+    def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+        if (
+            type(x_TH) is type(ids_TK) is type(weights_TK) is Tensor
+            and x_TH.layout is ids_TK.layout is weights_TK.layout is torch.strided
+            and x_TH.dtype is self.dtype
+            and x_TH.dim() == 2
+            and x_TH.shape[1] == self.hidden_size
+            and ids_TK.dim() == weights_TK.dim() == 2
+            and ids_TK.dtype in IDS
+            and ids_TK.shape[0] == x_TH.shape[0]
+            and weights_TK.dtype in FLOATS
+            and weights_TK.shape == ids_TK.shape
+            and weights_TK.device == ids_TK.device == x_TH.device
+            and not (x_TH.requires_grad or weights_TK.requires_grad or forward_ad._current_level >= 0)
+        ):
+            return
+        expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
+        expect_routing(x_TH, weights_TK, ids_TK, self.routing_names)
+        followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
+        if followed or has_tangent(x_TH) or has_tangent(weights_TK):
+            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
+
+    def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """(T, H) with weights and ids (T, K) to (T, H). It checks its arguments, so that graphs need no guards."""
+        plain = type(x_TH) is Tensor and x_TH.dtype is self.dtype and x_TH.layout is torch.strided and x_TH.dim() == 2
+        plain, wide_TK = plain and x_TH.shape[1] == self.hidden_size and x_TH.is_cpu, weights_TK
+        if plain and type(weights_TK) is Tensor and weights_TK.dtype in HALVES:
+            wide_TK = weights_TK.to(torch.float32)
+        fits = plain and can_be_called(x_TH, ids_TK, wide_TK)
+        if not fits or x_TH.requires_grad:
+            self._check(x_TH, weights_TK, ids_TK)
+        x_TH = x_TH.resolve_neg().contiguous()
+        if self._routed is not None and x_TH.is_cpu:
+            if not fits:
+                ids_TK, wide_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
+                ids_TK, wide_TK = ids_TK.resolve_neg(), wide_TK.resolve_neg()
+            if fits or can_be_called(x_TH, ids_TK, wide_TK):
+                return self._routed(x_TH, None, (ids_TK, wide_TK), Stage.PLACE, skip=True)
+        with torch.no_grad():
+            routing = routing_of(ids_TK, weights_TK, self.num_routed)
+            call, grid = self._exchange, self.grid
+            agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
+            if call is not None and agreed and call.is_ready(x_TH.shape[0]):
+                return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
+            return wait(self._steps(x_TH, routing)).to(self.dtype)
+
+    def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
+        grid, epochs = self.grid, self.grid.epochs
+        try:
+            yield from grid.agree(self.decision.notes)
+            y_TH = yield from self.kernel.steps(x_TH, routing, self.weights)
+            return (yield from grid.late_reduce(y_TH, self.kernel.spans, partial_over_ep=self.kernel.is_partial))
+        except BaseException as error:
+            grid.fail(error, epochs)
+            raise
+
+
+class EngineExperts(RankExperts):
     """The experts of one layer on one rank, with a selected backend and converted weights.
 
     Where the backend reads the engine's tensors directly, they must not be modified. Where it keeps a copy in its own
@@ -131,16 +257,16 @@ class EngineExperts:
             given = weights.experts()
         except (ShapeError, WeightError) as problem:
             raise type(problem)(f"{name}.{problem}") from None
-        experts, hidden, _ = weights.w2.shape
-        self.name, self.num_experts, self.hidden_size = name, int(experts), int(hidden)
-        stated = dict(settings or {})
-        self.grid = Grid(groups or ParallelGroups(), stated.get("timeout_s", DEFAULT_TIMEOUT_S), name)
-        ep, self.num_routed = self.grid.ep, self.num_experts * self.grid.ep.size
-        self.decision: Decision = select(_problem(name, weights, given.scheme, top_k, stated, ep.size))
-        kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_routed, ep.size), weights.w2.device, ep))
-        assert isinstance(kernel, FusedMoEKernel)
-        self.kernel, self.dtype = kernel, self.decision.problem.dtype.dtype
-        self.weights: Weights = kernel.experts.relayout(given)
+        settings = settings or {}
+        super().__init__(
+            given,
+            Grid(groups or ParallelGroups(), settings.get("timeout_s", DEFAULT_TIMEOUT_S), name),
+            weights.model(given.scheme) | {"name": name},
+            top_k=top_k,
+            dtype=weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16),
+            device=weights.w2.device,
+            settings=settings,
+        )
         in_use, self._given = storages_of(self.weights), weights.tensors
         self._unused = [t for t in weights.tensors if t.untyped_storage().data_ptr() not in in_use]
         is_copy = bool(weights.of) or any(t is weights.w13 or t is weights.w2 for t in self._unused)
@@ -151,8 +277,6 @@ class EngineExperts:
         elif self.copied_bytes:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
-        self._routed = direct_call(kernel, self.weights, self.dtype)
-        self._exchange = layer_call(kernel, self.weights, dtype=self.dtype) if ep.size > 1 else None
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property
@@ -216,62 +340,9 @@ class EngineExperts:
         out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
         return out
 
-    def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-        if (
-            type(x_TH) is type(ids_TK) is type(weights_TK) is Tensor
-            and x_TH.layout is ids_TK.layout is weights_TK.layout is torch.strided
-            and x_TH.dtype is self.dtype
-            and x_TH.dim() == 2
-            and x_TH.shape[1] == self.hidden_size
-            and ids_TK.dim() == weights_TK.dim() == 2
-            and ids_TK.dtype in IDS
-            and ids_TK.shape[0] == x_TH.shape[0]
-            and weights_TK.dtype in FLOATS
-            and weights_TK.shape == ids_TK.shape
-            and weights_TK.device == ids_TK.device == x_TH.device
-            and not (x_TH.requires_grad or weights_TK.requires_grad or forward_ad._current_level >= 0)
-        ):
-            return
-        expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
-        expect_routing(x_TH, "topk_ids", ids_TK, "topk_weights", weights_TK)
-        followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
-        if followed or has_tangent(x_TH) or has_tangent(weights_TK):
-            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
-
-    def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """The implementation of the operator. It checks its arguments, so that graphs need no guards for it."""
-        plain = type(x_TH) is Tensor and x_TH.dtype is self.dtype and x_TH.layout is torch.strided and x_TH.dim() == 2
-        fits = plain and x_TH.shape[1] == self.hidden_size and x_TH.is_cpu and can_be_called(x_TH, ids_TK, weights_TK)
-        if not fits or x_TH.requires_grad:
-            self._check(x_TH, weights_TK, ids_TK)
-        x_TH = x_TH.resolve_neg().contiguous()
-        if self._routed is not None and x_TH.is_cpu:
-            if not fits:
-                ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
-                ids_TK, weights_TK = ids_TK.resolve_neg(), weights_TK.resolve_neg()
-            if fits or can_be_called(x_TH, ids_TK, weights_TK):
-                return self._routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
-        with torch.no_grad():
-            here = (ids_TK >= 0) & (ids_TK < self.num_routed)
-            ids = torch.where(here, ids_TK, -1).to(torch.int32)
-            routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-            call, grid = self._exchange, self.grid
-            if call is not None and grid.agreed == grid.epochs and call.is_ready(len(ids)):
-                return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
-            return wait(self._steps(x_TH, routing)).to(self.dtype)
-
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
         wait(self.grid.recover())
-
-    def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-        epochs = self.grid.epochs
-        try:
-            yield from self.grid.agree(self.decision.notes)
-            return (yield from self.kernel.steps(x_TH, routing, self.weights))
-        except BaseException as error:
-            self.grid.fail(error, epochs)
-            raise
 
 
 EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
@@ -289,19 +360,12 @@ def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Rout
     return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
 
 
-def expect_routing(x_TH: Tensor, ids_name: str, ids_TK: Tensor, weights_name: str, weights_TK: Tensor) -> None:
-    """Raise ShapeError unless these are ids and weights of the tokens."""
-    expect(ids_name, ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
-    expect(weights_name, weights_TK, "T K", FLOATS, x_TH.device)
+def expect_routing(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, names: tuple[str, str]) -> None:
+    """Raise ShapeError unless these are weights and ids of the tokens. names: of the two arguments."""
+    expect(names[1], ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
+    expect(names[0], weights_TK, "T K", FLOATS, x_TH.device)
     if weights_TK.shape != ids_TK.shape:
-        raise ShapeError(f"{weights_name} is {tuple(weights_TK.shape)}, {ids_name} is {tuple(ids_TK.shape)}")
-
-
-def direct_call(kernel: FusedMoEKernel, weights: Weights, dtype: torch.dtype) -> LayerCall | None:
-    """The experts as one call on routed tokens; None where tokens move, are quantised, or the backend has none."""
-    context = kernel.prepare_finalize.context
-    direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
-    return layer_call(kernel, weights, dtype=dtype) if direct else None
+        raise ShapeError(f"{names[0]} is {tuple(weights_TK.shape)}, {names[1]} is {tuple(ids_TK.shape)}")
 
 
 class HeldExperts:
@@ -344,32 +408,3 @@ def _warn_of_copies(backend: str) -> None:
         "adapter's release_weights, frees the engine's",
         backend,
     )
-
-
-def _problem(
-    name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any], ep: int
-) -> Problem:
-    experts, hidden, inner = weights.w2.shape
-    dtype = plain(weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16))
-    quant: dict[str, Any] = {"weights": weights.quant or scheme.name, "activations": weights.tokens}
-    if weights.quant in BLOCK_KINDS:
-        quant["block"] = weights.block
-    if "ue8m0" in scheme.name:
-        quant["scale"] = "ue8m0"
-    model = {
-        "name": name,
-        "hidden_size": hidden,
-        "moe_intermediate_size": inner * scheme.per_byte,
-        "num_experts": experts * ep,
-        "activation": weights.activation,
-        "swiglu_limit": weights.limit,
-        "swiglu_alpha": weights.alpha,
-        "expert_bias": weights.w13_bias is not None,
-        "quant": quant,
-    }
-    router, parallel = {"top_k": min(top_k, experts * ep)}, {"ep": ep}
-    config = MoEConfig.parse({"model": model, "router": router, "parallel": parallel}, name)
-    moved_by_engine = {"prepare_finalize": "no_ep"} if ep == 1 else {}
-    config = config.with_(**(moved_by_engine | settings))
-    kernel, profile = config.kernel, profile_here(weights.w2.device)
-    return Problem(config, profile, dtype, kernel.max_num_tokens, installed(kernel.cache_dir))

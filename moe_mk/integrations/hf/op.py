@@ -11,9 +11,18 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.engine_experts import LORA, expect_routing, routing_of
+from moe_mk.integrations.engine_experts import LORA, expect_routing
 from moe_mk.integrations.hf.modules import tensors_of
-from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, held_plan, module_of, plan_of
+from moe_mk.integrations.hf.plan import (
+    NUMBER,
+    ModulePlan,
+    Settings,
+    check_settings,
+    enter,
+    held_plan,
+    module_of,
+    plan_of,
+)
 from moe_mk.layer.custom_op import is_untraced, like_first, refuse_gradients
 from moe_mk.shapes import expect
 from moe_mk.weights.packed_layouts import FLOATS
@@ -32,12 +41,7 @@ def _run(
     """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts are skipped."""
     module = module_of(number)
     check_tensors(module, tensors)
-    plan = plan_of(module, hidden_states.dtype, json.loads(settings))
-    y_TH = plan.direct(hidden_states, topk_ids, topk_weights)
-    if y_TH is not None:
-        return y_TH
-    routing = routing_of(topk_ids, topk_weights, plan.facts.num_experts)
-    return plan.run(hidden_states.contiguous(), routing)
+    return plan_of(module, hidden_states.dtype, json.loads(settings)).run(hidden_states, topk_weights, topk_ids)
 
 
 _LIBRARY.define(
@@ -70,16 +74,18 @@ class ExpertsFunction:
         **kwargs: object,
     ) -> Tensor:
         """(T, H) to (T, H). top_k_weights must be renormalised and scaled; they are not scaled again."""
-        if not (args or kwargs or torch.is_grad_enabled()) and is_untraced(hidden_states):
-            # The operator is for graphs and gradients; with its checks it costs as much as the router.
-            held = held_plan(module, hidden_states.dtype, self.settings)
-            y_TH = held.direct(hidden_states, top_k_index, top_k_weights) if held else None
-            if y_TH is not None:
-                return y_TH
+        # The operator is for graphs and gradients; with its checks it costs as much as the router.
+        is_plain = not (args or kwargs or torch.is_grad_enabled()) and is_untraced(hidden_states)
+        if is_plain and (held := held_plan(module, hidden_states.dtype, self.settings)) is not None:
+            return held.run(hidden_states, top_k_weights, top_k_index)
         if torch.compiler.is_compiling():  # no tables while tracing: the number 0 is rejected when the graph runs
             number = getattr(module, NUMBER, 0)
         else:
-            _check(module, hidden_states, top_k_index, top_k_weights, args, kwargs)
+            if args or kwargs:
+                what = f"{type(module).__name__} is called with more than tokens, ids and weights"
+                raise UnsupportedError(what, [f"{args} {kwargs}"])
+            expect("hidden_states", hidden_states, "T H", FLOATS)
+            expect_routing(hidden_states, top_k_weights, top_k_index, names=ModulePlan.routing_names)
             number = enter(module)
         tensors = tensors_of(module)
         out: Tensor = hf_experts(hidden_states, top_k_index, top_k_weights, tensors, number, self._settings_json)
@@ -93,17 +99,6 @@ def check_tensors(module: nn.Module, tensors: Sequence[Tensor]) -> None:
         raise UnsupportedError(
             f"this graph was compiled for another {type(module).__name__}", ["call prepare(model) on the copy first"]
         )
-
-
-def _check(
-    module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, args: Sequence[object], kwargs: object
-) -> None:
-    if args or kwargs:
-        raise UnsupportedError(
-            f"{type(module).__name__} is called with more than tokens, ids and weights", [f"{args} {kwargs}"]
-        )
-    expect("hidden_states", x_TH, "T H", FLOATS)
-    expect_routing(x_TH, "top_k_index", ids_TK, "top_k_weights", weights_TK)
 
 
 def fp8_registry() -> Any:

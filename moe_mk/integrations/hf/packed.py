@@ -335,5 +335,5 @@ def _described(model: nn.Module, module: nn.Module, facts: LayerFacts) -> dict[s
             **(_activation_of(module) or Act("silu")).settings(),
             "quant": {"weights": facts.kind, "down": facts.down or None},
         },
-        "router": {"top_k": top_k_of(owner, facts.num_experts), "has_correction_bias": False},
+        "router": {"top_k": min(top_k_of(owner), facts.num_experts), "has_correction_bias": False},
     }

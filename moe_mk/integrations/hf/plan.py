@@ -11,7 +11,8 @@ It is used for modules that no registered backend supports, and is never registe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -20,31 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.single import SingleRank
-from moe_mk.config.moe import KernelConfig, MoEConfig
-from moe_mk.config.problem import Problem
+from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import KernelConfig
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.residency import ResidencyPool
-from moe_mk.external.device import profile_here
-from moe_mk.external.library import installed
-from moe_mk.flight import wait
-from moe_mk.integrations.engine_experts import direct_call
+from moe_mk.integrations.engine_experts import RankExperts
 from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
-from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native.layer import LayerCall, Stage
-from moe_mk.layer.checks import FLOATS
-from moe_mk.layer.forward import can_be_called
-from moe_mk.oracle import Decision, select
-from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.layer.grid import Grid
 from moe_mk.oracle.decide import check_pins
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
-from moe_mk.shapes import expect
-from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.stamp import Stamp
@@ -123,27 +112,43 @@ Settings = Mapping[str, Any]
 class Ranks:
     """The ranks that share the experts, and whether all have the same tokens."""
 
-    comm: Communicator
+    grid: Grid
     replicated: bool = False
 
 
-ALONE = Ranks(SingleRank())
+ALONE = Ranks(Grid(ParallelGroups(), DEFAULT_TIMEOUT_S, ""))
 
 
-@dataclass(frozen=True)
-class ModulePlan:
-    """The decision and the converted weights of one module."""
+class ModulePlan(RankExperts):
+    """The experts of one module."""
 
-    facts: ModuleFacts
-    decision: Decision
-    kernel: FusedMoEKernel
-    weights: Weights
-    ranks: Ranks
-    dtype: torch.dtype
-    stamp: Stamp
-    settings: tuple[tuple[str, Any], ...]
-    routed: LayerCall | None
-    """The experts as one native call; None where they run stage by stage."""
+    routing_names = "top_k_weights", "top_k_index"
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> None:
+        """Select a backend and convert weights; raises UnsupportedError with every reason, before any work."""
+        self.facts, self.ranks, self.settings = (facts := facts_of(module)), ranks, dict(settings)
+        of_layer, pool = pooled(settings)
+        if pool is not None:
+            pool = _pools.setdefault(repr(settings), pool)
+        if not facts.canonical:
+            if (pin := of_layer.get("experts", "auto")) != "auto":
+                has = f"{facts.name} has {', '.join(facts.oddities)}"
+                raise UnsupportedError(f"{pin} cannot compute {facts.name}", [f"{has}; use experts='auto'"])
+            # Only the transport is needed; the reference works wherever torch does.
+            of_layer |= {"experts": "reference", "activations": "plain", "wire": "plain"}
+        super().__init__(
+            weights_of(module, facts),
+            ranks.grid,
+            model_settings(facts),
+            top_k=top_k_of(module),
+            dtype=dtype,
+            device=facts.device,
+            settings=of_layer,
+            tokens="replicated" if ranks.replicated else "sharded",
+            pool=pool,
+            unregistered=None if facts.canonical else partial(ModuleExperts, module=module, facts=facts),
+        )
+        self.stamp = Stamp(tensors_of(module))
 
     @property
     def experts(self) -> str:
@@ -153,36 +158,12 @@ class ModulePlan:
     def because(self) -> str:
         if self.facts.canonical:
             chosen, verdicts = self.decision.chosen, self.decision.verdicts
-            pin = dict(self.settings).get("experts", "auto")
+            pin = self.settings.get("experts", "auto")
             if pin != "auto":
                 return f"pinned by experts={pin!r}"
             able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
             return f"lowest cost of {len(able)} eligible" if len(able) > 1 else "the only eligible one"
         return f"the module has {', '.join(self.facts.oddities)}, which no registered backend reads"
-
-    def direct(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """(T, H) to (T, H) in one native call; None where the experts or the arguments need the stages or a check."""
-        if self.routed is None or x_TH.dtype is not self.dtype or x_TH.dim() != 2 or not x_TH.is_cpu:
-            return None
-        if (
-            x_TH.shape[1] != self.facts.hidden_size
-            or weights_TK.dtype not in FLOATS
-            or x_TH.layout is not torch.strided
-        ):
-            return None
-        x_TH, weights_TK = x_TH.contiguous(), weights_TK.to(torch.float32)
-        if not can_be_called(x_TH, ids_TK, weights_TK):
-            return None
-        return self.routed(x_TH, None, (ids_TK, weights_TK), Stage.PLACE, skip=True)
-
-    def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
-        """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
-        if x_TH.shape[1] != self.facts.hidden_size:
-            expect("hidden_states", x_TH, "T H", H=self.facts.hidden_size)
-        y_TH = wait(self.kernel.steps(x_TH, routing, self.weights))
-        if self.kernel.prepare_finalize.traits.partial:
-            y_TH = wait(self.ranks.comm.all_reduce(y_TH, "late reduce"))
-        return y_TH.to(x_TH.dtype)
 
 
 _numbers = count(1)
@@ -221,14 +202,14 @@ def plan_of(
     held = None if again else held_plan(module, dtype, settings, ranks)
     if held is not None:
         return held
-    _plans[module] = made = make_plan(module, dtype, settings, ranks)
+    _plans[module] = made = ModulePlan(module, dtype, settings, ranks)
     return made
 
 
 def held_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan | None:
     """The plan of a module if it has one and nothing that it depends on has changed."""
-    held, wanted = _plans.get(module), tuple(sorted(settings.items()))
-    same = held is not None and (held.dtype, held.settings, held.ranks) == (dtype, wanted, ranks)
+    held = _plans.get(module)
+    same = held is not None and (held.dtype, held.settings, held.ranks) == (dtype, settings, ranks)
     return held if held is not None and same and held.stamp.is_of(tensors_of(module)) else None
 
 
@@ -242,48 +223,8 @@ def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
     if plan.weights.layout in (CANONICAL, MAPPED):
         return False
     free_weights(module)
-    _plans[module] = replace(plan, stamp=Stamp(tensors_of(module)))
+    plan.stamp = Stamp(tensors_of(module))
     return True
-
-
-def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
-    """Select a backend and convert weights; raises UnsupportedError with every reason, before any work."""
-    facts, (of_layer, pool) = facts_of(module), pooled(settings)
-    decision = select(_problem(module, facts, dtype, of_layer, ranks))
-    expert_map = ExpertMap.linear(facts.num_experts * ranks.comm.size, ranks.comm.size)
-    if pool is not None:
-        pool = _pools.setdefault(repr(settings), pool)
-    parts = Parts(expert_map, facts.device, ranks.comm, pool=pool)
-    kernel = assemble(decision, parts)
-    assert isinstance(kernel, FusedMoEKernel)
-    if not facts.canonical:
-        kernel = FusedMoEKernel(kernel.prepare_finalize, ModuleExperts(kernel.experts.context, module, facts))
-    experts: FusedExperts = kernel.experts
-    laid_out = experts.relayout(weights_of(module, facts))
-    wanted, routed = tuple(sorted(settings.items())), direct_call(kernel, laid_out, dtype)
-    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, Stamp(tensors_of(module)), wanted, routed)
-
-
-def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:
-    num_experts = facts.num_experts * ranks.comm.size
-    described = {
-        "model": model_settings(facts) | {"num_experts": num_experts},
-        "router": {"top_k": top_k_of(module, num_experts)},
-        "parallel": {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"},
-    }
-    config = MoEConfig.parse(described, facts.name).with_(**settings)
-    if config.kernel.prepare_finalize == "auto" and ranks.comm.size == 1:
-        config = config.with_(prepare_finalize="no_ep")  # the model has its own router
-    if not facts.canonical:
-        if config.kernel.experts != "auto":
-            has = f"{facts.name} has {', '.join(facts.oddities)}"
-            raise UnsupportedError(
-                f"{config.kernel.experts} cannot compute {facts.name}", [f"{has}; use experts='auto'"]
-            )
-        # Only the transport is needed; the reference works wherever torch does.
-        config = config.with_(experts="reference", activations="plain", wire="plain")
-    kernel, profile = config.kernel, profile_here(facts.device)
-    return Problem(config, profile, plain(dtype), kernel.max_num_tokens, installed(kernel.cache_dir))
 
 
 def model_settings(facts: ModuleFacts) -> dict[str, Any]:
@@ -303,14 +244,14 @@ def model_settings(facts: ModuleFacts) -> dict[str, Any]:
     }
 
 
-def top_k_of(module: nn.Module, num_experts: int) -> int:
+def top_k_of(module: nn.Module) -> int:
     """Experts per token in the model's configuration; used for the cost estimate only."""
     config = getattr(module, "config", None)
     for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "top_k"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return min(value, num_experts)
-    return min(2, num_experts)
+            return value
+    return 2
 
 
 def pooled(settings: Settings) -> tuple[dict[str, Any], ResidencyPool | None]:

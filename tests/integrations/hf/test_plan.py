@@ -204,8 +204,8 @@ def test_a_model_whose_experts_are_not_dispatched_warns_when_it_is_built(recwarn
 
 def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     module, made = deepseek(), []
-    real = plans.make_plan
-    monkeypatch.setattr(plans, "make_plan", lambda *a, **k: made.append(1) or real(*a, **k))
+    real = plans.ModulePlan
+    monkeypatch.setattr(plans, "ModulePlan", lambda *a, **k: made.append(1) or real(*a, **k))
     with torch.no_grad():
         for seed in range(3):
             module(*tiny_call(seed=seed))

@@ -45,10 +45,8 @@ def test_every_experts_class_computes_what_its_own_forward_does(cls: type[nn.Mod
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, direct = plans.ModulePlan.run, plans.ModulePlan.direct
+    run = plans.ModulePlan.run
     monkeypatch.setattr(plans.ModulePlan, "run", lambda plan, *args: run(plan, *args) * 1.01)
-    times = lambda y_TH: None if y_TH is None else y_TH * 1.01  # noqa: E731
-    monkeypatch.setattr(plans.ModulePlan, "direct", lambda plan, *args: times(direct(plan, *args)))
 
 
 def halves_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
