@@ -1,17 +1,32 @@
-"""The placement in use: what ranks compare of it, and maps that cannot replace it."""
+"""The placement in use, calls while an expert has no live copy, and what is prepared of tensors that are replaced."""
 
 import gc
+import warnings
 import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from moe_mk import MoELayer, ParallelGroups
+from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, FallbackWarning, ShapeError
+from moe_mk.flight import Flight, interleave
+from moe_mk.kernels.native.layer import MOST_SIZES
+from moe_mk.kernels.native.prepared import RouteCall, RouteMode
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.layer.live import check_sizes
-from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.layer.serving_state import LostExperts
+from moe_mk.tokens import Routing
+from tests.layer import native
+from tests.layer.native import NEEDS_COMPILER
 from tests.support import layers as build
+from tests.support.layers import HIDDEN, config, tensors
+from tests.support.replaced import CHANGES
+from tests.support.tiers import quick_where
 
 TWICE = ((0, 1, 2), (3, 0))
 
@@ -58,3 +73,200 @@ def test_a_layer_that_was_changed_is_freed_with_its_last_reference() -> None:
         assert last() is None, "a cycle would keep the weights of a replaced layer until the next collection"
     finally:
         gc.enable()
+
+
+EXPERTS, TOP_K = 4, 2
+LOST = ExpertMap(((0, 1), (3,)), EXPERTS, (1.0, 1.0, 1.0), frozenset({2}))
+
+
+def tokens(rank: int = 0) -> Tensor:
+    return torch.randn(12, build.HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def ranks(policy: str, **settings: object) -> list[MoELayer]:
+    """Two ranks in lockstep, of which expert 2 has been lost."""
+    layers = [
+        build.layer(EXPERTS, TOP_K, ParallelGroups(ep=comm), on_lost_expert=policy, **settings)
+        for comm in LockstepWorld(2).communicators()
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for layer in layers:
+            layer.live.set_placement(LOST)
+    return layers
+
+
+def written_down(x_TH: Tensor, routing: Routing) -> Tensor:
+    """Every token on its own, in f64."""
+    weights = {name: t.double() for name, t in build.tensors(EXPERTS).items()}
+    y_TH = torch.zeros_like(x_TH, dtype=torch.float64)
+    for t, (ids, parts) in enumerate(zip(routing.ids_TK.tolist(), routing.weights_TK.tolist(), strict=True)):
+        for expert, part in zip(ids, parts, strict=True):
+            if expert >= 0:
+                y_TH[t] += part * build.mlp(x_TH[t].double(), weights, f"experts.{expert}")
+    return y_TH
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "one_sided", "all_gather"])
+def test_every_rank_refuses_every_call_before_a_token_travels(transport: str) -> None:
+    layers = ranks("raise", prepare_finalize=transport)
+    for layer in layers:
+        # Tokens of rank 0 alone may want the lost expert: the decision does not depend on the routing.
+        layer.router = lambda logits, bias: Routing(torch.zeros(12, 2, dtype=torch.int32), torch.ones(12, 2))
+    for _ in range(2):
+        ended = ends([layer.steps(tokens(rank)) for rank, layer in enumerate(layers)])
+        assert [error.experts for error in ended] == [(2,), (2,)]
+        assert "expert 2 has no live copy" in str(ended[0]) and "rank_lost()" in str(ended[0])
+    sent = layers[0].ep.traffic.bytes_by_phase
+    assert set(sent) <= {"agreement"} and layers[0].report().stages == ()
+
+
+def ends(flights: list[Flight[Tensor]]) -> list[LostExpertError]:
+    """How each rank's call ends, hop by hop together."""
+    found: dict[int, LostExpertError] = {}
+    while len(found) < len(flights):
+        for rank, flight in enumerate(flights):
+            if rank not in found:
+                try:
+                    next(flight)
+                except LostExpertError as error:
+                    found[rank] = error
+    return [found[rank] for rank in range(len(flights))]
+
+
+@pytest.mark.parametrize("policy", ["drop", "renormalise"])
+def test_the_rest_is_served_and_what_was_left_out_is_counted(policy: str) -> None:
+    layers = ranks(policy)
+    routings = [layer.route(tokens(rank)) for rank, layer in enumerate(layers)]
+    outputs = interleave([layer.steps(tokens(rank)) for rank, layer in enumerate(layers)])
+    for rank, (layer, routing) in enumerate(zip(layers, routings, strict=True)):
+        lost_TK = routing.ids_TK == 2
+        assert lost_TK.any() and not lost_TK.any(1).all()
+        weights_TK = routing.weights_TK.double().masked_fill(lost_TK, 0.0)
+        if policy == "renormalise":
+            weights_TK *= (routing.weights_TK.double().sum(1) / weights_TK.sum(1))[:, None]
+        wanted = written_down(tokens(rank), Routing(routing.ids_TK.masked_fill(lost_TK, -1), weights_TK))
+        torch.testing.assert_close(outputs[rank].double(), wanted, rtol=1e-5, atol=1e-5)
+        report = layer.report()
+        assert report.lost_experts == (2,) and report.on_lost_expert == policy
+        assert report.dropped_assignments == int(lost_TK.sum())
+        assert report.as_dict()["dropped_assignments"] == int(lost_TK.sum())
+        assert f"on_lost_expert = {policy}, {int(lost_TK.sum())} assignments left out" in str(report)
+        layer.reset_report()
+        assert layer.report().dropped_assignments == 0
+
+
+def test_tokens_without_a_lost_expert_keep_their_weights_to_the_bit() -> None:
+    lost = ranks("renormalise")[0].state.lost
+    assert lost is not None
+    routing = Routing(
+        torch.tensor([[0, 1], [2, 3], [2, -1], [3, -1]], dtype=torch.int32),
+        torch.tensor([[0.3, 0.1], [0.3, 0.1], [0.7, 9.0], [0.2, 9.0]]),
+    )
+    counter = torch.zeros((), dtype=torch.int64)
+    left = lost.leave_out(routing, counter)
+    assert left.ids_TK.tolist() == [[0, 1], [-1, 3], [-1, -1], [3, -1]] and counter == 2
+    assert torch.equal(left.weights_TK[[0, 3]], routing.weights_TK[[0, 3]])
+    assert left.weights_TK[1, 1] == pytest.approx(0.4)
+    assert left.weights_TK.isfinite().all()  # of the third token nothing is left
+
+
+def test_the_first_and_the_last_expert_can_be_lost() -> None:
+    lost = LostExperts("a layer", "renormalise", (0, 3), torch.tensor([True, False, False, True]))
+    ids_TK = torch.tensor([[0, 1], [1, 2], [1, -1], [3, 2]], dtype=torch.int32)
+    counter = torch.ones((), dtype=torch.int64)
+    left = lost.leave_out(Routing(ids_TK, torch.full((4, 2), 0.25)), counter)
+    assert left.ids_TK.tolist() == [[-1, 1], [1, 2], [1, -1], [-1, 2]] and counter == 3
+    assert left.weights_TK.tolist() == [[0.0, 0.5], [0.25, 0.25], [0.25, 0.25], [0.0, 0.5]]
+
+
+def test_one_warning_a_loss_and_none_where_calls_raise() -> None:
+    layer = build.layer(EXPERTS, TOP_K, on_lost_expert="drop")
+    alone = ExpertMap(((0, 1, 3),), EXPERTS, (1.0, 1.0, 1.0), frozenset({2}))
+    with pytest.warns(FallbackWarning, match="expert 2 has no live copy; parallel.on_lost_expert = drop"):
+        layer.live.set_placement(alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(tokens())
+        layer.live.set_placement(alone)
+        refusing = build.layer(EXPERTS, TOP_K)
+        refusing.live.set_placement(alone)
+    with pytest.raises(LostExpertError, match="expert 2 has no live copy"):
+        refusing(tokens())
+    with pytest.raises(LostExpertError):
+        refusing.forward_routed(tokens(), torch.ones(12, 2), torch.zeros(12, 2, dtype=torch.int64))
+
+
+@NEEDS_COMPILER
+def test_a_forward_in_one_native_call_is_refused_as_well(tmp_path: Path) -> None:
+    layer = native.built(native.written(tmp_path))
+    x_TH = torch.randn(5, native.HIDDEN).bfloat16()
+    layer(x_TH)
+    assert layer.prepare().call is not None
+    kept = tuple(range(1, native.EXPERTS))
+    layer.live.set_placement(ExpertMap((kept,), native.EXPERTS, (1.0,) * len(kept), frozenset({0})))
+    with pytest.raises(LostExpertError, match="expert 0 has no live copy"):
+        layer(x_TH)
+
+
+BACKENDS = [("torch_cpu", "fp32"), pytest.param("cpu_native", "bf16", marks=NEEDS_COMPILER)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load(experts: str, quant: str, given: dict[str, Tensor], **settings: object) -> MoELayer:
+    settings = {"has_correction_bias": True, "experts": experts, "quant": {"weights": quant}} | settings
+    return MoELayer(config(8, 2, **settings), dtype=DTYPES[quant]).load_weights(given)
+
+
+def results(layer: MoELayer, x_TH: Tensor) -> list[Tensor]:
+    """Every way to call it; the first of each kind prepares, the second uses that."""
+    found = []
+    for _ in range(2):
+        routing = layer.route(x_TH)
+        found += [routing.ids_TK, routing.weights_TK, layer(x_TH), layer(x_TH[:1])]
+        found += [layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)]
+    return found
+
+
+@pytest.mark.parametrize("fused_router", quick_where(bool, [True, False]))
+@pytest.mark.parametrize("name", ["weight_EH", "bias_E"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("experts,quant", BACKENDS)
+def test_gate_and_bias_are_those_of_now(experts: str, quant: str, change: str, name: str, fused_router: bool) -> None:
+    given = tensors(8, bias=True, dtype=DTYPES[quant])
+    layer, x_TH = load(experts, quant, given, fused_router=fused_router), torch.randn(6, HIDDEN).to(DTYPES[quant])
+    call = partial(results, layer, x_TH)
+    before = call()
+    held = getattr(layer.state.backends.gate, name)
+    values = (-held).detach().clone()
+    CHANGES[change](layer.state.backends.gate, name, values, call)
+    key = {"weight_EH": "gate.weight", "bias_E": "gate.e_score_correction_bias"}[name]
+    fresh = load(experts, quant, {**given, key: values}, fused_router=fused_router)
+    for got, wanted in zip(call(), results(fresh, x_TH), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2**-6, atol=1e-2)  # a strided gate is summed in another order
+    assert not torch.equal(before[0], call()[0])
+
+
+@NEEDS_COMPILER
+def test_arguments_of_a_prepared_call_are_kept_for_a_bounded_number_of_sizes() -> None:
+    layer = load("cpu_native", "bf16", tensors(8, bias=True, dtype=torch.bfloat16), max_num_tokens=1024)
+    x_TH = torch.randn(MOST_SIZES + 8, HIDDEN).bfloat16()
+    routing, wanted_TH = layer.route(x_TH), layer(x_TH)
+    for rows in range(1, len(x_TH)):
+        assert torch.equal(layer(x_TH[:rows]), wanted_TH[:rows])
+        layer.forward_routed(x_TH[:rows], routing.weights_TK[:rows], routing.ids_TK[:rows])
+    assert layer._prepared is not None
+    call: Any
+    for call in (layer._prepared.call, layer._prepared.alone):  # as where a tuned file has kernels by rows
+        for rows in range(1, len(x_TH)):
+            call._block_at(rows)
+            assert 0 < len(call._of_rows) <= MOST_SIZES
+
+
+@NEEDS_COMPILER
+def test_a_prepared_call_refuses_a_gate_and_a_bias_with_strides() -> None:
+    dense_EH, bias_E = torch.randn(8, 16), torch.randn(8)
+    wide_EH, wide_E = torch.randn(8, 32)[:, ::2], torch.randn(16)[::2]
+    for gate_EH, bias in ((wide_EH, bias_E), (dense_EH, wide_E), (wide_EH, None)):
+        with pytest.raises(ShapeError, match=r"cpu route: strides .* expected contiguous ones"):
+            RouteCall(loaded(), gate_EH, bias, RouteMode(2))

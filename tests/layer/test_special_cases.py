@@ -1,13 +1,15 @@
-"""Layers whose output is known without a router: one expert, all experts, none but the shared ones."""
+"""Layers whose output is known without a router: one expert, all experts, none but the shared ones; one by its name."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import MoELayer
+from moe_mk import DeepseekV3MoE, MoELayer
 from moe_mk.weights.expert_weights import SlotWeights
+from tests.support import layers as build
 from tests.support.layers import HIDDEN, config, layer, mlp, tensors
 
 EXPERTS = ["reference", "torch_cpu"]
@@ -78,3 +80,13 @@ def test_with_silent_routed_experts_the_output_is_the_shared_block(x_TH: Tensor,
     silent = {n: torch.zeros_like(t) if n.startswith("experts.") else t for n, t in weights.items()}
     made = MoELayer(config(4, 2, experts=experts, num_shared_experts=1), dtype=torch.float32).load_weights(silent)
     assert torch.equal(made(x_TH), mlp(x_TH, weights, "shared_experts"))
+
+
+def test_a_configuration_and_a_file_of_it_build_the_same_layer(tmp_path: Path) -> None:
+    config = build.config(4, 2, routed_scaling_factor=2.5)
+    file = tmp_path / "layer.json"
+    file.write_text(config.model_dump_json(), encoding="utf-8")
+    for given in (config, file, str(file)):
+        layer = DeepseekV3MoE.from_config(given, name="mlp 3")
+        assert type(layer) is DeepseekV3MoE and layer.name == "mlp 3" and layer.config.model == config.model
+        assert layer.config.router == config.router

@@ -1,4 +1,4 @@
-"""The public grouped top-k: what it chooses, what it weighs, and agreement with transformers."""
+"""The public grouped top-k: what it chooses and weighs, as transformers does, for any tensor; what does not fit."""
 
 import math
 
@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.plan.affinity import nodes_per_token
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router import grouped_topk, topk
+from moe_mk.router.topk import group_problems
 from tests.support.draws import normal, seeded
 
 
@@ -183,3 +185,110 @@ def test_tokens_visit_no_more_nodes_than_groups_are_kept(seed: int, kept: int, t
     _, free = grouped_topk(logits, 8, 1, 1, "sigmoid", bias)
     if tokens > 100 and slope == 0 and kept <= 2:
         assert nodes_per_token(free.numpy().astype(np.int64), node_E) > kept
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_a_token_is_routed_alike_alone_and_in_any_batch(scoring: str) -> None:
+    logits, bias = normal(75, 42), normal(42, seed=5) / 9
+    weights, ids = grouped_topk(logits, 5, 6, 3, scoring, bias, True, 2.5)
+    for t in range(75):
+        alone_weights, alone_ids = grouped_topk(logits[t : t + 1], 5, 6, 3, scoring, bias, True, 2.5)
+        assert torch.equal(alone_ids[0], ids[t]) and torch.equal(alone_weights[0], weights[t])
+
+
+def test_no_tokens_give_an_empty_routing() -> None:
+    weights, ids = grouped_topk(torch.empty(0, 16, dtype=torch.float32), 4, 4, 2, e_score_correction_bias=normal(16))
+    assert weights.shape == ids.shape == (0, 4)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+
+
+def test_strided_logits_route_like_their_copy_and_nothing_is_mutated() -> None:
+    wide, bias = normal(32, 64), normal(32, seed=5)
+    logits, before = wide.T[::2, :].T[:, :32].T, wide.clone()
+    assert logits.shape == (32, 32) and not logits.is_contiguous()
+    for scoring in ("sigmoid", "softmax"):
+        ours, theirs = (grouped_topk(x, 6, 8, 3, scoring, bias) for x in (logits, logits.contiguous()))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert torch.equal(wide, before) and torch.equal(bias, normal(32, seed=5))
+
+
+def test_host_defaults_for_dtype_and_device_change_nothing() -> None:
+    logits, bias = normal(32, 32), normal(32, seed=5)
+    expected = grouped_topk(logits, 6, 8, 3, "sigmoid", bias, True, 2.5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            ours = grouped_topk(logits, 6, 8, 3, "sigmoid", bias, True, 2.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+def test_meta_logits_give_a_meta_routing() -> None:
+    weights, ids = grouped_topk(torch.empty(7, 32, dtype=torch.float32, device="meta"), 6, 8, 3)
+    assert (weights.device.type, weights.shape, ids.shape) == ("meta", (7, 6), (7, 6))
+
+
+def test_a_compiler_traces_it_whole_for_any_number_of_tokens() -> None:
+    compiled = torch.compile(grouped_topk, fullgraph=True, backend="eager", dynamic=True)
+    bias = normal(32, seed=5)
+    for num_tokens in (3, 8):
+        logits = normal(num_tokens, 32)
+        ours, theirs = (f(logits, 6, 8, 3, "sigmoid", bias, True, 2.5) for f in (compiled, grouped_topk))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_gradients_reach_the_logits_of_chosen_experts_only() -> None:
+    logits = normal(8, 16).requires_grad_()
+    weights, ids = grouped_topk(logits, 3, 4, 2, "sigmoid", normal(16, seed=5), renormalize=False)
+    (gradient,) = torch.autograd.grad(weights.sum(), logits)
+    chosen = torch.zeros(8, 16, dtype=torch.bool).scatter_(1, ids.long(), True)
+    assert torch.equal(gradient != 0, chosen)
+
+
+def test_problems_at_the_edges() -> None:
+    assert group_problems(12, 12, 4, 4) == group_problems(12, 6, 4, 2) == group_problems(12, 1, 12, 1) == []
+    for top_k, both in ((12, False), (13, True), (1, False), (0, True)):  # 8 groups do not divide 12 experts
+        assert len(group_problems(12, top_k, 8, 4)) == 1 + both
+    for sizes in ((12, 7, 4, 2), (12, 1, 4, 5), (12, 1, 4, 0), (12, 1, 13, 1)):
+        assert len(group_problems(*sizes)) == 1 + (sizes == (12, 1, 4, 0)), sizes
+
+
+def test_numbers_that_do_not_fit_are_named_with_the_way_out() -> None:
+    logits = normal(2, 12)
+    with pytest.raises(ConfigError, match=r"num_expert_group=8 does not divide E=12 experts; use num_expert_group=6"):
+        grouped_topk(logits, 2, 8, 4)
+    with pytest.raises(ConfigError, match=r"topk_group=5 of num_expert_group=4 groups.*use topk_group in \[1, 4\]"):
+        grouped_topk(logits, 2, 4, 5)
+    with pytest.raises(
+        ConfigError, match=r"top_k=8 .*topk_group=2 groups of 3 experts = 6 selectable.*topk_group >= 3"
+    ):
+        grouped_topk(logits, 8, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=12 .* = 6 selectable; .* or topk_group >= 4$"):
+        grouped_topk(logits, 12, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=13 .*use top_k in \[1, 6\]$"):
+        grouped_topk(logits, 13, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=0 "):
+        grouped_topk(logits, 0, 4, 2)
+    with pytest.raises(ConfigError, match=r"num_expert_group=0 does not divide"):
+        grouped_topk(logits, 2, 0, 1)
+    with pytest.raises(ConfigError, match=r"top_k=1 .*E=0"):
+        grouped_topk(torch.empty(2, 0, dtype=torch.float32), 1, 1, 1)
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'sigmoid'.*routed_scaling_factor=nan.*does not divide E=12"):
+        grouped_topk(normal(2, 12), 2, 8, 4, "sigmod", routed_scaling_factor=math.nan)
+
+
+def test_wrong_tensors_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"router_logits has 1 dimensions"):
+        grouped_topk(normal(8), 2, 4, 2)
+    with pytest.raises(ShapeError, match=r"router_logits has dtype torch.int64"):
+        grouped_topk(torch.zeros(2, 8, dtype=torch.int64), 2, 4, 2)
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias has E=7 \(axis 0\), expected E=8"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=normal(7))
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias has dtype torch.int32"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias is on meta"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.empty(8, dtype=torch.float32, device="meta"))

@@ -1,13 +1,19 @@
-"""Who uses the waiting time, seen in the order of events; and that it changes no result."""
+"""Overlap of one flight with other work: computations, other flights, and whatever runs between hook and receive."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from moe_mk import CommError
 from moe_mk.flight import Flight, InFlight, interleave
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.transports import virtual_groups
-from moe_mk.runner import alongside, run_alone, run_dual, run_with
-from tests.support.layers import HIDDEN, layer
+from moe_mk.runner import AsyncResult, alongside, finalize_async, prepare_async, run_alone, run_dual, run_with
+from moe_mk.runner.overlap import ReceivedTwice
+from moe_mk.weights.expert_weights import Weights
+from tests.support import layers as build
+from tests.support.formats import EXPERTS, FORMATS, HIDDEN, TOP_K, kernels_of
 
 
 def journey(name: str, events: list[str]) -> Flight[str]:
@@ -72,14 +78,14 @@ def test_what_fails_in_a_flight_reaches_the_caller() -> None:
 
 @pytest.fixture
 def x_TH() -> Tensor:
-    return torch.randn(11, HIDDEN)
+    return torch.randn(11, build.HIDDEN)
 
 
 @pytest.mark.row(94)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("cuts", [(11,), (5, 6), (0, 11), (1, 4, 6), (3, 0, 8, 0)])
 def test_any_number_of_micro_batches_gives_what_one_gives(x_TH: Tensor, ep: int, cuts: tuple[int, ...]) -> None:
-    layers = [layer(8, 2, groups, num_shared_experts=1, experts="reference") for groups in virtual_groups(ep)]
+    layers = [build.layer(8, 2, groups, num_shared_experts=1, experts="reference") for groups in virtual_groups(ep)]
     whole = interleave([one.steps(x_TH) for one in layers])
     parts = x_TH.split(list(cuts))
     alone = [interleave([one.steps(part) for one in layers]) for part in parts]
@@ -96,7 +102,9 @@ def test_any_number_of_micro_batches_gives_what_one_gives(x_TH: Tensor, ep: int,
 @pytest.mark.parametrize("transport", ["auto", "inside"])
 def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: int, transport: str) -> None:
     events: list[str] = []
-    layers = [layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)]
+    layers = [
+        build.layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)
+    ]
     first = layers[0]
     assert first.state.backends.shared is not None
     first.state.backends.shared.experts.run = noted(first.state.backends.shared.experts.run, "shared", events)  # type: ignore[method-assign]
@@ -117,7 +125,7 @@ def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: in
     start = events.index("shared")
     assert events[start : start + 2] == ["shared", "dispatch..."], "before the flight yields, so no rank waits for it"
     assert events.index("experts") > start and events.count("shared") == 1
-    torch.testing.assert_close(got, layer(8, 2, num_shared_experts=1)(x_TH), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(got, build.layer(8, 2, num_shared_experts=1)(x_TH), atol=1e-6, rtol=1e-6)
 
 
 def noted(call: object, name: str, events: list[str]) -> object:
@@ -133,3 +141,107 @@ def test_a_flight_with_other_work_is_itself_a_flight() -> None:
     both = [alongside(journey(name, events), lambda name=name: events.append(f"{name} shared")) for name in "ab"]  # type: ignore[misc]
     assert [name for name, _ in run_dual(both)] == ["a", "b"]
     assert events[:4] == ["a out", "a shared", "b out", "b shared"]
+
+
+FP8 = next(form for form in FORMATS if form.activations == "checkpoint")
+
+
+def counting(events: list[str]) -> Flight[str]:
+    events.append("posted")
+    yield InFlight("dispatch counts")
+    events.append("counts here")
+    yield InFlight("dispatch")
+    events.append("rows here")
+    return "tokens"
+
+
+def test_posting_happens_at_the_call_and_waiting_in_the_hook() -> None:
+    events: list[str] = []
+    result = AsyncResult(counting(events))
+    assert events == ["posted"]
+    result.hook()
+    assert events == ["posted", "counts here", "rows here"]
+    result.hook()
+    result.hook()
+    assert events == ["posted", "counts here", "rows here"], "a second hook is harmless"
+    assert result.receive() == "tokens"
+
+
+def test_the_receiver_waits_if_nobody_called_the_hook() -> None:
+    events: list[str] = []
+    assert AsyncResult(counting(events)).receive() == "tokens"
+    assert events[-1] == "rows here"
+
+
+@pytest.mark.row(92)
+def test_receiving_twice_is_an_error_of_its_own() -> None:
+    result = AsyncResult(counting([]))
+    result.receive()
+    with pytest.raises(ReceivedTwice, match="already received; keep the result of the first call"):
+        result.receive()
+    result.hook()
+
+
+def test_a_flight_that_lands_at_once_is_a_half_as_well() -> None:
+    def nothing_to_wait_for() -> Flight[int]:
+        return 7
+        yield
+
+    result = AsyncResult(nothing_to_wait_for())
+    result.hook()
+    assert result.receive() == 7
+
+
+def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
+    def lost() -> Flight[None]:
+        yield InFlight("dispatch")
+        raise CommError("is dead", rank=0, phase="dispatch", peer=1)
+
+    result = AsyncResult(lost())
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is dead"):
+        result.hook()
+
+
+def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, Weights, Tensor]]:
+    x = [torch.randn(count, HIDDEN).to(torch.bfloat16) for count in case.num_tokens]
+    made = kernels_of(FP8, transport, case.expert_map)
+    return [(kernel, weights, x_TH) for (kernel, weights), x_TH in zip(made, x, strict=True)]
+
+
+@pytest.mark.row(86, 92)
+@pytest.mark.parametrize("ranks,transport", [(1, "no_ep")])
+@pytest.mark.parametrize("number", range(13))
+def test_halves_and_stages_by_hand_equal_the_whole_forward_bit_for_bit(ranks: int, transport: str, number: int) -> None:
+    case = hostile_routings(ranks, num_experts=EXPERTS, top_k=TOP_K)[number]
+    ((kernel, weights, x_TH),) = kernels(case, transport)
+    (expected,) = interleave([kernel.steps(x_TH, case.routings[0], weights)])
+    out = prepare_async(kernel.prepare_finalize, x_TH, case.routings[0])
+    out.hook()
+    tokens = out.receive()
+    combined = finalize_async(kernel.prepare_finalize, kernel.multiply(tokens, weights), tokens)
+    assert torch.equal(combined.receive(), expected)
+
+
+@pytest.mark.row(92)
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: str) -> None:
+    # Two ranks in one thread: each result is advanced in turn, one yield point at a time, as in two processes.
+    case = next(c for c in hostile_routings(2, num_experts=EXPERTS, top_k=TOP_K) if c.name == "replicas")
+    ranks = kernels(case, transport)
+    expected = interleave([k.steps(x, r, w) for (k, w, x), r in zip(ranks, case.routings, strict=True)])
+    out = [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
+    hook_in_turn(out)
+    tokens = [result.receive() for result in out]
+    combined = [
+        finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)
+    ]
+    hook_in_turn(combined)
+    for result, y_TH in zip(combined, expected, strict=True):
+        assert torch.equal(result.receive(), y_TH)
+
+
+def hook_in_turn(results: list[AsyncResult]) -> None:  # type: ignore[type-arg]
+    while not all(result._done for result in results):
+        for result in results:
+            if not result._done:
+                result._advance()

@@ -1,19 +1,30 @@
-"""Workers on a device: each on its own stream, every step after the marks of what it needs, the caller after all."""
+"""Workers of tiles: threads over processes, and on a device streams, whose steps wait for marks of what they need."""
 
+import os
 import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.errors import CommError
 from moe_mk.external.device import Queues
-from moe_mk.flight import wait
+from moe_mk.flight import Flight, wait
 from moe_mk.lab.testing.cases import hostile_routings
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.lab.testing.transports import NO_WEIGHTS
-from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, on_workers, plan_for
+from moe_mk.runner import MicroBatch, StageLink, TilePlan, TileRecord, TileWork, cut, on_workers, plan_for
+from moe_mk.runner.tiled_kernel import TiledKernel
 from tests.runner.named_workers import NamedWorkers
-from tests.runner.tile_ranks import Ranks, no_thread_is_left
+from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
+from tests.support.worlds import world_of
 
 
 class Listed(NamedWorkers):
@@ -94,3 +105,123 @@ def test_outputs_of_several_batches_are_those_of_one_after_the_other(name: str) 
 
     model.each(both, model.layers, range(2))
     assert no_thread_is_left()
+
+
+EXPERTS, HIDDEN, INNER, TOKENS, TIMEOUT_S = 8, 128, 64, 24, 3.0
+CASES = [(transport, who) for transport in ("all_to_all", "one_sided", "all_gather") for who in ("turns", "thread")]
+
+
+def built(rank: int, **settings: object) -> MoELayer:
+    """A layer of bf16 experts that give a row the same bits in any batch."""
+    model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_shared_experts": 1}
+    data = {"model": {**model, "quant": {"weights": "bf16"}}, "router": {"top_k": 3}}
+    config = MoEConfig.parse(data, "a test").with_(batch_invariant=True, max_num_tokens=TOKENS, **settings)
+    made = MoELayer(config, dtype=torch.bfloat16, groups=ParallelGroups(ep=dist.group.WORLD))
+    draw = torch.Generator().manual_seed(5)
+    blocks = [*(f"experts.{expert}" for expert in range(EXPERTS)), "shared_experts"]
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    tensors = {"gate.weight": torch.randn((EXPERTS, HIDDEN), generator=draw).to(torch.bfloat16)}
+    for block in blocks:
+        for name, shape in shapes.items():
+            tensors[f"{block}.{name}.weight"] = (torch.randn(shape, generator=draw) / 8).to(torch.bfloat16)
+    return made.load_weights(tensors)
+
+
+def tokens(rank: int, count: int) -> torch.Tensor:
+    return torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+
+
+def same_bits(rank: int, transport: str, who: str) -> bool:
+    """Uneven ranks, an idle one, fewer tokens than tiles: bit for bit what the layer gives whole."""
+    whole = built(rank, prepare_finalize=transport)
+    tiled = built(rank, prepare_finalize=transport, tiles=4, tile_carrier=who)
+    assert isinstance(tiled.kernel, TiledKernel)
+    return all(
+        torch.equal(whole(x_TH), tiled(x_TH))
+        for x_TH in (tokens(rank, count) for count in (TOKENS, (0, 3)[rank], (13, 0)[rank], 0))
+    )
+
+
+def overlapped(rank: int, transport: str) -> list[list[str]]:
+    """Pairs that were under way at once, by the order of events. M0 ends only with D1, and M2 only with C1."""
+    whole, record = built(rank, prepare_finalize=transport), TileRecord()
+    first, second = Meeting(2), Meeting(2)
+    tiled = in_tiles(
+        whole.kernel, 4, executor="thread", record=record,  # type: ignore[arg-type]
+        experts=MeetingExperts(whole.kernel.experts, {"M0": first, "M2": second}),
+        prepare_finalize=Rendezvous(whole.kernel.prepare_finalize, {"D1": first, "C1": second}),  # type: ignore[union-attr]
+    )  # fmt: skip
+    x_TH = tokens(rank, TOKENS)
+    wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.laid_out))
+    return [list(pair) for pair in both_ways(record)]
+
+
+def sends_onward(rank: int, transport: str) -> bool:
+    """Rank 0 sends finished tiles over a group of their own while both go on with theirs; rank 1 has them all."""
+    whole = built(rank, prepare_finalize=transport)
+    link = StageLink(DistributedCommunicator(dist.new_group([0, 1]), timeout_s=20.0))
+    x_TH, arrived = tokens(rank, TOKENS), []
+
+    def receive(tile: int, y_XH: torch.Tensor) -> Flight[None]:
+        arrived.append((yield from link.receive(len(y_XH), HIDDEN, torch.bfloat16, torch.device("cpu"))))
+
+    onward = receive if rank else link.send
+    tiled = in_tiles(whole.kernel, 4, executor="thread", onward=onward)  # type: ignore[arg-type]
+    y_TH = wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.laid_out))
+    dist.broadcast(first_TH := y_TH.clone(), 0)
+    return torch.equal(torch.cat(arrived) if rank else y_TH, first_TH) and len(arrived) == 4 * rank
+
+
+def left_alone(rank: int, transports: list[str]) -> list[tuple[str, float, int]]:
+    """Rank 1 dies after a whole call of each layer; rank 0 calls again: what it met, when, threads that are left."""
+    settings = {"tiles": 4, "tile_carrier": "thread", "timeout_s": TIMEOUT_S}
+    layers = [built(rank, prepare_finalize=transport, **settings) for transport in transports]
+    x_TH = tokens(rank, TOKENS)
+    for layer in layers:
+        layer(x_TH)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+    if rank == 1:
+        os._exit(9)
+    return [met(layer, x_TH) for layer in layers]
+
+
+def met(layer: MoELayer, x_TH: torch.Tensor) -> tuple[str, float, int]:
+    """What a survivor hears, after how long, and how many threads are left then."""
+    began, stated = time.monotonic(), "no error"
+    try:
+        layer(x_TH)
+    except CommError as error:
+        stated = str(error)
+    left = sum(thread.name.startswith("tiles") for thread in threading.enumerate())
+    return stated, time.monotonic() - began, left
+
+
+world = world_of(2)
+
+
+@pytest.mark.row(42)
+@pytest.mark.parametrize("transport,who", CASES)
+def test_bits_are_those_of_a_whole_call(world: RankWorld, transport: str, who: str) -> None:
+    assert world.call(same_bits, transport, who) == [True, True]
+
+
+@pytest.mark.row(42)
+@pytest.mark.parametrize("transport", ["all_to_all", "one_sided"])
+def test_the_second_tile_travels_while_the_first_is_multiplied(world: RankWorld, transport: str) -> None:
+    for pairs in world.call(overlapped, transport):
+        assert ["D1", "M0"] in pairs and ["C1", "M2"] in pairs
+
+
+@pytest.mark.row(42)
+@pytest.mark.parametrize("transport", ["all_to_all", "one_sided"])
+def test_tiles_go_on_over_another_group_meanwhile(world: RankWorld, transport: str) -> None:
+    assert world.call(sends_onward, transport) == [True, True]
+
+
+@pytest.mark.row(42)
+def test_a_dead_peer_ends_in_an_error_and_no_thread_is_left(world: RankWorld) -> None:
+    with pytest.raises(RankError, match="rank 1: the process ended with exit code 9") as died:
+        world.call(left_alone, ["one_sided", "all_to_all"])
+    for stated, seconds, threads in died.value.results[0]:  # type: ignore[attr-defined]
+        assert "rank 0, phase" in stated and ("dead or later" in stated or "peer 1" in stated), stated
+        assert seconds < TIMEOUT_S + 4.0 and threads == 0

@@ -69,7 +69,7 @@ def test_every_transport_carries_every_hostile_case_in_tiles(name: str, ranks: i
     traits = PREPARE_FINALIZE[name].traits
     for number, case in enumerate(cases_of(name, ranks)):
         # A comm thread needs ranks that wait; the other way, all ranks in one thread where that is possible.
-        # Windows of one process do not wait: tests/runner/test_tiles_processes.py has one_sided with a thread.
+        # Windows of one process do not wait: test_tile_workers.py has one_sided with a thread.
         waits = number < 5 and (name != "one_sided" or ranks == 1)
         for executor in ("turns", "thread") if waits else ("turns",):
             made = Ranks(name, case, threads=traits.blocking or executor == "thread")
