@@ -39,6 +39,7 @@ from moe_mk.lab.cli.outputs import output_file
 from moe_mk.placement.balance.shares import balance_of, equal_shares, gpu_time
 from moe_mk.placement.eplb import Topology, plan, rebalance_experts
 
+LAYERS, EXPERTS = 58, 256
 Sizes = tuple[int, int, int, int]
 """Slots, groups, nodes, GPUs."""
 Call = Callable[[torch.Tensor, Sizes], Any]
@@ -61,13 +62,6 @@ class Anchor:
         return np.asarray(placed[0] if isinstance(placed, tuple) else placed)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    for option, (what, tails, _) in KNOWN.items():
-        parser.add_argument(
-            f"--{option}", type=Path, metavar="FOLDER", help=f"{what}: the folder that holds {tails[0]}"
-        )
-
-
 def anchors_of(chosen: argparse.Namespace) -> dict[str, Anchor]:
     """Load the anchors whose folders were given and print the others; exits if a folder lacks the file."""
     found = {}
@@ -85,15 +79,6 @@ def anchors_of(chosen: argparse.Namespace) -> dict[str, Anchor]:
     return found
 
 
-def _deepseek(module: ModuleType) -> Call:
-    return lambda load, sizes: module.rebalance_experts(load, *sizes)
-
-
-def _vllm(module: ModuleType) -> Call:
-    """Its map of slots alone; the two others vLLM makes elsewhere."""
-    return lambda load, sizes: module.DefaultEplbPolicy.rebalance_experts(load, *sizes)
-
-
 def _sglang(module: ModuleType) -> Call:
     def place(load: torch.Tensor, sizes: Sizes) -> Any:
         slots, groups, nodes, gpus = sizes
@@ -103,10 +88,16 @@ def _sglang(module: ModuleType) -> Call:
 
 
 KNOWN: dict[str, tuple[str, tuple[str, ...], Callable[[ModuleType], Call]]] = {
-    "deepseek": ("DeepSeek", ("eplb.py",), _deepseek),
-    "vllm": ("vLLM", ("distributed/eplb/policy/default.py", "policy/default.py"), _vllm),
+    "deepseek": (
+        "DeepSeek", ("eplb.py",),
+        lambda module: lambda load, sizes: module.rebalance_experts(load, *sizes),
+    ),
+    "vllm": (  # its map of slots alone; the two others vLLM makes elsewhere
+        "vLLM", ("distributed/eplb/policy/default.py", "policy/default.py"),
+        lambda module: lambda load, sizes: module.DefaultEplbPolicy.rebalance_experts(load, *sizes),
+    ),
     "sglang": ("SGLang vectorised", ("srt/eplb/eplb_algorithms/deepseek_vec.py", "deepseek_vec.py"), _sglang),
-}
+}  # fmt: skip
 
 
 def _file_in(folder: Path, tails: tuple[str, ...]) -> Path | None:
@@ -142,12 +133,12 @@ def counts(load: np.ndarray, seed: int, tokens: int = 2_000_000) -> np.ndarray:
     return np.random.default_rng(seed).poisson(load / load.sum(1, keepdims=True) * tokens).astype(float)
 
 
-def look_alike(seed: int, layers: int = 58, experts: int = 256, groups: int = 8) -> np.ndarray:
+def look_alike(seed: int) -> np.ndarray:
     """Expert max/mean about 5-8 in the median and at most 13.7, coefficient of variation 0.72-1.0, uneven groups."""
     rng = np.random.default_rng(seed)
-    shape = rng.normal(size=(layers, groups, experts // groups)) + 0.8 * rng.normal(size=(layers, groups, 1))
-    shape, wanted = shape.reshape(layers, experts), rng.uniform(0.72, 1.0, layers)
-    low, high = np.zeros(layers), np.full(layers, 3.0)
+    shape = rng.normal(size=(LAYERS, 8, EXPERTS // 8)) + 0.8 * rng.normal(size=(LAYERS, 8, 1))
+    shape, wanted = shape.reshape(LAYERS, EXPERTS), rng.uniform(0.72, 1.0, LAYERS)
+    low, high = np.zeros(LAYERS), np.full(LAYERS, 3.0)
     for _ in range(40):
         load = np.exp(shape * ((low + high) / 2)[:, None])
         load = np.minimum(load, 13.7 * load.mean(1, keepdims=True))
@@ -156,18 +147,16 @@ def look_alike(seed: int, layers: int = 58, experts: int = 256, groups: int = 8)
     return load
 
 
-def synthetic(kind: str, seed: int = 0, layers: int = 58, experts: int = 256) -> np.ndarray:
+def synthetic(kind: str) -> np.ndarray:
     """A load of a known shape: "zipf S", "log-normal", "uniform" or "hot experts"."""
-    rng = np.random.default_rng(seed)
+    rng, even = np.random.default_rng(0), np.ones((LAYERS, EXPERTS))
     if kind.startswith("zipf"):
-        return rng.permuted(np.tile(np.arange(1.0, experts + 1) ** -float(kind[5:]), (layers, 1)), axis=1)
+        return rng.permuted(even * np.arange(1.0, EXPERTS + 1) ** -float(kind[5:]), axis=1)
     if kind == "log-normal":
-        return rng.lognormal(0, 1, (layers, experts))
-    if kind == "uniform":
-        return np.ones((layers, experts))
-    hot = np.ones((layers, experts))
-    np.put_along_axis(hot, rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)[:, :4], 20.0, 1)
-    return hot
+        return rng.lognormal(0, 1, even.shape)
+    if kind == "hot experts":
+        np.put_along_axis(even, rng.permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1)[:, :4], 20.0, 1)
+    return even
 
 
 def workloads() -> dict[str, np.ndarray]:
@@ -281,7 +270,10 @@ def written(report: Report, anchors: dict[str, Anchor]) -> dict[str, object]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_options(parser)
+    for option, (what, tails, _) in KNOWN.items():
+        parser.add_argument(
+            f"--{option}", type=Path, metavar="FOLDER", help=f"{what}: the folder that holds {tails[0]}"
+        )
     parser.add_argument("--json", type=output_file, help="write the table here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; all if not given")
     torch.set_num_threads(1)

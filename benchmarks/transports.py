@@ -102,7 +102,8 @@ def measure(
         if name in names
     }
     x_TH, routing = drawn(rank, tokens, hidden, experts, top_k)
-    rows = remote_rows(routing, experts // comm.size, rank)
+    ranks_TK = (routing.ids_TK // (experts // comm.size)).tolist()
+    rows = sum(len(set(ranks) - {rank}) for ranks in ranks_TK)  # to other ranks that hold one of a token's experts
     sent_bytes = rows * (packed_row_bytes(BF16, hidden, top_k) + row_bytes(BF16, hidden))
     source, target = (torch.ones(sent_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     seconds: Seconds = {}
@@ -156,11 +157,6 @@ def drawn(rank: int, tokens: int, hidden: int, experts: int, top_k: int) -> tupl
     scores_TE = torch.rand((tokens, experts), generator=draw, dtype=torch.float32, device="cpu")
     weights_TK = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32, device="cpu")
     return x_TH, Routing(scores_TE.topk(top_k).indices.to(torch.int32), weights_TK)
-
-
-def remote_rows(routing: Routing, experts_of_a_rank: int, rank: int) -> int:
-    """Pairs of a token and another rank that holds one of its experts."""
-    return sum(len({e // experts_of_a_rank for e in ids} - {rank}) for ids in routing.ids_TK.tolist())
 
 
 def note(seconds: Seconds, name: str, dispatch: float, combine: float) -> None:

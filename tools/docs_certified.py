@@ -8,13 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import moe_mk
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.lab.testing.certificate import Certificate, environment
 from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from tools.pages import between
+from tools.pages import between, built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/add-a-backend.md"
@@ -22,28 +21,20 @@ BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|---|"
 
 
-def built_in() -> list[str]:
+def backends() -> list[str]:
     """Transports, then experts, in the order of their names; none of other wheels."""
-    return [
-        name
-        for registry in (PREPARE_FINALIZE, EXPERTS)
-        for name in sorted(registry)
-        if registry.origin(name).startswith(f"{moe_mk.__name__}.")
-    ]
+    return [name for registry in (PREPARE_FINALIZE, EXPERTS) for name, _ in sorted(built_in(registry))]
 
 
 def line_of(certificate: Certificate) -> str:
-    verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(_laws(certificate)))
+    laws = {failure.law for failure in certificate.failures} or {"nothing was checked"}
+    verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(laws))
     cases = sum(check.cases for check in certificate.coverage)
     emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("tested on its emulation")]
     note = f"on an emulation of {emulated[0]}" if emulated else ""
     digest = certificate.digest[:12] if any(check.digest for check in certificate.coverage) else "not deterministic"
     cells = (f"`{certificate.backend}`", certificate.kind, verdict, len(certificate.coverage), cases, digest, note)
     return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _laws(certificate: Certificate) -> set[str]:
-    return {failure.law for failure in certificate.failures} or {"nothing was checked"}
 
 
 def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bool]]:
@@ -73,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     lines: list[str] = []
     passed = True
-    for line, good in lines_of(options.names or built_in(), processes=options.processes):
+    for line, good in lines_of(options.names or backends(), processes=options.processes):
         print(line, flush=True)
         lines, passed = [*lines, line], passed and good
     page = options.root / PAGE

@@ -27,10 +27,6 @@ SUMMARY = (
 """The keys of a report that are committed: not its worlds, which the command draws again."""
 
 
-def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: report[key] for key in SUMMARY}
-
-
 def table(result: Mapping[str, Any]) -> str:
     """Outcomes by transport and by fault, and what they were measured with."""
     parts = [_lines("transport", result["by_transport"]), _lines("fault", result["by_fault"])]
@@ -68,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = options.root / RESULT
     if options.report is not None and not options.check:
         report = json.loads(options.report.read_text(encoding="utf-8"))
-        result.write_text(json.dumps(summary_of(report), indent=1) + "\n", encoding="utf-8")
+        result.write_text(json.dumps({key: report[key] for key in SUMMARY}, indent=1) + "\n", encoding="utf-8")
     text = table(json.loads(result.read_text(encoding="utf-8")))
     new = between((options.root / PAGE).read_text(encoding="utf-8"), BEGIN, END, f"\n{text}\n")
     remedy = "python tools/docs_faults.py"

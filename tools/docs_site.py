@@ -46,13 +46,12 @@ def front_page(root: Path) -> str:
     """README.md with links relative to `docs/`."""
     text = (root / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"(!\[[^\]]*\]\()docs/", r"\1", text)  # pictures
-    return LINK.sub(lambda link: f"[{link['text']}]({_from_docs(link['target'])})", text)
 
+    def from_docs(link: re.Match[str]) -> str:
+        leaves = "../" if not re.match(r"[a-z]+:|#|docs/", link["target"]) else ""
+        return f"[{link['text']}]({leaves}{link['target'].removeprefix('docs/')})"
 
-def _from_docs(target: str) -> str:
-    if re.match(r"[a-z]+:|#", target):
-        return target
-    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+    return LINK.sub(from_docs, text)
 
 
 def links_on_site(markdown: str, page: str, known: set[str]) -> str:
@@ -100,16 +99,12 @@ def rooms_of(root: Path) -> dict[str, list[str]]:
 
 
 def _modules(root: Path, room: Path) -> Iterator[str]:
-    for path in sorted(room.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not any(part.startswith("_") for part in parts) and _has_public_names(path):
-            yield ".".join(parts)
-
-
-def _has_public_names(path: Path) -> bool:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return any(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
+    for path in sorted(room.rglob("*.py")):
+        parts, body = path.relative_to(root).with_suffix("").parts, ast.parse(path.read_text(encoding="utf-8")).body
+        is_public = any(isinstance(node, kinds) and not node.name.startswith("_") for node in body)
+        if is_public and not any(part.startswith("_") for part in parts):
+            yield ".".join(parts)
 
 
 def reference(root: Path) -> dict[str, str]:

@@ -60,14 +60,6 @@ class MarkError(Exception):
     """A mark that names no known row, or that belongs to no test; one line per mark."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading with its rows: id -> what the system should do."""
-
-    title: str
-    rows: Mapping[str, str]
-
-
 @dataclass(frozen=True, order=True)
 class Proof:
     """One test that proves a row, as a path relative to the repository and a qualified name."""
@@ -125,10 +117,10 @@ class Claim:
     names: frozenset[str]
 
 
-def read_sections(path: Path) -> list[Section]:
-    """Read the rows by section, in the order of the file."""
+def read_sections(path: Path) -> dict[str, dict[str, str]]:
+    """By title, in the order of the file: rows by id, with what the system should do."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Section(entry["title"], dict(entry["rows"])) for entry in content["sections"]]
+    return {entry["title"]: dict(entry["rows"]) for entry in content["sections"]}
 
 
 def find_proofs(root: Path, known: set[str]) -> dict[str, list[Proof]]:
@@ -147,15 +139,10 @@ def find_proofs(root: Path, known: set[str]) -> dict[str, list[Proof]]:
                 proofs[row].add(Proof(where, claim.test, bool(claim.names & NEEDS_GPU), "slow" in claim.names))
     if problems:
         raise MarkError("\n".join(problems))
-    return {
-        row: sorted(proof for proof in found if not _is_also_proven_otherwise(proof, found))
-        for row, found in proofs.items()
-    }
-
-
-def _is_also_proven_otherwise(proof: Proof, found: set[Proof]) -> bool:
-    without_gpu, quickly = replace(proof, gpu=False), replace(proof, slow=False)
-    return (proof.gpu and without_gpu in found) or (proof.slow and quickly in found)
+    for found in proofs.values():  # of cases of one test, those that need less prove as much
+        less = {proof: (replace(proof, gpu=False), replace(proof, slow=False)) for proof in found}
+        found -= {proof for proof in found if found & {each for each in less[proof] if each != proof}}
+    return {row: sorted(found) for row, found in proofs.items()}
 
 
 def wrong_marks(tree: ast.Module, where: str, known: set[str], attached: set[ast.expr]) -> Iterator[str]:
@@ -251,25 +238,16 @@ def read_junit(paths: Iterable[Path]) -> dict[str, Result]:
     found: dict[str, Result] = defaultdict(Result)
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.xml")))]
     for case in (case for file in files for case in ElementTree.parse(file).iter("testcase")):
-        module, *classes = _split_class(case.get("classname", ""))
+        parts = case.get("classname", "").split(".")  # tests.cli.test_run.TestA: tests/cli/test_run.py, TestA
+        end = next((n for n, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1) + 1
+        result = Result(passed=1)
+        if case.find("failure") is not None or case.find("error") is not None:
+            result = Result(failed=1)
+        elif (skip := case.find("skipped")) is not None:
+            result = Result(skipped={" ".join(skip.get("message", "no reason").split()): 1})
         name = case.get("name", "").split("[")[0]
-        found["::".join([module, *classes, name])] += _result_of_case(case)
+        found["::".join(["/".join(parts[:end]) + ".py", *parts[end:], name])] += result
     return dict(found)
-
-
-def _split_class(classname: str) -> list[str]:
-    """`tests.cli.test_run.TestA` -> tests/cli/test_run.py, TestA."""
-    parts = classname.split(".")
-    end = next((n for n, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1) + 1
-    return ["/".join(parts[:end]) + ".py", *parts[end:]]
-
-
-def _result_of_case(case: ElementTree.Element) -> Result:
-    if case.find("failure") is not None or case.find("error") is not None:
-        return Result(failed=1)
-    if (skip := case.find("skipped")) is not None:
-        return Result(skipped={" ".join(skip.get("message", "no reason").split()): 1})
-    return Result(passed=1)
 
 
 def read_results(path: Path) -> dict[str, dict[str, Result]]:
@@ -323,7 +301,7 @@ def state_of(proof: Proof, results: Results) -> str:
     return f"skipped: {'; '.join(reasons)}" if reasons else "never run"
 
 
-def state_of_row(proofs: Sequence[Proof], results: Results, weaker: str = "") -> str:
+def state_of_row(proofs: Sequence[Proof], results: Results, weaker: str) -> str:
     """The state of a row in words, from those of its proofs."""
     states = Counter(state_of(proof, results) for proof in proofs)
     others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "passed"]
@@ -339,14 +317,16 @@ def state_of_row(proofs: Sequence[Proof], results: Results, weaker: str = "") ->
 
 
 def render(
-    sections: Sequence[Section],
+    sections: Mapping[str, Mapping[str, str]],
     proofs: Mapping[str, Sequence[Proof]],
     results: Results,
     weaker: Mapping[str, str],
 ) -> str:
     """The page: a total, then a table a section."""
     states = {
-        row: state_of_row(proofs.get(row, ()), results, weaker.get(row, "")) for part in sections for row in part.rows
+        row: state_of_row(proofs.get(row, ()), results, weaker.get(row, ""))
+        for rows in sections.values()
+        for row in rows
     }
     passed = {row for row, state in states.items() if state.startswith("passed")}
     tests = {(proof.path, proof.name) for found in proofs.values() for proof in found}
@@ -359,13 +339,13 @@ def render(
         f"**{len(passed - set(weaker))} of {len(states)} rows are proven by tests that passed, "
         f"{len(passed & set(weaker))} more by tests that show less than the row states, by {len(tests)} tests.**",
     ]
-    for section in sections:
-        count = sum(row in passed and row not in weaker for row in section.rows)
-        lines += ["", f"## {section.title}", "", f"{count} of {len(section.rows)}", ""]
+    for title, rows in sections.items():
+        count = sum(row in passed and row not in weaker for row in rows)
+        lines += ["", f"## {title}", "", f"{count} of {len(rows)}", ""]
         lines += ["| Row | What it is | Result | Proven by |", "|---|---|---|---|"]
         lines += [
             f"| {row} | {_cell(what)} | {_cell(states[row])} | {_links(proofs.get(row, ()), results)} |"
-            for row, what in section.rows.items()
+            for row, what in rows.items()
         ]
     return "\n".join(lines) + "\n"
 
@@ -389,7 +369,7 @@ def contradictions(
     results: Results,
     run: Mapping[str, Result],
     machine: str,
-    at_times: Sequence[str] = (),
+    at_times: Sequence[str],
 ) -> Iterator[str]:
     """Where a run on a kind of machine differs from what is recorded.
 
@@ -435,7 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = options.root
     sections = read_sections(root / "tests" / "rows.yaml")
     try:
-        proofs = find_proofs(root, {row for section in sections for row in section.rows})
+        proofs = find_proofs(root, {row for rows in sections.values() for row in rows})
         weaker = read_weaker(root / "tests" / "rows.yaml")
     except MarkError as problem:
         print(problem, file=sys.stderr)

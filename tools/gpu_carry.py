@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,10 +74,14 @@ def size_of(folder: Path) -> int:
 
 def pack(work: Path, out: Path) -> list[str]:
     """Write the caches of a work folder as archives; returns the folders that did not fit."""
-    groups = [group for name in CACHES for group in _groups(work / name)]
+    found = [sorted((work / name).iterdir(), key=_newest) for name in CACHES if (work / name).is_dir()]
+    groups = [group for of_cache in found for group in of_cache]
     left_out, archives, sizes = list[str](), list[list[bytes]](), list[int]()
     for group in groups:
-        body = _archived(group, work)
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archived:
+            archived.add(group, group.relative_to(work).as_posix())
+        body = buffer.getvalue()
         fits = [place for place, size in enumerate(sizes) if size + len(body) <= ARCHIVE]
         if fits:
             archives[fits[0]].append(body)
@@ -108,17 +112,9 @@ def unpack(out: Path, work: Path) -> None:
         relocate(work / "triton_cache")
 
 
-def _groups(folder: Path) -> Iterator[Path]:
-    """Subfolders and files of a cache, the newest first; kernels in use matter more than those of earlier sources."""
-    if folder.is_dir():
-        yield from sorted(folder.iterdir(), key=lambda path: (-path.stat().st_mtime, path.name))
-
-
-def _archived(path: Path, root: Path) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
-        archive.add(path, path.relative_to(root).as_posix())
-    return buffer.getvalue()
+def _newest(path: Path) -> tuple[float, str]:
+    """Kernels in use come first; they matter more than those of earlier sources."""
+    return -path.stat().st_mtime, path.name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -126,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.inside_namespaces or not may_have_namespaces_of_its_own():
             print(f"skipped   two hosts on one machine: {reason}")
             return 0
-        return subprocess.run(in_namespaces_of_its_own([__file__, INSIDE, *given]), check=False).returncode
+        inside = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.executable, __file__, INSIDE]
+        return subprocess.run([*inside, *given], check=False).returncode
     with tempfile.TemporaryDirectory(prefix="moe-mk-") as folder:
         failures = [verified(options, name, Path(folder)) for name in options.transports]
         failures += [cut_short(options, name, Path(folder)) for name in options.cut]
@@ -203,11 +204,6 @@ def may_have_namespaces_of_its_own() -> bool:
         return False
     probe = ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"]
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
-
-
-def in_namespaces_of_its_own(script: list[str]) -> list[str]:
-    """The command that runs a script as root of namespaces of its own."""
-    return ["unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.executable, *script]
 
 
 def waited_for(condition: object, running: Sequence[subprocess.Popen[bytes]]) -> bool:

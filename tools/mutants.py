@@ -342,7 +342,7 @@ def problems_of(mutants: Sequence[Mutant], root: Path, tests: Mapping[str, Seque
 
 def tests_of_rows(root: Path) -> dict[str, list[str]]:
     """By row: the tests that name it, as pytest takes them, without those that need a GPU."""
-    known = {row for section in read_sections(root / "tests/rows.yaml") for row in section.rows}
+    known = {row for rows in read_sections(root / "tests/rows.yaml").values() for row in rows}
     found = find_proofs(root, known)
     return {row: [f"{proof.path}::{proof.name}" for proof in proofs if not proof.gpu] for row, proofs in found.items()}
 

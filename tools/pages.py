@@ -2,8 +2,14 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+
+def built_in(registry: Any) -> Iterator[tuple[str, Any]]:
+    """Backends of this package by name, plugins of others left out."""
+    return ((name, kind) for name, kind in registry.items() if kind.__module__.startswith("moe_mk."))
 
 
 def markdown(rows: Iterable[Sequence[object]]) -> str:

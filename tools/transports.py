@@ -19,7 +19,7 @@ from moe_mk.external.library import EMULATED, LIBRARIES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
-from tools.pages import write_or_compare
+from tools.pages import built_in, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/transports.md"
@@ -77,15 +77,10 @@ and its relays: rows for another node are sent to the rank with the same positio
 
 
 def render() -> str:
-    kinds = built_in()
+    kinds = list(built_in(PREPARE_FINALIZE))
     parts = [INTRODUCTION, *table_of(kinds), "", MEANING, PLAN.format(tokens=TOKENS), *plan_of(kinds), ""]
     parts += [LIMITS, *(line for name, kind in kinds for line in limits_of(name, kind)), TOPOLOGY, *topology_of(8, 4)]
     return "\n".join(parts) + "\n"
-
-
-def built_in() -> list[tuple[str, type[PrepareFinalize]]]:
-    """Transports of this package, plugins of others left out."""
-    return [(name, kind) for name, kind in PREPARE_FINALIZE.items() if kind.__module__.startswith("moe_mk.")]
 
 
 def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
@@ -204,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"exit 1 if {PAGE} is stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
-    return write_or_compare(options.root, PAGE, render(), f"{len(built_in())} transports", check=options.check)
+    return write_or_compare(
+        options.root, PAGE, render(), f"{len(list(built_in(PREPARE_FINALIZE)))} transports", check=options.check
+    )
 
 
 if __name__ == "__main__":

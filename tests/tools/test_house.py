@@ -35,12 +35,12 @@ def test_an_importer_is_a_module_that_is_no_init(repository: Path) -> None:
     assert house.importers()["moe_mk.errors"] == set(), "the command's room and the oracle's re-export"
     assert house.importers()["moe_mk.oracle.cost"] == {"moe_mk.oracle.decide", "moe_mk.oracle.forgotten"}
     assert house.with_one_importer() == {"moe_mk.oracle.decide": "moe_mk.oracle.cost"}
-    assert house.importers(typing=False)["moe_mk.oracle.decide"] == set()
 
 
-def test_circles_are_counted_with_and_without_imports_for_types(repository: Path) -> None:
-    assert House(repository).circles(typing=False) == []
-    assert House(repository).circles(typing=True) == [["moe_mk.oracle.cost", "moe_mk.oracle.decide"]]
+def test_a_circle_is_one_of_imports_that_are_not_for_types(repository: Path) -> None:
+    assert House(repository).circles() == []
+    write_tree(repository, {"moe_mk/oracle/cost.py": "from moe_mk.oracle.decide import D\n"})
+    assert House(repository).circles() == [["moe_mk.oracle.cost", "moe_mk.oracle.decide"]]
 
 
 def test_an_orphan_is_reached_from_no_door(repository: Path) -> None:
