@@ -182,12 +182,10 @@ def imports_go_down(source: Source) -> Iterator[tuple[int, str]]:
         room = name.split(".")[1] if "." in name else "__init__"
         if room not in FLOORS:
             yield line, f"{name}: comes through the front door, or from a room that stands on no floor"
-        elif not _may_import(source.room, room):
+        elif not (
+            room in (source.room, "errors") or FLOORS[room] < FLOORS[source.room] or (source.room, room) in SIDEWAYS
+        ):
             yield line, f"{source.room} (floor {FLOORS[source.room]}) imports {name} (floor {FLOORS[room]})"
-
-
-def _may_import(room: str, other: str) -> bool:
-    return other in (room, "errors") or FLOORS[other] < FLOORS[room] or (room, other) in SIDEWAYS
 
 
 @rule

@@ -111,24 +111,12 @@ def rank_1_at_work(parent: int) -> int:
     """The younger of the two started processes, once both have met and mapped the checkpoint."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        ranks = sorted(pid for pid in children_of(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        if len(ranks) == 2 and all(has_mapped_a_checkpoint(pid) for pid in ranks):
+        children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+        ranks = sorted(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        if len(ranks) == 2 and all(".safetensors\n" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks):
             return ranks[1]
         time.sleep(0.1)
     raise AssertionError("two ranks did not meet")
-
-
-def children_of(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-
-
-def has_mapped_a_checkpoint(pid: int) -> bool:
-    return ".safetensors\n" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_help_needs_no_checkpoint() -> None:
-    done = command(BIN / "moe-mk", "run", "--help")
-    assert done.returncode == 0 and "Usage" in done.stdout
 
 
 @pytest.mark.thorough

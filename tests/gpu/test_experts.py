@@ -29,6 +29,7 @@ from moe_mk.oracle import Parts, assemble
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
@@ -217,7 +218,7 @@ def test_virtual_ranks_on_one_device(transport: str, ranks: int) -> None:
     )
     decision = oracle.select(Problem(config, device_profile("h200"), BF16, 64, installed()))
     stack = random_experts(FP8_128x128, 32, HIDDEN, INNER, CUDA)
-    expert_map, world = ExpertMap.linear(32, ranks), world_of(oracle_traits(transport), ranks)
+    expert_map, world = ExpertMap.linear(32, ranks), world_of(PREPARE_FINALIZE[transport].traits, ranks)
     counts = [(5, 0, 17, 1)[rank % 4] for rank in range(ranks)]
     tokens = [draw(count, 32, 8, HIDDEN) for count in counts]
     flights = []
@@ -237,9 +238,3 @@ def pick(q: QuantTensor, own: Tensor) -> QuantTensor:
     """Some experts of a stack; FP8 values are indexed as bytes."""
     values = q.values.view(torch.uint8)[own].view(q.values.dtype)
     return QuantTensor(values, None if q.scales is None else q.scales[own], q.scheme)
-
-
-def oracle_traits(transport: str) -> object:
-    from moe_mk.prepare_finalize import PREPARE_FINALIZE
-
-    return PREPARE_FINALIZE[transport].traits

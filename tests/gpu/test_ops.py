@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ def test_assignments_are_sorted_on_the_device(tokens: int, slots: int, tile: int
     expected = torch.argsort(torch.where(flat < 0, slots, flat), stable=True)[:kept].int()
     assert torch.equal(aligned.order_N[:kept].cpu(), expected)
     counts = torch.bincount(flat[flat >= 0].long(), minlength=slots).tolist()
-    firsts = [sum(counts[:slot]) for slot in range(slots)] if slots < 64 else _starts(counts)
+    firsts = list(accumulate(counts[:-1], initial=0))
     tiles = [
         (slot, first, firsts[slot] + counts[slot])
         for slot in range(slots)
@@ -84,14 +86,6 @@ def test_assignments_are_sorted_on_the_device(tokens: int, slots: int, tile: int
     ]
     found = aligned.tiles.tiles_3X.cpu().T[: int(aligned.tiles.count)].tolist()
     assert [tuple(each) for each in found] == tiles
-
-
-def _starts(counts: list[int]) -> list[int]:
-    starts, total = [], 0
-    for count in counts:
-        starts.append(total)
-        total += count
-    return starts
 
 
 def test_sums_go_in_order_and_dropped_rows_are_not_read() -> None:

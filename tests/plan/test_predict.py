@@ -207,10 +207,12 @@ def test_a_table_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPat
     # Rows of 8 ranks fit the constants of nvlink4. Whatever they are, the prediction of their own table stays.
     before = {(e.profile.name, e.row.ranks, e.direction): e.predicted_us for e in held_out()}
     tables = [link_profile(name) for name in shipped_links()]
+
+    def three_times(row: Measured) -> Measured:
+        return row.model_copy(update={"dispatch_us": 3 * row.dispatch_us, "combine_us": 3 * row.combine_us})
+
     slow = [
-        p.model_copy(update={"measured": tuple(_three_times(row) for row in p.measured)})
-        if p.name == "sm90_pplx"
-        else p
+        p.model_copy(update={"measured": tuple(three_times(row) for row in p.measured)}) if p.name == "sm90_pplx" else p
         for p in tables
     ]
     monkeypatch.setattr("moe_mk.lab.plan.predict._tables", lambda: tuple(slow))
@@ -221,10 +223,6 @@ def test_a_table_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPat
         held_out.cache_clear(), _constants.cache_clear()
     assert all(after[key] == before[key] for key in before if key[0] == "sm90_pplx")
     assert after["sm90_deepep", 8, "combine"] > 2 * before["sm90_deepep", 8, "combine"]
-
-
-def _three_times(row: Measured) -> Measured:
-    return row.model_copy(update={"dispatch_us": 3 * row.dispatch_us, "combine_us": 3 * row.combine_us})
 
 
 @pytest.mark.parametrize("device", ["h100", "h200", "b200", "gb200_nvl72", "mi300x"])

@@ -23,13 +23,12 @@ from moe_mk.lab.testing import backend_conformance, certify_checks
 from moe_mk.lab.testing.cases import larger_routings, routings_of_slots
 from moe_mk.lab.testing.certificate import CONTRACT
 from moe_mk.lab.testing.certify import certify, checks_of
-from moe_mk.lab.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
+from moe_mk.lab.testing.laws import LOST, ORDER, WEIGHTING, explained, law_of
 from moe_mk.lab.testing.limits import NonConforming
 from moe_mk.lab.testing.on_ranks import outputs_on_processes
 from moe_mk.lab.testing.transports import world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from tests.cli.conftest import moe_mk, usage_error
-from tests.support.tiers import thorough
 from tests.testing.broken import experts, transports
 
 
@@ -44,77 +43,6 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
     monkeypatch.setitem(target._entries, name, cls)
     monkeypatch.setitem(target._origin, name, "a test")
     return name
-
-
-@pytest.mark.row("N5")
-@pytest.mark.parametrize(
-    ("cls", "law", "stated"),
-    [
-        (transports.EqualWeights, "weighting", r"token 0 of rank 0 was combined to \[.*expected \["),
-        (transports.AddsToItsInput, "inputs", "an input changed"),
-        (experts.SumsPadding, "padding", "batched: the output is not finite"),
-        (experts.NowhereIsTheLastExpert, "nowhere", "all to one expert"),
-        (experts.LastBitByCall, "deterministic", "two calls give different bits"),
-        (transports.ReversesTokens, "order", "was combined to"),
-        (transports.NoCombineWithoutRows, "yield points", ""),
-        (experts.OutputInF64, "shape", "output is torch.float64"),
-        (experts.PaddedOutput, "shape", r"output has shape"),
-        (transports.LosesTheLast, "lost", r"was combined to \[0.0"),
-        (experts.ClaimsToWeigh, "stage", "output is WEIGHTED, the traits declare RAW"),
-        (experts.TenthOfAPercentTooLarge, "values", "away"),
-        (experts.FailsWithoutRows, "runs", "RuntimeError: "),
-        (
-            transports.NeighbouringSlot,
-            "slots",
-            "even, each expert with its own factor: token 0 of rank 0 was combined to",
-        ),
-        (transports.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 was combined to"),
-        *thorough((transports.KeepsEveryInput, "nothing left", "on the wire: 6 calls leak 12 tensors")),
-        (transports.ClampsIds, "inputs", "all to one expert: an input changed"),
-        (transports.FailsWithoutTokens, "runs", "ValueError: nothing to send"),
-        (transports.OtherDevice, "shape", "the output of rank 0 is on device meta"),
-        (transports.RoundsToBf16, "values", "2 ranks, fp32, even: token 0 of rank 0 was combined to"),
-        (experts.FirstWeightsForever, "calls", "the second of two weights in turn: tokens"),
-        (experts.ReusedOutput, "kept", "an output changed in a later call"),
-        (experts.OrderOfSumsByBatch, "invariant", "row 0 has other bits in a batch of its own"),
-        (experts.OneActivation, "values", "even, grouped: tokens"),
-        (experts.SwappedHalves, "values", "canonical.*away"),
-        (experts.WeightsInPlace, "inputs", "canonical weights were changed"),
-        (experts.OutputInPlaceOfRows, "inputs", "grouped: the tokens were changed"),
-        (transports.YieldsOnceMoreWithTokens, "yield points", "yield points depend on the number of tokens"),
-        (transports.LastBitByCall, "deterministic", "other work in between changes bits"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_wrong_plugin_fails_by_the_law_it_broke(
-    monkeypatch: pytest.MonkeyPatch, cls: Any, law: str, stated: str
-) -> None:
-    certificate = certify(install(monkeypatch, cls), processes=False, quick=True)
-    assert not certificate.passed
-    assert {failure.law for failure in certificate.failures} == {law}
-    assert any(re.search(stated, failure.message) for failure in certificate.failures)
-    assert all(failure.text for failure in certificate.failures)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        (experts.WrongFromRow32, "65 tokens, grouped: tokens"),
-        (experts.WrongFromRow128, "257 tokens, grouped: tokens"),
-        (transports.LosesTokensFrom64, "65 tokens: token 64 of rank 0 was combined to"),
-        (transports.SlotsFrom32, "40 experts per rank, each expert with its own factor: token"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_backend_that_is_wrong_at_larger_sizes_only_passes_the_quick_cases_only(
-    monkeypatch: pytest.MonkeyPatch, cls: Any, message: str
-) -> None:
-    name = install(monkeypatch, cls)
-    assert certify(name, processes=False, quick=True).passed
-    certificate = certify(name, processes=False)
-    assert certificate.failures and all(re.search(message, one.message) for one in certificate.failures)
-    assert all(one.check.endswith("larger sizes") for one in certificate.failures)
 
 
 @pytest.mark.thorough
@@ -174,16 +102,6 @@ def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_states_so(
     assert re.search(stated, failure.message) and failure.message.startswith(f"? ({value}): ")
     PREPARE_FINALIZE.broken["no_ep"] = "a wheel that asks for the name of another backend"
     assert certify("no_ep", processes=False, quick=True).passed
-
-
-def test_every_law_is_shown_to_be_broken_by_something() -> None:
-    # graphs in tests/testing/broken, faults in tests/testing/test_faults.py
-    shown = {
-        "weighting", "inputs", "padding", "nowhere", "deterministic", "order", "yield points", "shape", "lost", "stage",
-        "values", "runs", "loads", "signature", "processes", "invariant", "slots", "calls", "kept", "nothing left",
-        "graphs", "faults",
-    }  # fmt: skip
-    assert {law.name for law in LAWS} == shown
 
 
 @pytest.mark.row("N6")

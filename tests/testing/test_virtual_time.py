@@ -14,7 +14,6 @@ from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flo
 from moe_mk.lab.plan.timeline import LINKS, Message, SimulatedLink, simulate
 from moe_mk.lab.testing import virtual_time
 from moe_mk.lab.testing.virtual_time import TRANSPORTS, Recorded, VirtualCommunicator, record, uniform_routings
-from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot
 from moe_mk.tokens import Routing
 from tests.plan.test_timeline import check_laws
 
@@ -169,7 +168,3 @@ def test_experts_have_a_time_and_unknown_transports_are_refused() -> None:
     assert slow == pytest.approx(quick + 70.0, rel=0.02)
     with pytest.raises(ConfigError, match="'hierarchic' is not recorded; did you mean 'hierarchical'"):
         recorded("hierarchic")
-
-
-def test_the_slot_is_that_of_the_transport() -> None:
-    assert issubclass(virtual_time._VirtualBufferSlot, NetworkBufferSlot)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moe_mk.experts.base import EXPERTS, FusedExperts
+from moe_mk.lab.testing.certificate import Certificate
 from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.registry import Registry
@@ -57,9 +58,9 @@ def registered(cls: type[FusedExperts] | type[PrepareFinalize]) -> Iterator[str]
         del target._entries[name], target._origin[name]
 
 
-def refused(name: str) -> bool:
-    """Whether the certificate of a broken backend names the law that it violates, and no other. A backend that is right
-    in the cases of `--quick` must be certified with them."""
+def refused(name: str) -> Certificate:
+    """The certificate of a broken backend. Raises AssertionError unless it names the law that the backend violates, and
+    no other; and for a backend that is right in the cases of `--quick` unless it is certified with them."""
     broken = CORPUS[name]
     with registered(broken.cls) as known_as:
         certificate = certify(known_as, processes=False, quick=True)
@@ -70,4 +71,4 @@ def refused(name: str) -> bool:
     laws = {failure.law for failure in certificate.failures}
     if laws != {broken.law}:
         raise AssertionError(f"{name} violates {broken.law!r}, the certificate names {certificate.failures}")
-    return True
+    return certificate

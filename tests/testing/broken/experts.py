@@ -173,10 +173,6 @@ def scaled_from(row: int, factor: float) -> Callable[..., Tensor]:
     return step
 
 
-def tail_of_tiles(was: Callable[..., Tensor], x_NH: Tensor, *given: object) -> Tensor:
-    return scaled_from(max(len(x_NH) // TILE * TILE, TILE), 0.0)(was, x_NH, *given)
-
-
 def second_tile_reads_the_first(was: Callable[..., Tensor], x_NH: Tensor, *given: object) -> Tensor:
     row_N = torch.arange(len(x_NH))
     return was(x_NH[torch.where(row_N >= 64, row_N - 64, row_N)], *given)
@@ -199,7 +195,10 @@ WrongFromRow512 = changed("WrongFromRow512", "values", Right, larger=True, exper
 CountInOneByte = changed("CountInOneByte", "values", Right, larger=True, expert=scaled_from(256, 0.0))
 LastRowOfEachExpert = changed("LastRowOfEachExpert", "values", Right, expert=scaled_from(-1, 0.0))
 # The rows after the last full tile are not computed, where there is a full one.
-TailOfTiles = changed("TailOfTiles", "values", Right, larger=True, expert=tail_of_tiles)
+TailOfTiles = changed(
+    "TailOfTiles", "values", Right, larger=True,
+    expert=lambda was, x, *given: scaled_from(max(len(x) // TILE * TILE, TILE), 0.0)(was, x, *given),
+)  # fmt: skip
 LastTileTwice = changed("LastTileTwice", "values", Right, larger=True, expert=second_tile_reads_the_first)
 LostRowsFrom64 = changed("LostRowsFrom64", "values", Right, larger=True, finish=without_rows(64))
 OffsetsOf16Bits = changed("OffsetsOf16Bits", "values", Right, larger=True, rows=in_16_bits)
@@ -285,11 +284,6 @@ class OrderOfSumsByBatch(Right):
 # Padding and ids of -1.
 
 
-def with_sum_of_padding(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
-    values = was(x)
-    return values + 0 * values.sum()
-
-
 def by_largest_value(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     """Scales a block by its largest value and back."""
     values = was(x)
@@ -297,7 +291,7 @@ def by_largest_value(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     return values * largest / largest
 
 
-SumsPadding = changed("SumsPadding", "padding", RightBatches, rows=with_sum_of_padding)
+SumsPadding = changed("SumsPadding", "padding", RightBatches, rows=lambda was, x: (y := was(x)) + 0 * y.sum())
 RangeOfPaddedBlock = changed("RangeOfPaddedBlock", "padding", RightBatches, rows=by_largest_value)
 CountsOfTheNextBlock = changed(
     "CountsOfTheNextBlock", "values", RightBatches, counts=lambda was, counts_L: was(counts_L.roll(1))

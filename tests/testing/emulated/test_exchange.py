@@ -14,6 +14,7 @@ from moe_mk.lab.testing.emulated.exchange import Exchange, exchange_over
 from moe_mk.lab.testing.emulated.live import swap_among
 from moe_mk.lab.testing.emulated.pending import poison
 from moe_mk.lab.testing.on_ranks import run_ranks
+from tests.testing.emulated.row_library_ranks import SNAPSHOT, differences
 
 
 def swapped(exchange: Exchange, live: tuple[int, ...] = (0, 1, 2)) -> list[list[Tensor]]:
@@ -79,6 +80,11 @@ def test_poison_is_nothing_that_anybody_could_take_for_a_number(dtype: torch.dty
         assert bool(poisoned.float().isnan().all())
     else:
         assert poisoned.unique().tolist() == [torch.iinfo(dtype).min if dtype.is_signed else 255]
+
+
+@pytest.mark.parametrize("module", SNAPSHOT)
+def test_signatures_are_those_of_the_libraries(module: str) -> None:
+    assert differences(module) == []
 
 
 def test_a_library_that_is_missing_states_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,31 +132,6 @@ def test_an_output_that_is_given_is_filled() -> None:
     assert bf16_call(output=out) is out and out.isfinite().all()
 
 
-IDS = torch.tensor([[0, 1], [1, 1]], dtype=torch.int32)
-REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("no expert's", {"topk_ids": (IDS - 1, torch.ones((2, 2)))}),
-    ("no expert's", {"topk_ids": (IDS + 3, torch.ones((2, 2)))}),
-    ("topk_ids", {"topk_ids": (IDS.long(), torch.ones((2, 2)))}),
-    ("topk_weights", {"topk_ids": (IDS, torch.ones((2, 2), dtype=torch.float64))}),
-    ("expert_weights", {"topk_ids": (IDS, torch.ones((2, 3)))}),
-    ("packed topk_ids", {"topk_ids": IDS.long()}),
-    ("offset and count", {"local_expert_offset": 4}),
-    ("tier", {"num_experts": 4096}),
-    ("shuffled panels", {"use_shuffled_weight": False}),
-    ("shuffled panels", {"weight_layout": core.WeightLayout.MajorK}),
-    ("BF16 MoE", {"hidden_states": torch.ones((2, 256))}),
-    ("gemm1_weights must be", {"gemm1_weights": torch.ones((1, 256, 256), dtype=BF16)}),
-    ("output", {"output": torch.empty((2, 256), dtype=F32)}),
-    ("only Swiglu", {"activation_type": int(core.ActivationType.Geglu)}),
-]
-
-
-@pytest.mark.parametrize("stated,wrong", REFUSED, ids=[f"{n}-{stated}" for n, (stated, _) in enumerate(REFUSED)])
-def test_what_the_library_refuses_is_refused(stated: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=stated):
-        bf16_call(**wrong)
-
-
 def test_what_is_not_imitated_states_so() -> None:
     with pytest.raises(NotImplementedError, match="gemm1_lora_delta, unfinalized"):
         bf16_call(gemm1_lora_delta=torch.ones(1), do_finalize=False)
@@ -191,23 +166,6 @@ def test_scales_of_blocks_lie_up_before_gate() -> None:
     assert turned[[0, 255]].tolist() == pytest.approx([2.858, 5.715], rel=0.01)
 
 
-FP8_REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("divisible by 4", {"num_experts": 6}),
-    ("greater than top_k", {"top_k": 4}),
-    ("no groups", {"n_group": 2, "topk_group": 1}),
-    ("hidden_states_scale", {"hidden_states_scale": torch.ones((1, 2))}),
-    ("gemm1_weights_scale", {"gemm1_weights_scale": torch.ones((1, 1, 2))}),
-    ("gemm2_weights_scale", {"gemm2_weights_scale": torch.ones((1, 2, 1), dtype=BF16)}),
-    ("in panels", {"weight_layout": core.WeightLayout.MajorK}),
-]
-
-
-@pytest.mark.parametrize("stated,wrong", FP8_REFUSED, ids=[stated for stated, _ in FP8_REFUSED])
-def test_fp8_calls_that_the_library_refuses_are_refused(stated: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=stated):
-        fp8_call(**wrong)
-
-
 def nvfp4_call(**other: Any) -> Tensor:
     """One token of ones through four-bit ones (0x22) under scales of one: 128 a product."""
     ones = torch.full((1, 256, 64), 0x22, dtype=U8)
@@ -234,19 +192,43 @@ def test_the_three_factors_are_of_up_of_gate_and_of_the_output() -> None:
     assert float(nvfp4_call(output1_scale_gate_scalar=torch.tensor([2 / 128]))[0, 0]) == pytest.approx(3.523, rel=0.07)
 
 
-FP4_REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("hidden_states_scale is required", {"hidden_states_scale": None}),
-    ("output scales are required", {"output1_scale_scalar": None}),
-    ("linear layout", {"hidden_states_scale_layout": core.SfLayout.layout_128x4}),
-    ("gemm1_weights_scale", {"gemm1_weights_scale": torch.ones((1, 256, 8), dtype=U8)}),
-    ("gemm2_weights must be", {"gemm2_weights": torch.ones((1, 128, 32), dtype=U8)}),
+IDS = torch.tensor([[0, 1], [1, 1]], dtype=torch.int32)
+REFUSED: list[tuple[Callable[..., Tensor], str, dict[str, Any]]] = [
+    (bf16_call, "no expert's", {"topk_ids": (IDS - 1, torch.ones((2, 2)))}),
+    (bf16_call, "no expert's", {"topk_ids": (IDS + 3, torch.ones((2, 2)))}),
+    (bf16_call, "topk_ids", {"topk_ids": (IDS.long(), torch.ones((2, 2)))}),
+    (bf16_call, "topk_weights", {"topk_ids": (IDS, torch.ones((2, 2), dtype=torch.float64))}),
+    (bf16_call, "expert_weights", {"topk_ids": (IDS, torch.ones((2, 3)))}),
+    (bf16_call, "packed topk_ids", {"topk_ids": IDS.long()}),
+    (bf16_call, "offset and count", {"local_expert_offset": 4}),
+    (bf16_call, "tier", {"num_experts": 4096}),
+    (bf16_call, "shuffled panels", {"use_shuffled_weight": False}),
+    (bf16_call, "shuffled panels", {"weight_layout": core.WeightLayout.MajorK}),
+    (bf16_call, "BF16 MoE", {"hidden_states": torch.ones((2, 256))}),
+    (bf16_call, "gemm1_weights must be", {"gemm1_weights": torch.ones((1, 256, 256), dtype=BF16)}),
+    (bf16_call, "output", {"output": torch.empty((2, 256), dtype=F32)}),
+    (bf16_call, "only Swiglu", {"activation_type": int(core.ActivationType.Geglu)}),
+    (fp8_call, "divisible by 4", {"num_experts": 6}),
+    (fp8_call, "greater than top_k", {"top_k": 4}),
+    (fp8_call, "no groups", {"n_group": 2, "topk_group": 1}),
+    (fp8_call, "hidden_states_scale", {"hidden_states_scale": torch.ones((1, 2))}),
+    (fp8_call, "gemm1_weights_scale", {"gemm1_weights_scale": torch.ones((1, 1, 2))}),
+    (fp8_call, "gemm2_weights_scale", {"gemm2_weights_scale": torch.ones((1, 2, 1), dtype=BF16)}),
+    (fp8_call, "in panels", {"weight_layout": core.WeightLayout.MajorK}),
+    (nvfp4_call, "hidden_states_scale is required", {"hidden_states_scale": None}),
+    (nvfp4_call, "output scales are required", {"output1_scale_scalar": None}),
+    (nvfp4_call, "linear layout", {"hidden_states_scale_layout": core.SfLayout.layout_128x4}),
+    (nvfp4_call, "gemm1_weights_scale", {"gemm1_weights_scale": torch.ones((1, 256, 8), dtype=U8)}),
+    (nvfp4_call, "gemm2_weights must be", {"gemm2_weights": torch.ones((1, 128, 32), dtype=U8)}),
 ]
 
 
-@pytest.mark.parametrize("stated,wrong", FP4_REFUSED, ids=[stated for stated, _ in FP4_REFUSED])
-def test_fp4_calls_that_the_library_refuses_are_refused(stated: str, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "call,stated,wrong", REFUSED, ids=[f"{n}-{stated}" for n, (_, stated, _) in enumerate(REFUSED)]
+)
+def test_what_the_library_refuses_is_refused(call: Callable[..., Tensor], stated: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match=stated):
-        nvfp4_call(**wrong)
+        call(**wrong)
 
 
 def test_biases_of_nvfp4_are_not_imitated() -> None:

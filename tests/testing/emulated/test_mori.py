@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated.mori import ops, shmem
-from tests.testing.emulated.row_library_ranks import differences, on_each_rank, on_ranks
+from tests.testing.emulated.row_library_ranks import on_each_rank, on_ranks
 
 MOST, HIDDEN = 4, 8
 
@@ -27,10 +27,6 @@ def opened(group: ThreadCommunicator, **settings: Any) -> ops.EpDispatchCombineO
 def sent(op: ops.EpDispatchCombineOp, rank: int, **changed: Any) -> Any:
     given = {"input": X[rank], "weights": torch.full((len(X[rank]), 2), 0.5), "scales": None, "indices": IDS[rank]}
     return op.dispatch(**{**given, **changed})
-
-
-def test_signatures_are_those_of_the_library() -> None:
-    assert differences("mori.ops") == []
 
 
 def test_rows_of_all_sources_lie_in_any_order_before_the_total() -> None:
