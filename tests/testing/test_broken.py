@@ -45,7 +45,7 @@ STATED = {
     "transports.SlotsFrom32": "40 experts per rank, each expert with its own factor: token",
     "transports.YieldsOnceMoreWithTokens": "yield points depend on the number of tokens",
 }
-"""What a message of the certificate states, beside the law."""
+"""What a message of the certificate states, in addition to the law."""
 SLOW = ("transports.KeepsEveryInput", *(name for name, broken in CORPUS.items() if broken.larger))
 
 
