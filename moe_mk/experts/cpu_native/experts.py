@@ -178,7 +178,7 @@ class CpuNativeExperts(FusedExperts):
 
         on_progress: called with ("pack", bytes packed so far, total bytes) after each expert.
         """
-        if isinstance(weights, PackedExpertWeights | PagedExperts):
+        if isinstance(weights, PackedExpertWeights):
             return weights
         expect_one_width(weights, "cpu_native")
         residency = self.context.residency
@@ -239,7 +239,7 @@ class CpuNativeExperts(FusedExperts):
         store = open_store(residency, digest(weights), layout.facts(), weights.num_slots, record_SB[0], pack, keep=keep)
         cache = NativeCache(self.native, store, layout, residency, pool)
         self._parameters = str(cache)
-        return PagedExperts(cache, *cache.matrices, scheme13, scheme2)
+        return PagedExperts(*cache.matrices, scheme13, down_scheme=scheme2, cache=cache)
 
     def parameters(self) -> str:
         """Where the parameters of the kernels are from, the cut-over that was measured, and the threads."""
@@ -279,7 +279,7 @@ class CpuNativeExperts(FusedExperts):
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """One native call for both: the threads continue from routed to shared experts without a separate sum."""
-        if not isinstance(weights, PackedExpertWeights | PagedExperts) or not isinstance(shared, PackedExpertWeights):
+        if not isinstance(weights, PackedExpertWeights) or type(shared) is not PackedExpertWeights:
             return None
         matrices = (weights.w13, weights.w2, shared.w13, shared.w2)
         fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
@@ -287,7 +287,7 @@ class CpuNativeExperts(FusedExperts):
 
     def fuse_layer(self, weights: Weights, top_k: int) -> PreparedExperts | None:
         """The packed weights, and the mode of each number of rows."""
-        if not isinstance(weights, PackedExpertWeights | PagedExperts):
+        if not isinstance(weights, PackedExpertWeights):
             return None
         scheme, tuned, shared = weights.scheme, self._tuned(weights.scheme, top_k), weights.shared
         every = {point.parameters for point in tuned.points} | {parameters for _, parameters in tuned.built_in}
@@ -303,7 +303,7 @@ class CpuNativeExperts(FusedExperts):
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens. Raises StoreError for paged experts that cannot be read."""
-        assert isinstance(weights, PackedExpertWeights | PagedExperts)
+        assert isinstance(weights, PackedExpertWeights)
         tuned, threads = self.tuned, torch.get_num_threads()
         mode = self.mode if tuned is not None and not tuned.points else self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
@@ -314,8 +314,7 @@ class CpuNativeExperts(FusedExperts):
             if isinstance(weights, PagedExperts):
                 y = weighted_sums(weights, Assignments(*given), tokens.weights_RK, tokens.out_RH, mode)
             else:
-                call = weights.calls.get(mode) or self._prepare(weights, mode)
-                y = call(*given, tokens.weights_RK, tokens.out_RH, threads)
+                y = weights.call(self.native, mode)(*given, tokens.weights_RK, tokens.out_RH, threads)
             return ExpertOutput(y, OutputStage.REDUCED)
         assert weights.shared is None, "shared experts are fused for RowTokens only"
         x, scales = self._codes(tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH)
@@ -323,15 +322,10 @@ class CpuNativeExperts(FusedExperts):
         if isinstance(weights, PagedExperts):
             y = outputs(weights, Assignments(*given), mode)
         else:
-            y = (weights.calls.get(mode) or self._prepare(weights, mode))(*given, None, None, threads)
+            y = weights.call(self.native, mode)(*given, None, None, threads)
         return ExpertOutput(y.view(*x.shape[:-1], self.context.hidden_size), OutputStage.RAW)
 
-    def _prepare(self, weights: PackedExpertWeights, mode: ExpertsMode) -> ExpertsCall:
-        shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
-        call = weights.calls[mode] = ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
-        return call
-
-    def _mode(self, tokens: Tokens, weights: PackedExpertWeights | PagedExperts) -> ExpertsMode:
+    def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)
         return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode

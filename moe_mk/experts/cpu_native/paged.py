@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
-from moe_mk.experts.cpu_native.weights import LAYOUT, PackedExpertWeights
+from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.experts.paged import Cache, memory_of
 from moe_mk.experts.residency import ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native.experts_mode import ExpertsMode
@@ -24,8 +24,6 @@ from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedE
 from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import HUGE_PAGE, PackedMatrix
-from moe_mk.kernels.native.prepared import ExpertsCall
-from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_store import ExpertStore, aligned
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.source import discard_pages
@@ -128,36 +126,13 @@ class NativeCache(Cache):
 
 
 @dataclass(frozen=True)
-class PagedExperts:
-    """Experts of which some are in slots; `slot` reads one from the store and unpacks it, bit for bit."""
+class PagedExperts(PackedExpertWeights):
+    """Experts of which some are in slots; `slot` reads one from the store and unpacks it, bit for bit.
 
-    cache: NativeCache
-    w13: PackedMatrix
-    """Of all experts. Those that are not resident must not be multiplied."""
-    w2: PackedMatrix
-    scheme: QuantScheme
-    down_scheme: QuantScheme
-    layout: str = LAYOUT
-    shared: PackedExpertWeights | None = None
-    """As in `PackedExpertWeights`."""
-    calls: dict[tuple[ExpertsMode, bool], ExpertsCall] = field(default_factory=dict, init=False, compare=False)
+    w13, w2: of all experts. Those that are not resident must not be multiplied.
+    """
 
-    def call(self, mode: ExpertsMode, *, alone: bool = False) -> ExpertsCall:
-        """The call of resident experts. alone: without the shared ones."""
-        found = self.calls.get((mode, alone))
-        if found is None:
-            shared = None if alone or self.shared is None else (self.shared.w13, self.shared.w2)
-            found = ExpertsCall(self.cache.native, self.w13, self.w2, shared, mode)
-            self.calls[mode, alone] = found
-        return found
-
-    @property
-    def num_slots(self) -> int:
-        return self.cache.store.num_experts
-
-    @property
-    def gated(self) -> bool:
-        return self.w13.layout.gated
+    cache: NativeCache = field(kw_only=True)
 
     @property
     def num_bytes(self) -> int:
@@ -222,14 +197,14 @@ def weighted_sums(
     columns = ids_RK.shape[1] + (shared is not None)
     with weights.cache.exclusive():
         if not weights.cache.begin(ids_RK):
-            return weights.call(mode)(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
+            return weights.call(native, mode)(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
         terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
         terms(weights, given, terms_RKH, mode)
     if shared is not None:
         first = torch.zeros((rows, 1), dtype=torch.int32, device="cpu")
         ones = torch.ones((rows, 1), dtype=torch.float32, device="cpu")
         into = terms_RKH[:, -1, :hidden]
-        ExpertsCall(native, shared.w13, shared.w2, None, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
+        shared.call(native, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
         ids_RK = torch.cat((ids_RK, torch.full_like(first, weights.num_slots)), 1)
         weights_RK = torch.cat((weights_RK, ones), 1)
     out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
@@ -248,7 +223,8 @@ def terms(weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: Ex
 
     Called after `begin`, with the lock held.
     """
-    hidden, top_k, call = weights.w2.layout.num_outputs, given.ids_RK.shape[1], weights.call(mode, alone=True)
+    hidden, top_k = weights.w2.layout.num_outputs, given.ids_RK.shape[1]
+    call = weights.call(weights.cache.native, mode, alone=True)
     flat_X = given.ids_RK.reshape(-1)
     into_XH = terms_RKH.view(-1, terms_RKH.shape[-1])[:, :hidden]
     for in_wave_E in weights.cache.waves():

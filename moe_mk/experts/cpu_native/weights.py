@@ -98,8 +98,17 @@ class PackedExpertWeights:
     """One slot that is applied to every row with weight 1 in the same call."""
     down_scheme: QuantScheme | None = None
     """The scheme of w2 where it may differ from that of w13."""
-    calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Prepared calls over these weights, by mode."""
+    calls: dict[tuple[ExpertsMode, bool], ExpertsCall] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def call(self, native: Native, mode: ExpertsMode, *, alone: bool = False) -> ExpertsCall:
+        """The prepared call of a mode, made once. alone: without the shared experts."""
+        found = self.calls.get((mode, alone))
+        if found is None:
+            shared = None if alone or self.shared is None else (self.shared.w13, self.shared.w2)
+            found = self.calls[mode, alone] = ExpertsCall(native, self.w13, self.w2, shared, mode)
+        return found
 
     @property
     def num_slots(self) -> int:
