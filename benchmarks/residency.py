@@ -43,11 +43,12 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.experts.cpu_native import experts as experts_of_cpu
-from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, RecordMemory, records
+from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, RecordMemory
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import POLICIES, READERS
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.lab.cli.fit import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
@@ -148,7 +149,7 @@ class Disk:
 
     def __init__(self, store: ExpertStore, cache: NativeCache, native: Native) -> None:
         self._store, self._threads = store, ThreadPoolExecutor(READERS)
-        memory = RecordMemory(native, records(1, cache.record_bytes))
+        memory = RecordMemory(native, on_huge_pages(1, cache.record_bytes))
         memory.add(0)
         self.record, self._cache = memory_of(memory.records_SB[0]), cache
 

@@ -27,6 +27,7 @@ from moe_mk.errors import ShapeError, StoreError
 from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
 from moe_mk.text import amount
 from moe_mk.weights.expert_store import ExpertStore, write_store
+from moe_mk.weights.expert_weights import Weights, digest
 
 
 def slots_of_rows(counts_L: Tensor, x: Tensor) -> Tensor:
@@ -51,27 +52,20 @@ def memory_of(record_B: Tensor) -> memoryview:
 
 
 def open_store(
-    config: ResidencyConfig,
-    name: str,
-    facts: Mapping[str, str],
-    num_experts: int,
-    record_B: Tensor,
-    pack: Callable[[int], None],
-    *,
-    keep: bool = True,
+    config: ResidencyConfig, weights: Weights, facts: Mapping[str, str], record_B: Tensor, pack: Callable[[int], None]
 ) -> ExpertStore:
     """Open the store of these experts in the folder of the configuration, written before if there is none.
 
-    name: a digest of the experts in the format of the checkpoint. facts: of the layout of a record. pack: writes one
-    expert to record_B, which is aligned for direct reads. keep: whether a store that is written here stays for
-    later processes; else its file has no name, and is gone once it is closed. Raises StoreError for a store that is
-    damaged, foreign, or cannot be written.
+    facts: of the layout of a record. pack: writes one expert to record_B, which is aligned for direct reads. A store
+    that is written here stays for later processes; the file of experts that are `passing` has no name, and is gone once
+    it is closed. Raises StoreError for a store that is damaged, foreign, or cannot be written.
     """
+    name, num_experts = digest(weights), weights.num_slots
     of_layout = blake2b(repr(sorted(facts.items())).encode(), digest_size=4).hexdigest()
     facts, record_bytes = {**facts, "experts": name}, record_B.numel()
     assert config.store is not None
     path = config.store / f"{name[:32]}-{of_layout}.experts"
-    passing = not keep and not path.exists()
+    passing = getattr(weights, "passing", False) and not path.exists()
     if passing:
         path = path.with_name(f"{path.name}-{token_hex(4)}")
     if not path.exists():

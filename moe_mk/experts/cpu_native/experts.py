@@ -22,16 +22,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.cpu_native import tuning as tunings
-from moe_mk.experts.cpu_native.paged import (
-    Assignments,
-    NativeCache,
-    PagedExperts,
-    PagedRows,
-    RecordLayout,
-    outputs,
-    records,
-    weighted_sums,
-)
+from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, PagedRows, RecordLayout
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
@@ -46,7 +37,7 @@ from moe_mk.experts.residency import POLICIES
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning, wrong_formats
 from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
 from moe_mk.kernels.native.layout import MatrixLayout
-from moe_mk.kernels.native.packed import PackedMatrix, allocate, touch_slot
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, on_huge_pages, touch_slot
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.threads import described, engine_runtime
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
@@ -55,7 +46,7 @@ from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.weights.expert_weights import SlotWeights, Weights, digest, expect_one_width, stacked_biases
+from moe_mk.weights.expert_weights import SlotWeights, Weights, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import release_pages
 
@@ -223,7 +214,7 @@ class CpuNativeExperts(FusedExperts):
         biases = stacked_biases(weights)
         layout = RecordLayout(layout13, layout2, biased=biases[0] is not None)
         total = layout.num_bytes * weights.num_slots
-        record_SB = records(1, layout.num_bytes).zero_()
+        record_SB = on_huge_pages(1, layout.num_bytes).zero_()
         w13, w2 = layout.matrices(record_SB)
 
         def pack(expert: int) -> None:
@@ -234,9 +225,8 @@ class CpuNativeExperts(FusedExperts):
             if on_progress is not None:
                 on_progress("pack", layout.num_bytes * (expert + 1), total)
 
-        keep = not getattr(weights, "passing", False)
         pool = pool_of(residency, self.context.pool, layout.num_bytes, weights.num_slots)
-        store = open_store(residency, digest(weights), layout.facts(), weights.num_slots, record_SB[0], pack, keep=keep)
+        store = open_store(residency, weights, layout.facts(), record_SB[0], pack)
         cache = NativeCache(self.native, store, layout, residency, pool)
         self._parameters = str(cache)
         return PagedExperts(*cache.matrices, scheme13, down_scheme=scheme2, cache=cache)
@@ -304,25 +294,18 @@ class CpuNativeExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens. Raises StoreError for paged experts that cannot be read."""
         assert isinstance(weights, PackedExpertWeights)
-        tuned, threads = self.tuned, torch.get_num_threads()
+        tuned = self.tuned
         mode = self.mode if tuned is not None and not tuned.points else self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
             x_RH = tokens.x_RH
             plain = x_RH.scales is None and x_RH.values.dtype is torch.bfloat16
             x, scales = (x_RH.values, None) if plain else self._codes(x_RH)
-            given = x, scales, tokens.ids_RK
-            if isinstance(weights, PagedExperts):
-                y = weighted_sums(weights, Assignments(*given), tokens.weights_RK, tokens.out_RH, mode)
-            else:
-                y = weights.call(self.native, mode)(*given, tokens.weights_RK, tokens.out_RH, threads)
+            y = weights.sums(self.native, mode, x, scales, tokens.ids_RK, tokens.weights_RK, tokens.out_RH)
             return ExpertOutput(y, OutputStage.REDUCED)
         assert weights.shared is None, "shared experts are fused for RowTokens only"
         x, scales = self._codes(tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH)
-        given = x.flatten(0, -2), None if scales is None else scales.flatten(0, -2), slots_of_rows(tokens.counts_L, x)
-        if isinstance(weights, PagedExperts):
-            y = outputs(weights, Assignments(*given), mode)
-        else:
-            y = weights.call(self.native, mode)(*given, None, None, threads)
+        scales, ids_R1 = None if scales is None else scales.flatten(0, -2), slots_of_rows(tokens.counts_L, x)
+        y = weights.sums(self.native, mode, x.flatten(0, -2), scales, ids_R1, None)
         return ExpertOutput(y.view(*x.shape[:-1], self.context.hidden_size), OutputStage.RAW)
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:

@@ -23,7 +23,7 @@ from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
 from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.packed import HUGE_PAGE, PackedMatrix
+from moe_mk.kernels.native.packed import PackedMatrix, on_huge_pages
 from moe_mk.weights.expert_store import ExpertStore, aligned
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.source import discard_pages
@@ -43,10 +43,7 @@ class RecordLayout:
 
     def sizes(self, layout: MatrixLayout) -> list[tuple[int, torch.dtype]]:
         """Elements and dtypes of values, scales, output scales, zeros and bias of a matrix; 0: none."""
-        of_blocks = torch.uint8 if layout.format.group or layout.format.has_parts else torch.float32
-        bias = layout.num_outputs * (2 if layout.gated else 1) * self.biased
-        sizes = [layout.slot_bytes, layout.slot_scales, layout.slot_output_scales, layout.slot_zeros, bias]
-        return list(zip(sizes, (torch.uint8, of_blocks, torch.float32, torch.uint8, torch.float32), strict=True))
+        return [*layout.parts_of_slot, (layout.num_outputs * (1 + layout.gated) * self.biased, torch.float32)]
 
     @property
     def num_bytes(self) -> int:
@@ -71,13 +68,6 @@ class RecordLayout:
     def facts(self) -> dict[str, str]:
         """What a store must have been written with."""
         return {"w13": str(self.layout13), "w2": str(self.layout2), "biased": str(self.biased)}
-
-
-def records(num_records: int, record_bytes: int) -> Tensor:
-    """Addresses of records, uint8 [S, bytes], as direct reads and large pages need them; memory once it is written."""
-    size = num_records * record_bytes
-    whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu")
-    return whole[-whole.data_ptr() % HUGE_PAGE :][:size].view(num_records, record_bytes)
 
 
 class RecordMemory(set[int]):
@@ -118,7 +108,7 @@ class NativeCache(Cache):
 
     def new_memory(self) -> set[int]:
         """The slots of all layers with records of this size."""
-        return RecordMemory(self.native, records(self.pool.num_bytes // self.record_bytes, self.record_bytes))
+        return RecordMemory(self.native, on_huge_pages(self.pool.num_bytes // self.record_bytes, self.record_bytes))
 
     def room(self, expert: int, slot: int) -> Tensor:
         """The slot."""
@@ -144,10 +134,52 @@ class PagedExperts(PackedExpertWeights):
 
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy. Raises StoreError."""
-        record = records(1, self.cache.record_bytes)
+        record = on_huge_pages(1, self.cache.record_bytes)
         self.cache.store.read(index, memory_of(record[0]))
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
+
+    def sums(
+        self, native: Native, mode: ExpertsMode, x_RH: Tensor, scales_RX: Tensor | None, ids_RK: Tensor,
+        weights_RK: Tensor | None, out_RH: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
+        shared, threads, (rows, top_k), hidden = (
+            self.shared,
+            torch.get_num_threads(),
+            ids_RK.shape,
+            self.w2.layout.num_outputs,
+        )
+        with self.cache.exclusive():
+            if not self.cache.begin(ids_RK):
+                return super().sums(native, mode, x_RH, scales_RX, ids_RK, weights_RK, out_RH)
+            columns = top_k + (shared is not None)
+            terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
+            flat_X, into_XH = ids_RK.reshape(-1), terms_RKH.view(rows * columns, -1)[:, :hidden]
+            for in_wave_E in self.cache.waves():
+                at_N = in_wave_E[flat_X.long()].nonzero().squeeze(1)  # -1 reads the last, which is in none
+                row_N = at_N // top_k
+                scales = None if scales_RX is None else scales_RX[row_N]
+                y_NH = torch.empty((len(at_N), hidden), dtype=torch.float32, device="cpu")
+                call = self.call(native, mode, alone=True)
+                call(x_RH[row_N], scales, flat_X[at_N].unsqueeze(1), None, y_NH, threads)
+                into_XH.index_copy_(0, row_N * columns + at_N % top_k, y_NH)
+        ones = torch.ones((rows, 1), dtype=torch.float32, device="cpu")
+        weights_RK = ones.expand(ids_RK.shape) if weights_RK is None else weights_RK.to(torch.float32)
+        if shared is not None:
+            first, into = torch.zeros((rows, 1), dtype=torch.int32, device="cpu"), terms_RKH[:, -1, :hidden]
+            shared.call(native, mode)(x_RH, scales_RX, first, None, into, threads)
+            ids_RK = torch.cat((ids_RK, torch.full_like(first, self.num_slots)), 1)
+            weights_RK = torch.cat((weights_RK, ones), 1)
+        out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
+        ids_RK, weights_RK = ids_RK.contiguous(), weights_RK.contiguous()
+        sums_RH = out_RH if out_RH.is_contiguous() else torch.empty_like(out_RH, memory_format=torch.contiguous_format)
+        native.call(
+            "sum_terms", terms_RKH.data_ptr(), ids_RK.data_ptr(), weights_RK.data_ptr(), rows, columns, hidden,
+            terms_RKH.stride(1), sums_RH.data_ptr(), int(sums_RH.dtype is torch.float32), native.threads(threads),
+            int(native.best),
+        )  # fmt: skip
+        return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
 
 
 @dataclass(frozen=True)
@@ -161,76 +193,9 @@ class PagedRows:
         """None where an expert has several replicas, and for shared experts of other settings."""
         if shared is not None or not tables.one_to_one:
             return None
-        return PagedLayer(self.rows, self.weights.cache, self.sums, gating, tables, ran)
 
-    def sums(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Read what is missing, and multiply."""
-        mode, given = self.rows.mode_of_rows(len(x_TH)), Assignments(x_TH, None, slots_TK)
-        return weighted_sums(self.weights, given, weights_TK, None, mode)
+        def sums(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            mode = self.rows.mode_of_rows(len(x_TH))
+            return self.weights.sums(self.rows.native, mode, x_TH, None, slots_TK, weights_TK)
 
-
-@dataclass(frozen=True)
-class Assignments:
-    """Rows and the expert of each assignment, [R, K]; -1: none."""
-
-    x_RH: Tensor
-    scales_RX: Tensor | None
-    ids_RK: Tensor
-
-
-def outputs(weights: PagedExperts, given: Assignments, mode: ExpertsMode) -> Tensor:
-    """The output of the one expert of each row, bf16, without its weight; zeros without one. Raises StoreError."""
-    y_N1H = torch.zeros((len(given.ids_RK), 1, weights.w2.layout.num_outputs), dtype=torch.bfloat16, device="cpu")
-    with weights.cache.exclusive():
-        weights.cache.begin(given.ids_RK)
-        terms(weights, given, y_N1H, mode)
-    return y_N1H
-
-
-def weighted_sums(
-    weights: PagedExperts, given: Assignments, weights_RK: Tensor, out_RH: Tensor | None, mode: ExpertsMode
-) -> Tensor:
-    """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
-    shared, native, threads = weights.shared, weights.cache.native, torch.get_num_threads()
-    rows, hidden = given.x_RH.shape[0], weights.w2.layout.num_outputs
-    ids_RK, weights_RK = given.ids_RK, weights_RK.to(torch.float32)
-    columns = ids_RK.shape[1] + (shared is not None)
-    with weights.cache.exclusive():
-        if not weights.cache.begin(ids_RK):
-            return weights.call(native, mode)(given.x_RH, given.scales_RX, ids_RK, weights_RK, out_RH, threads)
-        terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
-        terms(weights, given, terms_RKH, mode)
-    if shared is not None:
-        first = torch.zeros((rows, 1), dtype=torch.int32, device="cpu")
-        ones = torch.ones((rows, 1), dtype=torch.float32, device="cpu")
-        into = terms_RKH[:, -1, :hidden]
-        shared.call(native, mode)(given.x_RH, given.scales_RX, first, None, into, threads)
-        ids_RK = torch.cat((ids_RK, torch.full_like(first, weights.num_slots)), 1)
-        weights_RK = torch.cat((weights_RK, ones), 1)
-    out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
-    ids_RK, weights_RK = ids_RK.contiguous(), weights_RK.contiguous()
-    sums_RH = out_RH if out_RH.is_contiguous() else torch.empty_like(out_RH, memory_format=torch.contiguous_format)
-    native.call(
-        "sum_terms", terms_RKH.data_ptr(), ids_RK.data_ptr(), weights_RK.data_ptr(), rows, columns, hidden,
-        terms_RKH.stride(1), sums_RH.data_ptr(), int(sums_RH.dtype is torch.float32), native.threads(threads),
-        int(native.best),
-    )  # fmt: skip
-    return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
-
-
-def terms(weights: PagedExperts, given: Assignments, terms_RKH: Tensor, mode: ExpertsMode) -> None:
-    """Write the output of the expert of each assignment; of those without one nothing. terms_RKH: f32 or bf16.
-
-    Called after `begin`, with the lock held.
-    """
-    hidden, top_k = weights.w2.layout.num_outputs, given.ids_RK.shape[1]
-    call = weights.call(weights.cache.native, mode, alone=True)
-    flat_X = given.ids_RK.reshape(-1)
-    into_XH = terms_RKH.view(-1, terms_RKH.shape[-1])[:, :hidden]
-    for in_wave_E in weights.cache.waves():
-        at_N = in_wave_E[flat_X.long()].nonzero().squeeze(1)  # -1 reads the last, which is in none
-        row_N = at_N // top_k
-        scales = None if given.scales_RX is None else given.scales_RX[row_N]
-        y_NH = torch.empty((len(at_N), hidden), dtype=terms_RKH.dtype, device="cpu")
-        call(given.x_RH[row_N], scales, flat_X[at_N].unsqueeze(1), None, y_NH, torch.get_num_threads())
-        into_XH.index_copy_(0, row_N * terms_RKH.shape[1] + at_N % top_k, y_NH)
+        return PagedLayer(self.rows, self.weights.cache, sums, gating, tables, ran)

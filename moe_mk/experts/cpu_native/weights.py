@@ -110,6 +110,13 @@ class PackedExpertWeights:
             found = self.calls[mode, alone] = ExpertsCall(native, self.w13, self.w2, shared, mode)
         return found
 
+    def sums(
+        self, native: Native, mode: ExpertsMode, x_RH: Tensor, scales_RX: Tensor | None, ids_RK: Tensor,
+        weights_RK: Tensor | None, out_RH: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What `ExpertsCall` returns."""
+        return self.call(native, mode)(x_RH, scales_RX, ids_RK, weights_RK, out_RH, torch.get_num_threads())
+
     @property
     def num_slots(self) -> int:
         return self.w13.num_slots

@@ -35,7 +35,7 @@ from moe_mk.external.device import Mark, Queues, pinned, synchronize
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore, aligned
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights, digest, on_device
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights, on_device
 from moe_mk.weights.scan import Progress
 
 CPU, LINE = torch.device("cpu"), 256
@@ -255,8 +255,7 @@ def page(
         store = HostRecords(record_SB)
     else:
         facts = {"triton": str(format), "like": f"{sample.up_IH.scheme.name} {sample.up_IH.shape}"}
-        keep = not getattr(weights, "passing", False)
-        store = open_store(config, digest(weights), facts, num, record_SB[0], pack, keep=keep)
+        store = open_store(config, weights, facts, record_SB[0], pack)
     like = on_device(MappedExpertWeights((sample,), weights.scheme), META).slot(0)
     cache = DeviceCache(store, config, like, format, device, spare)
     return PagedWeights(cache, cache.stack)

@@ -245,6 +245,13 @@ class MatrixLayout:
         return 0 if self.by_output or self.format is Format.BF16 else self.pairs * 2 * self.blocks
 
     @property
+    def parts_of_slot(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Elements and dtypes of values, scales, output scales and zero points of one expert; 0: none."""
+        of_blocks = torch.uint8 if self.format.group or self.format.has_parts else torch.float32
+        scales = (self.slot_scales, of_blocks), (self.slot_output_scales, torch.float32)
+        return (self.slot_bytes, torch.uint8), *scales, (self.slot_zeros, torch.uint8)
+
+    @property
     def slot_output_scales(self) -> int:
         """f32 factors of one expert's outputs."""
         return self.pairs * PAIR if self.by_output or self.format is Format.NVFP4 else 0

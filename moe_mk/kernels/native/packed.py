@@ -9,6 +9,7 @@ outputs adjacent for every group of k; f32 factors of whole outputs are applied 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -63,21 +64,20 @@ def allocate(
 
     touch=False: reserves addresses only; `touch_slot` allocates memory slot by slot while source pages are released.
     """
-    needed = num_slots * layout.slot_bytes
-    values_B = torch.empty(needed + HUGE_PAGE, dtype=torch.uint8, device="cpu")
-    start = -values_B.data_ptr() % HUGE_PAGE
-    values_LB = values_B[start : start + needed].view(num_slots, layout.slot_bytes)
+    values_LB = on_huge_pages(num_slots, layout.slot_bytes)
     if touch:
-        native.functions["advise_huge"](values_LB.data_ptr(), needed)
-    of_blocks = torch.uint8 if layout.format.group or layout.format.has_parts else torch.float32
-    scales_LX = _zeros(num_slots, layout.slot_scales, of_blocks)
-    output_scales_LX = _zeros(num_slots, layout.slot_output_scales, torch.float32)
-    zeros_LX = _zeros(num_slots, layout.slot_zeros, torch.uint8)
+        native.functions["advise_huge"](values_LB.data_ptr(), values_LB.numel())
+    scales_LX, output_scales_LX, zeros_LX = (
+        torch.zeros(num_slots, each, dtype=dtype, device="cpu") if each else None
+        for each, dtype in layout.parts_of_slot[1:]
+    )
     return PackedMatrix(layout, values_LB, scales_LX, bias_LX, output_scales_LX, zeros_LX)
 
 
-def _zeros(num_slots: int, each: int, dtype: torch.dtype) -> torch.Tensor | None:
-    return torch.zeros(num_slots, each, dtype=dtype, device="cpu") if each else None
+def on_huge_pages(rows: int, row_bytes: int) -> torch.Tensor:
+    """Addresses of rows, uint8 [rows, bytes], as direct reads and 2 MiB pages need them; memory once it is written."""
+    whole = torch.empty(rows * row_bytes + HUGE_PAGE, dtype=torch.uint8, device="cpu")
+    return whole[-whole.data_ptr() % HUGE_PAGE :][: rows * row_bytes].view(rows, row_bytes)
 
 
 def touch_slot(native: Native, packed: PackedMatrix, slot: int) -> bool:
@@ -163,9 +163,16 @@ def _pack_parts(
         raise ShapeError(f"{name}: zero points for a layout without them; use PartScales(zeros=True)")
 
 
-def _of_pairs(layout: MatrixLayout, *parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[pairs, groups, parts, 32 outputs] flat, zero for padding, from [outputs, groups] of each source of each part."""
-    columns = [_side_by_side(layout, [s.to(device="cpu") for s in sources]) for sources in parts if sources]
+def _of_pairs(layout: MatrixLayout, *parts: Sequence[torch.Tensor], fill: int = 0) -> torch.Tensor:
+    """[pairs, groups, parts, 32 outputs] flat, from [outputs, groups] of each source of each part.
+
+    The 32 are 16 outputs of gate and the same of up, or neighbours; fill: of padding.
+    """
+    share = PAIR // (2 if layout.gated else 1)
+    columns, missing = [], layout.pairs * share - layout.num_outputs
+    for sources in filter(None, parts):
+        padded = (torch.nn.functional.pad(s.to(device="cpu"), (0, 0, 0, missing), value=fill) for s in sources)
+        columns.append(torch.cat([s.view(layout.pairs, share, -1) for s in padded], dim=1))
     return torch.stack(columns, dim=-1).permute(0, 2, 3, 1).reshape(-1)
 
 
@@ -234,8 +241,10 @@ def unpack_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
         return ()
     if layout.parts is not None:
         return _of_sources(layout, _scales_and_biases(packed, slot)[0])
-    gathered = gathered_groups if packed.layout.format.group else gathered_blocks
-    return gathered(packed.layout, packed.scales_LX[slot])
+    if not layout.format.group:
+        return gathered_blocks(layout, packed.scales_LX[slot])
+    given, dtype = ceil(layout.num_inputs / layout.format.group), layout.format.scale_dtype
+    return tuple(part[:, :given].contiguous().view(dtype) for part in _of_sources(layout, packed.scales_LX[slot]))
 
 
 def unpack_zeros(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
@@ -255,17 +264,15 @@ def _scales_and_biases(packed: PackedMatrix, slot: int) -> tuple[Tensor, ...]:
 
 def _of_sources(layout: MatrixLayout, packed_X: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The inverse of `_of_pairs`."""
-    columns = packed_X.reshape(layout.pairs, -1, PAIR).transpose(1, 2)
+    halves = packed_X.reshape(layout.pairs, -1, PAIR).transpose(1, 2).chunk(2 if layout.gated else 1, dim=1)
+    parts = (half.reshape(-1, half.shape[-1])[: layout.num_outputs] for half in halves)
     # A copy: contiguous() keeps the strides of a single group.
-    return tuple(part.clone(memory_format=torch.contiguous_format) for part in _apart(layout, columns))
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
 
 def unpack_output_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
     """The f32 factors of whole outputs of one slot, per source, [outputs, 1]; () without."""
-    if packed.output_scales_LX is None:
-        return ()
-    of_pairs = packed.output_scales_LX[slot].view(packed.layout.pairs, PAIR, 1)
-    return tuple(part.clone() for part in _apart(packed.layout, of_pairs))
+    return () if packed.output_scales_LX is None else _of_sources(packed.layout, packed.output_scales_LX[slot])
 
 
 def _same_strides(sources: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -313,36 +320,13 @@ def spread_groups(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) -
         raise WeightError(f"{name}: {bad} of its {layout.format.name} scales are NaN; the checkpoint is damaged")
     fill = 0 if layout.format is Format.NVFP4 else _ONE_E8M0
     padded = [torch.nn.functional.pad(o, (0, layout.groups - given), value=fill) for o in octets]
-    return _side_by_side(layout, padded, fill).transpose(1, 2).reshape(-1)
-
-
-def gathered_groups(layout: MatrixLayout, packed_X: Tensor) -> tuple[Tensor, ...]:
-    """Per source, [outputs, groups] in the format's own dtype."""
-    given = ceil(layout.num_inputs / layout.format.group)
-    columns = packed_X.view(layout.pairs, layout.groups, PAIR).transpose(1, 2)
-    parts = _apart(layout, columns)
-    return tuple(part[:, :given].contiguous().view(layout.format.scale_dtype) for part in parts)
+    return _of_pairs(layout, padded, fill=fill)
 
 
 def spread_outputs(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) -> Tensor:
     """[pairs, 32 outputs] flat, f32, from one scale an output, (N, 1), or one for all, (1, 1), of each source."""
     _expect(scales, [(layout.num_outputs, 1), (1, 1)], layout, name, "scales of outputs", torch.float32)
-    wide = [s.to(device="cpu").expand(layout.num_outputs, 1) for s in scales]
-    return _side_by_side(layout, wide).reshape(-1)
-
-
-def _side_by_side(layout: MatrixLayout, sources: list[Tensor], fill: int = 0) -> Tensor:
-    """[N, X] of each source -> [pairs, 32, X]: 16 outputs of gate and the same of up, or 32 neighbours."""
-    share = PAIR // len(sources)
-    missing = layout.pairs * share - layout.num_outputs
-    padded = [torch.nn.functional.pad(s, (0, 0, 0, missing), value=fill).view(layout.pairs, share, -1) for s in sources]
-    return torch.cat(padded, dim=1)
-
-
-def _apart(layout: MatrixLayout, columns: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of `_side_by_side`."""
-    halves = 2 if layout.gated else 1
-    return tuple(part.reshape(-1, columns.shape[-1])[: layout.num_outputs] for part in columns.chunk(halves, dim=1))
+    return _of_pairs(layout, [s.expand(layout.num_outputs, 1) for s in scales])
 
 
 def _expect(

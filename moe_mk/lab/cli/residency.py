@@ -19,10 +19,11 @@ from rich.table import Table
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
-from moe_mk.experts.cpu_native.paged import PagedExperts, records
+from moe_mk.experts.cpu_native.paged import PagedExperts
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import READERS, Policy, ResidencyPool
 from moe_mk.flight import wait
+from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.lab.cli.inputs import Batch
 from moe_mk.lab.cli.measure import StageSample, sample_of
 from moe_mk.lab.cli.options import bytes_of, enough
@@ -228,7 +229,7 @@ def _product_s(layer: MoELayer, weights: PagedExperts, tokens: int, used: int) -
 def _read_rate(weights: PagedExperts) -> float:
     """Bytes per second of direct reads, with the requests and threads of a call."""
     store = weights.cache.store
-    record = memory_of(records(1, weights.cache.record_bytes)[0])
+    record = memory_of(on_huge_pages(1, weights.cache.record_bytes)[0])
     experts = range(max(1, min(store.num_experts, MOST_READ // store.record_bytes)))
     with ThreadPoolExecutor(READERS) as readers:
         start = now()

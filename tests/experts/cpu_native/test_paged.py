@@ -26,9 +26,10 @@ from moe_mk import ConfigError, DeepseekV3MoE
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native.paged import PagedExperts, RecordMemory, records
+from moe_mk.experts.cpu_native.paged import PagedExperts, RecordMemory
 from moe_mk.experts.paged import Cache, memory_of
 from moe_mk.experts.residency import POLICIES, ResidencyPool
+from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.permute import permute
@@ -272,7 +273,7 @@ def test_slots_take_large_pages_before_they_are_written_and_give_them_back() -> 
 
     before, seen = resident(), list[int]()
     native = SimpleNamespace(functions={"advise_huge": lambda *_: seen.append(resident() - before)})
-    memory = RecordMemory(native, records(9, 32 << 20))  # type: ignore[arg-type]
+    memory = RecordMemory(native, on_huge_pages(9, 32 << 20))  # type: ignore[arg-type]
     for slot in (3, 4):
         memory.add(slot)
         memory.records_SB[slot] = 1
