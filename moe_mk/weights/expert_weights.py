@@ -293,6 +293,28 @@ def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
 
 
+def slot_biases(b13_X: Tensor | None, b2_H: Tensor | None, *, gated: bool) -> SlotBiases | None:
+    """Copies of the biases of one expert, from those of w13 (gate's, then up's) and of w2; None without."""
+    if b13_X is None or b2_H is None:
+        return None
+    halves = b13_X.clone().chunk(1 + gated)
+    return SlotBiases(halves[0] if gated else None, halves[-1], b2_H.clone())
+
+
+def stacked_rows(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """Matrices of one scheme, one above the other; scales of whole matrices become one per part."""
+
+    def stacked(name: str) -> Tensor | None:
+        pieces = [getattr(q, name) for q in parts]
+        if pieces[0] is None or len(pieces) == 1:
+            return pieces[0]  # type: ignore[no-any-return]
+        return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
+
+    values = stacked("values")
+    assert values is not None
+    return QuantTensor(values, stacked("scales"), parts[0].scheme, stacked("global_scale"), stacked("zeros"))
+
+
 def digest(weights: Weights) -> str:
     """SHA-256 of all experts in their stored format, as hex: the same in whatever layout a backend holds them.
 

@@ -26,7 +26,7 @@ from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights
+from moe_mk.weights.expert_weights import SlotWeights, Weights, slot_biases
 
 LAYOUT = "cpu_native"
 TILE_ROWS = 16
@@ -133,13 +133,9 @@ class PackedExpertWeights:
         """One expert in its stored format; a copy."""
         first = self._matrices(self.w13, index)
         down = self._matrices(self.w2, index)[0]
-        return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
-
-    def _biases(self, index: int) -> SlotBiases | None:
-        if self.w13.bias_LX is None or self.w2.bias_LX is None:
-            return None
-        halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)
-        return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
+        b13, b2 = (None if matrix.bias_LX is None else matrix.bias_LX[index] for matrix in (self.w13, self.w2))
+        biases = slot_biases(b13, b2, gated=self.gated)
+        return SlotWeights(first[0] if self.gated else None, first[-1], down, biases)
 
     def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
         scheme = self.scheme if packed is self.w13 or self.down_scheme is None else self.down_scheme

@@ -38,7 +38,7 @@ from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import SlotWeights, Weights
+from moe_mk.weights.expert_weights import SlotWeights, Weights, stacked_rows
 from moe_mk.weights.scan import Progress
 
 LOGGER = logging.getLogger(__name__)
@@ -101,12 +101,7 @@ def above(parts: list[QuantTensor], index: int) -> QuantTensor:
     if any(one is not None and not torch.equal(one.reshape(-1)[:1], whole[0].reshape(-1)[:1]) for one in whole[1:]):  # type: ignore[union-attr]
         LOGGER.warning("gate and up of expert %d have different scales; requantised to one scale", index)
         return scheme.quantize(torch.cat([q.dequantize(torch.float32) for q in parts]))
-    values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(parts[0].values.dtype)
-    scales = parts[0].scales
-    if scales is not None and scheme.block != (WHOLE, WHOLE):
-        octets = [q.scales.contiguous().view(torch.uint8) for q in parts if q.scales is not None]
-        scales = torch.cat(octets).view(scales.dtype)
-    return QuantTensor(values, scales, scheme, parts[0].global_scale)
+    return stacked_rows(parts)
 
 
 def _values(stack: list[QuantTensor]) -> Tensor:

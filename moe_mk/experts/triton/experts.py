@@ -287,8 +287,7 @@ class TritonExperts(FusedExperts):
         if isinstance(weights, PackedWeights):
             format = weights.format
             rows13, rows2 = (each.blocks if format.block_scales else each.rows for each in (weights.w13, weights.w2))
-        biases = weights.biases if isinstance(weights, PackedWeights) else None
-        b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
+        b13, b2 = (getattr(each, "bias", None) for each in (weights.w13, weights.w2))
         compute = self.context.compute
         return self.kernels.Experts(
             (weights.w13.values, weights.w13.scales),

@@ -55,7 +55,7 @@ def on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def parts_of(weights: PackedWeights) -> list[Tensor]:
     """Every tensor of the slots, in the order of a record."""
     found = [getattr(w, name) for w in (weights.w13, weights.w2) for name in ("values", "scales", "rows", "blocks")]
-    found += [] if weights.biases is None else [weights.biases.b13, weights.biases.b2]
+    found += [weights.w13.bias, weights.w2.bias]
     return [part for part in found if part is not None]
 
 

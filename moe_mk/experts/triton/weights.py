@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +33,7 @@ from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights, Weights, narrow_rows
-
-
-@dataclass(frozen=True)
-class Biases:
-    """Biases of the experts of one rank."""
-
-    b13: Tensor
-    """(L, 2I), or (L, I) without a gate."""
-    b2: Tensor
-    """(L, H)."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.b13.nbytes + self.b2.nbytes
-
-    def slot(self, index: int, *, gated: bool) -> SlotBiases:
-        """The biases of one expert in f32; a copy."""
-        first = self.b13[index].clone().chunk(2 if gated else 1)
-        return SlotBiases(first[0] if gated else None, first[-1], self.b2[index].clone())
-
+from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, Weights, narrow_rows, slot_biases, stacked_rows
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Zeros for each slot, of a shape and a dtype."""
@@ -69,7 +49,6 @@ def zeros(num_slots: int, device: torch.device, *, spare: int = 0) -> Room:
     return room
 
 
-X = TypeVar("X")
 LAYOUT, META = "triton", torch.device("meta")
 ZEROS_MASK = ~0xFF
 """Of a word of an f32 scale and a zero point: the bits of the scale."""
@@ -90,10 +69,12 @@ class PackedProjection:
     """Scales of 128 x 128 weights, f32, (L, ceil(N / 128), steps)."""
     like: QuantTensor
     """The stored matrix of one expert, on the meta device."""
+    bias: Tensor | None = None
+    """f32, (L, N)."""
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.values, self.scales, self.rows, self.blocks)
+        parts = (self.values, self.scales, self.rows, self.blocks, self.bias)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
 
@@ -108,7 +89,6 @@ class PackedWeights:
     spare: int = 0
     """Free slots behind the last one."""
     layout: str = LAYOUT
-    biases: Biases | None = None
 
     @property
     def num_slots(self) -> int:
@@ -121,12 +101,13 @@ class PackedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and biases, padding included."""
-        return self.w13.num_bytes + self.w2.num_bytes + (0 if self.biases is None else self.biases.num_bytes)
+        return self.w13.num_bytes + self.w2.num_bytes
 
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format, bit for bit, with biases in f32; a copy."""
         w13, w2 = (_unpacked(matrix, self.format, index) for matrix in (self.w13, self.w2))
-        biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
+        b13, b2 = (None if matrix.bias is None else matrix.bias[index] for matrix in (self.w13, self.w2))
+        biases = slot_biases(b13, b2, gated=self.gated)
         if not self.gated:
             return SlotWeights(None, w13, w2, biases)
         half = w13.shape[0] // 2
@@ -151,20 +132,20 @@ def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *
 
 def empty_slots(slot: SlotWeights, format: KernelFormat, room: Room, spare: int = 0) -> PackedWeights:
     """Zeros for experts like one, in a kernel format. spare: free slots at the end."""
-    w13, w2 = (_room(q, format, room) for q in (_above(slot, META), slot.down_HI.to(META)))
-    biases = None if slot.biases is None else Biases(*(room((w.like.shape[0],), torch.float32) for w in (w13, w2)))
-    return PackedWeights(w13, w2, format, slot.gate_IH is not None, spare, biases=biases)
+    w13, w2 = (_room(q, format, room) for q in _both(slot, META))
+    if slot.biases is not None:
+        w13, w2 = (replace(w, bias=room((w.like.shape[0],), torch.float32)) for w in (w13, w2))
+    return PackedWeights(w13, w2, format, slot.gate_IH is not None, spare)
 
 
 def fill_slot(packed: PackedWeights, index: int, slot: SlotWeights) -> bool:
     """Store one expert; False if the format cannot represent it."""
-    if packed.biases is not None:
+    if packed.w13.bias is not None and packed.w2.bias is not None:
         assert slot.biases is not None, "either every expert of a layer has biases or none"
         *first, down = slot.biases.tensors
-        packed.biases.b13[index].copy_(torch.cat(first))
-        packed.biases.b2[index].copy_(down)
-    device = packed.w13.values.device
-    matrices = ((packed.w13, _above(slot, device)), (packed.w2, slot.down_HI.to(device)))
+        packed.w13.bias[index].copy_(torch.cat(first))
+        packed.w2.bias[index].copy_(down)
+    matrices = zip((packed.w13, packed.w2), _both(slot, packed.w13.values.device), strict=True)
     return all(_fill(matrix, q, packed.format, index) for matrix, q in matrices)
 
 
@@ -175,19 +156,10 @@ def ready(q: QuantTensor, device: torch.device) -> QuantTensor:
     return QuantTensor(q.values.contiguous(), scales, q.scheme)
 
 
-def _above(slot: SlotWeights, device: torch.device) -> QuantTensor:
-    """Gate rows above up rows, on a device; scales of whole matrices become one per part."""
-    parts = [q.to(device) for q in (slot.gate_IH, slot.up_IH) if q is not None]
-
-    def joined(name: str) -> Tensor | None:
-        pieces = [getattr(q, name) for q in parts]
-        if pieces[0] is None or len(pieces) == 1:
-            return pieces[0]  # type: ignore[no-any-return]
-        return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
-
-    values = joined("values")
-    assert values is not None
-    return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"), joined("zeros"))
+def _both(slot: SlotWeights, device: torch.device) -> tuple[QuantTensor, QuantTensor]:
+    """w13 and w2 on a device."""
+    *first, down = (q.to(device) for q in slot.matrices.values())
+    return stacked_rows(first), down
 
 
 def _room(q: QuantTensor, format: KernelFormat, room: Room) -> PackedProjection:
@@ -366,27 +338,24 @@ def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
     if not isinstance(routed, PackedWeights) or not isinstance(shared, PackedWeights | ExpertWeights):
         return None
-    own, is_same = None, isinstance(shared, ExpertWeights) and routed.scheme == shared.scheme
-    if isinstance(shared, PackedWeights):
-        own, is_same = shared.biases, routed.format == shared.format
-    biases = routed.biases
-    if not (routed.spare and is_same and routed.gated == shared.gated) or (biases is None and own is not None):
+    is_same = routed.format == shared.format if isinstance(shared, PackedWeights) else routed.scheme == shared.scheme
+    if not (routed.spare and is_same and routed.gated == shared.gated):
         return None
-    if biases is not None:  # zeros for shared experts without biases
-        own = own or Biases(torch.zeros_like(biases.b13[:1]), torch.zeros_like(biases.b2[:1]))
-        biases = _joined(biases, own)
-        assert biases is not None, "their matrices fit, so do they"
     w13, w2 = _joined(routed.w13, shared.w13), _joined(routed.w2, shared.w2)
-    return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2, biases=biases)
+    return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2)
 
 
-def _joined(routed: X, shared: object) -> X | None:
-    made = {}
-    for name in ("values", "scales", "rows", "blocks", "b13", "b2"):
-        own, other = getattr(routed, name, None), getattr(shared, name, None)
+def _joined(routed: PackedProjection, shared: PackedProjection | QuantTensor) -> PackedProjection | None:
+    made, bias = dict[str, Any](), getattr(shared, "bias", None)
+    if bias is None and routed.bias is not None:  # zeros for shared experts without biases
+        bias = torch.zeros_like(routed.bias[:1])
+    if bias is not None and routed.bias is None:
+        return None
+    for name in ("values", "scales", "rows", "blocks", "bias"):
+        own, other = getattr(routed, name), bias if name == "bias" else getattr(shared, name, None)
         if own is not None:
             made[name] = None if other is None else _behind(own, other)
-    return None if any(part is None for part in made.values()) else replace(routed, **made)  # type: ignore[type-var]
+    return None if any(part is None for part in made.values()) else replace(routed, **made)
 
 
 def _behind(stack: Tensor, one: Tensor) -> Tensor | None:

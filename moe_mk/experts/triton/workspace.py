@@ -29,7 +29,7 @@ class Arena:
         self.allocations = 0
         """Number of allocations through torch."""
         self._memory: Tensor | None = None
-        self._outgrown: list[Tensor] = []
+        self._outgrown: list[Tensor | None] = []
 
     @contextmanager
     def frame(self, device: torch.device) -> Iterator[Empty]:
@@ -51,13 +51,9 @@ class Arena:
 
         yield empty
         if taken > self.high_water:
-            self._grow(taken, device)
-
-    def _grow(self, size: int, device: torch.device) -> None:
-        if self._memory is not None:
             self._outgrown.append(self._memory)
-        self.high_water, self.allocations = size, self.allocations + 1
-        self._memory = torch.empty((size,), dtype=torch.uint8, device=device)
+            self.high_water, self.allocations = taken, self.allocations + 1
+            self._memory = torch.empty((taken,), dtype=torch.uint8, device=device)
 
 
 class Workspace:

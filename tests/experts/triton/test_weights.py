@@ -8,7 +8,7 @@ import torch
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.triton.paged import host_records
-from moe_mk.experts.triton.weights import Biases, _behind, kernel_format_of, pack_weights
+from moe_mk.experts.triton.weights import _behind, kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.lab.testing.experts import random_experts
@@ -18,7 +18,7 @@ from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, slot_biases
 from moe_mk.weights.layer_weights import as_mapped
 from tests.support.mxfp4 import packed, wide_matrix
 
@@ -113,13 +113,14 @@ def test_a_matrix_goes_into_the_spare_slot_if_it_is_one_of_the_same_kind() -> No
 
 
 def test_biases_of_a_slot_are_a_gate_and_an_up_half() -> None:
-    made = Biases(torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]), torch.tensor([[0.5], [0.25]]))
-    both, alone = made.slot(1, gated=True), made.slot(0, gated=False)
-    assert both.gate_I is not None and both.gate_I.tolist() == [5, 6] and both.up_I.tolist() == [7, 8]
-    assert alone.gate_I is None and alone.up_I.tolist() == [1, 2, 3, 4] and both.down_H.tolist() == [0.25]
+    b13, b2 = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.25])
+    both, alone = (slot_biases(b13, b2, gated=gated) for gated in (True, False))
+    assert both is not None and both.gate_I is not None and alone is not None and alone.gate_I is None
+    assert (both.gate_I.tolist(), both.up_I.tolist(), both.down_H.tolist()) == ([1, 2], [3, 4], [0.25])
+    assert alone.up_I.tolist() == [1, 2, 3, 4] and slot_biases(b13, None, gated=True) is None
     both.down_H.zero_()
     alone.up_I.zero_()
-    assert made.b13.all() and made.b2.all(), "a copy"
+    assert b13.all() and b2.all(), "a copy"
 
 
 def test_pinned_memory_is_locked_until_its_tensor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
