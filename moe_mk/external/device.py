@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -194,6 +194,25 @@ class Queues:
 def capturing(device: torch.device) -> bool:
     """Whether what is called now becomes part of a CUDA graph, so that nothing may be read on the host."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def graph_of(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], object]:
+    """A CUDA graph of calls, each run once before on the stream it is captured on; a call of it replays them."""
+    with torch.cuda.device(device):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = [call() for call in calls]
+
+    def replay() -> object:
+        graph.replay()
+        return kept  # their memory is that of the graph
+
+    return replay
 
 
 def parsed_device(device: torch.device | str) -> torch.device:

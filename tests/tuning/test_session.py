@@ -3,6 +3,7 @@
 import json
 import resource
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,8 @@ from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
 from moe_mk.lab.tuning.session import Parts, Stopwatch, thread_counts
 from moe_mk.quant.plain import FP32
-from moe_mk.weights.expert_weights import ExpertWeights
+from moe_mk.tokens import ExpertOutput, Tokens
+from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from tests.cli.conftest import moe_mk, printed, usage_error
 
 CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)
@@ -136,6 +138,44 @@ def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.Mo
     # One token: narrow against itself. Eight: the same, then wide against narrow. One round decides nothing.
     assert Declares.made == ["narrow"] * 5 + ["wide"]
     assert {point.parameters["tile"] for point in result.points} == {"narrow"}
+
+
+class Fails(Declares):
+    """Only the first tile gives the result of the backend."""
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> Sequence[Mapping[str, str]]:
+        return [{"tile": tile} for tile in ("good", "wrong", "raises", "hangs")]
+
+    def tuned_with(self, parameters: Mapping[str, str]) -> FusedExperts:
+        made = copy(self)
+        made.tile = parameters["tile"]
+        return made
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        if self.tile == "raises":
+            raise RuntimeError("out of resources")
+        output = super().run(tokens, weights)
+        return replace(output, y=output.y * 1.1) if self.tile == "wrong" else output
+
+
+def test_candidates_that_fail_or_differ_or_hung_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXPERTS._entries, "fails", Fails)
+    case = replace(CASE, experts="fails")
+    Parts(tmp_path / "case.part.jsonl", case.name).add(4, {"tile": "hangs"}, (), "did not end in an earlier session")
+    result = run(tmp_path / "case.json", tokens=(4,), case=case)
+    assert result.complete and (result.measured, result.resumed) == (3, 1)
+    assert [point.parameters["tile"] for point in result.points] == ["good"]
+    (judged,) = json.loads((tmp_path / "case.meta.json").read_text())["judged"]
+    assert [(each["parameters"]["tile"], each["why"].split(" away")[0]) for each in judged["failed"]] == [
+        ("wrong", "ValueError: its result is 0.100"), ("raises", "RuntimeError: out of resources"),
+        ("hangs", "did not end in an earlier session"),
+    ]  # fmt: skip
+    monkeypatch.setattr(Fails, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # of the built-in one
+        run(tmp_path / "other.json", tokens=(4,), case=case)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, micros: Mapping[int, float]) -> list[int]:

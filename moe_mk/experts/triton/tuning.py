@@ -1,7 +1,7 @@
 """Tuning of the Triton experts: the tiles that `moe-mk tune triton` tries, built-in tiles, and measured ones.
 
 `configs/tuned/NVIDIA_<device>/triton/<case>.json` holds points by tokens, one file for each top_k, as `moe-mk tune
-triton` and `benchmarks/experts_gpu_tune.py` write them.
+triton` writes them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ from moe_mk.lab.tuning import TuneCase, TunedPoint, space_of, tune, tuned_path
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
+from moe_mk.weights.expert_weights import ExpertWeights
+
+DRAWN = 8
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,7 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
             cores=environment.usable_cores(),
             device=device,
             meta=meta,
-            stack=lambda case, device: random_experts(
-                case.weights, case.num_slots, case.hidden_size, case.intermediate_size, device
-            ),
+            stack=_stack,
             on_measured=advance,
         )
     if as_json:
@@ -122,3 +123,15 @@ def points_table(points: tuple[TunedPoint, ...]) -> Table:
         chosen = ", ".join(f"{name} {value}" for name, value in point.parameters.items()) or "built in"
         table.add_row(str(point.tokens), f"{point.microseconds:,.0f}", chosen)
     return table
+
+
+def _stack(case: TuneCase, device: torch.device) -> ExpertWeights:
+    """Experts of which DRAWN differ: all of a large layer in f32 would not fit."""
+    drawn = min(case.num_slots, DRAWN)
+    few = random_experts(case.weights, drawn, case.hidden_size, case.intermediate_size, device)
+    slots = torch.arange(case.num_slots, dtype=torch.int64, device=device) % drawn
+
+    def repeated(part: torch.Tensor) -> torch.Tensor:
+        return part.view(torch.uint8)[slots].view(part.dtype)
+
+    return replace(few, w13=few.w13.changed(repeated), w2=few.w2.changed(repeated))

@@ -10,14 +10,17 @@ round, so that slowdowns of the machine affect both; the ratio of the two times 
 replaces the built-in parameters if the upper end of a confidence interval of the median ratio is below 1 - MARGIN, in
 its first rounds and in a second set of rounds, because the best of many candidates looks better than it is.
 
+A candidate whose result differs from that of the built-in parameters by more than AGREES, or that raises, is left out
+and named. On a GPU runs are captured in graphs, where the backend allows it, so that no launch from Python counts; a
+candidate during which a session there ended is not tried again.
+
 The interval is that of order statistics: from the k-th smallest to the k-th largest of n ratios, with the largest k for
 which the median is above it with a probability of at most 2.5 %. It only assumes that rounds are alike.
 
 A backend that can be tuned has two further methods; a CPU backend without them is tuned by torch's number of threads:
 
     @classmethod
-    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     candidates, the built-in
-                                                                                         parameters first
+    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     candidates, built-in ones first
     def tuned_with(self, parameters) -> FusedExperts                                     the backend with one candidate
 
 Results are written to `configs/tuned/<device>/<experts>/<case>.json`, each with a `.meta.json`.
@@ -41,28 +44,26 @@ import torch
 from moe_mk.config.tuned import Candidate, Case, TunedPoint
 from moe_mk.errors import ConfigError, UnsupportedError, unless_signalled
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
-from moe_mk.external.device import synchronize
+from moe_mk.external.device import graph_of, synchronize
 from moe_mk.files import parse_json, write_text
 from moe_mk.lab.files import errors_named, new_folders, read_lines
-from moe_mk.permute import permute
+from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.tokens import RowTokens, Tokens
+from moe_mk.tokens import OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 ROUNDS = 12
-
 MARGIN = 0.02
-
 """The smallest gain for which the built-in parameters are replaced."""
-
 TAIL = 0.025
-
+AGREES = 0.02
+"""Relative L2 distance between two orders of the same FP8 sums, generously: hidden rows are rounded to 3 bits."""
+RUNS = 4
+"""Of one graph: the time of its launch counts once."""
 Rounds = tuple[tuple[float, float], ...]
-
 """Microseconds of (the built-in choice, the candidate)."""
-
 RULE = (
     f"alternating rounds with the built-in choice, {ROUNDS} of each candidate and {ROUNDS} more of the best; one "
     f"replaces it where the upper end of the 95 % interval of the median ratio is below {1 - MARGIN:g} both times"
@@ -124,6 +125,8 @@ class Trial:
     rounds: Rounds
     confirmed: Rounds = ()
     """The second set of rounds, for the best candidate."""
+    failed: str = ""
+    """Why it cannot be used; it has no rounds then."""
 
     @property
     def ratio(self) -> Ratio:
@@ -140,7 +143,7 @@ class Trial:
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
     """The candidate to measure again: of the faster ones, that with the smallest median ratio."""
-    faster = [trial for trial in trials if trial.ratio.is_faster]
+    faster = [trial for trial in trials if not trial.failed and trial.ratio.is_faster]
     return min(faster, key=lambda trial: trial.ratio.median, default=None)
 
 
@@ -156,26 +159,34 @@ class Stopwatch:
     def __init__(self, experts: FusedExperts, weights: Weights, space: Space, tokens: int, top_k: int) -> None:
         self.experts, self.weights, self.space = experts, weights, space
         self._rows = _rows(experts, tokens, top_k)
+        self.runs = RUNS if experts.context.device.type == "cuda" and experts.traits.graph_safe else 1
 
     def compare(self, built_in: Candidate, candidate: Candidate, *, whole: bool = False) -> Rounds:
-        """Rounds of both, after one run each that warms up."""
-        runs = []
+        """Rounds of both, after one run each that warms up. Raises ValueError for another result."""
+        runs, results = [], []
         for parameters in (built_in, candidate):
             tuned = self.space.apply(self.experts, parameters)
-            self.microseconds(tuned, parameters)
-            runs.append(partial(self.microseconds, tuned, parameters))
+            run = partial(tuned.run, self._rows, self.weights)
+            with threads_of(parameters, self.space), torch.no_grad():
+                results.append(weight_and_reduce(run(), self._rows, OutputStage.REDUCED).y.double())
+                call = run if self.runs == 1 else graph_of([run] * self.runs, tuned.context.device)
+            runs.append(partial(self.microseconds, call, parameters))
+            runs[-1]()
+        wanted, got = results
+        if not (distance := float((got - wanted).norm() / wanted.norm())) <= AGREES:
+            raise ValueError(f"its result is {distance:.3f} away from that of {dict(built_in)}")
         return compare(*runs, whole=whole)
 
-    def microseconds(self, tuned: FusedExperts, parameters: Candidate) -> float:
+    def microseconds(self, call: Callable[[], object], parameters: Candidate) -> float:
         """One run. Threads that were just started or stopped are warmed up first."""
         with threads_of(parameters, self.space), torch.no_grad():
             if self.space.threads_only:
-                tuned.run(self._rows, self.weights)
-            synchronize(tuned.context.device)
+                call()
+            synchronize(self.experts.context.device)
             start = now()
-            tuned.run(self._rows, self.weights)
-            synchronize(tuned.context.device)
-            return (now() - start) * 1e6
+            call()
+            synchronize(self.experts.context.device)
+            return (now() - start) * 1e6 / self.runs
 
 
 def _rows(experts: FusedExperts, count: int, top_k: int) -> Tokens:
@@ -202,20 +213,19 @@ class Parts:
             self._take(line)
             self._is_cut = not line.endswith(b"\n")
 
-    def __len__(self) -> int:
-        return len(self._trials)
-
     def get(self, tokens: int, candidate: Candidate) -> Trial | None:
         """What is known of a candidate."""
         return self._trials.get(_key(tokens, candidate))
 
-    def add(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool = False) -> None:
-        """Write what was measured. confirms: rounds of its own, of a candidate that is known."""
-        held = {"case": self.case, "tokens": tokens, "parameters": dict(candidate), "rounds": rounds}
+    def add(
+        self, tokens: int, candidate: Candidate, rounds: Rounds, failed: str = "", *, confirms: bool = False
+    ) -> None:
+        """Write what was measured, or failed. confirms: rounds of its own, of a candidate that is known."""
+        held = {"case": self.case, "tokens": tokens, "parameters": dict(candidate), "rounds": rounds, "failed": failed}
         with new_folders(self.file.parent), errors_named(self.file):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self._append(json.dumps(held | {"confirms": confirms}) + "\n")
-        self._enter(tokens, candidate, rounds, confirms=confirms)
+        self._enter(tokens, candidate, rounds, confirms=confirms, failed=failed)
 
     def _append(self, line: str) -> None:
         """Write a line, or leave the file as it was."""
@@ -242,16 +252,17 @@ class Parts:
             if held["case"] != self.case:
                 return
             rounds = tuple((float(before), float(its)) for before, its in held["rounds"])
-            self._enter(int(held["tokens"]), held["parameters"], rounds, confirms=bool(held["confirms"]))
+            failed, confirms = str(held.get("failed", "")), bool(held["confirms"])
+            self._enter(int(held["tokens"]), held["parameters"], rounds, confirms=confirms, failed=failed)
         except (ValueError, KeyError, TypeError):
             return
 
-    def _enter(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool) -> None:
+    def _enter(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool, failed: str) -> None:
         key = _key(tokens, candidate)
         if confirms and key in self._trials:
             self._trials[key] = replace(self._trials[key], confirmed=rounds)
         elif not confirms:
-            self._trials[key] = Trial(dict(candidate), rounds)
+            self._trials[key] = Trial(dict(candidate), rounds, failed=failed)
 
 
 def _key(tokens: int, candidate: Candidate) -> str:
@@ -259,7 +270,6 @@ def _key(tokens: int, candidate: Candidate) -> str:
 
 
 OnMeasured = Callable[[str, int, int], None]
-
 """Report (what, done, total)."""
 
 
@@ -279,8 +289,7 @@ class TuneCase:
     @property
     def name(self) -> str:
         """Of its file, without the ending."""
-        case = Case(*self.shape[:3], self.weights.name, self.compute.name)
-        return case.name(self.top_k)
+        return Case(*self.shape[:3], self.weights.name, self.compute.name).name(self.top_k)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -366,15 +375,15 @@ class _Session:
         for count, space in self.spaces.items():
             watch: Stopwatch | None = None
             for candidate in space.candidates:
-                self._report(count, done, total)
+                if self.on_measured is not None:
+                    self.on_measured(f"{count} tokens", done, total)
                 done += 1
                 if self.parts.get(count, candidate) is not None:
                     continue
                 if now() > deadline:
                     return False
                 watch = watch or self._stopwatch(count)
-                rounds = watch.compare(space.built_in, candidate, whole=candidate == space.built_in)
-                self.parts.add(count, candidate, rounds)
+                self._try(watch, count, candidate)
             best = best_of(self.trials(count)[1:])
             if best is None or best.confirmed:
                 continue
@@ -383,6 +392,20 @@ class _Session:
             watch = watch or self._stopwatch(count)
             self.parts.add(count, best.parameters, watch.compare(space.built_in, best.parameters), confirms=True)
         return True
+
+    def _try(self, watch: Stopwatch, count: int, candidate: Candidate) -> None:
+        """Measure a candidate, or write down why it cannot be used. Raises what the built-in one raises."""
+        built_in, device, failed = self.spaces[count].built_in, self.context.device, ""
+        if candidate != built_in and device.type != "cpu":  # a kernel may hang, or end the process
+            self.parts.add(count, candidate, (), "did not end in an earlier session")
+        try:
+            rounds = watch.compare(built_in, candidate, whole=candidate == built_in)
+        except unless_signalled(Exception) as problem:
+            if candidate == built_in:
+                raise
+            rounds, failed = (), f"{type(problem).__name__}: {problem}"[:200]
+        synchronize(device)
+        self.parts.add(count, candidate, rounds, failed)
 
     def trials(self, count: int) -> list[Trial]:
         """What is known at a number of tokens, the built-in choice first where it is known."""
@@ -407,6 +430,10 @@ class _Session:
             if best is not None:
                 again = asdict(ratio_of(best.confirmed)) if best.confirmed else None
                 line["best"] = {"parameters": dict(best.parameters), "ratio": asdict(best.ratio), "again": again}
+            if failed := [
+                {"parameters": dict(trial.parameters), "why": trial.failed} for trial in trials if trial.failed
+            ]:
+                line["failed"] = failed
             reported.append(line)
         return reported
 
@@ -414,10 +441,6 @@ class _Session:
         experts = EXPERTS[self.case.experts](self.context)
         self.weights = self.weights or experts.relayout(self.stack(self.case, self.context.device))
         return Stopwatch(experts, self.weights, self.spaces[count], count, self.case.top_k)
-
-    def _report(self, count: int, done: int, total: int) -> None:
-        if self.on_measured is not None:
-            self.on_measured(f"{count} tokens", done, total)
 
 
 def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, Any]) -> None:
