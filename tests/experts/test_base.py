@@ -59,12 +59,6 @@ def test_a_down_projection_of_another_format_is_read_or_refused_by_its_name(back
     assert (named in refused) == (not chosen.traits.mixed_weights)
 
 
-def test_asking_for_the_layouts_leaves_the_traits_as_declared() -> None:
-    traits = replace(ReferenceExperts.traits)
-    declared = dict(vars(traits))
-    assert traits.consumes and vars(traits) == declared
-
-
 def test_the_layouts_a_backend_reads_come_best_first() -> None:
     assert ReferenceExperts.traits.consumes == tuple(ReferenceExperts.traits.emits)
 

@@ -36,12 +36,6 @@ def test_outside_the_range_nothing_is_extrapolated() -> None:
         assert TUNED.at(rows) == BUILT_IN[place][1] == UNTUNED.at(rows)
 
 
-def test_times_between_points_lie_on_a_line_of_logarithms() -> None:
-    assert TUNED.microseconds(4.0) == pytest.approx(200.0)
-    assert TUNED.microseconds(1.0) == 100.0 and TUNED.microseconds(16.0) == 400.0
-    assert Tuned((Point(2.0, SMALL, 7.0),), BUILT_IN).microseconds(2.0) == 7.0
-
-
 def file_in(folder: Path) -> Path:
     """The file of CASE with 8 experts a token: 32 tokens are one row an expert, 512 are 16."""
     path = tuned_folder("h200", folder) / "H7168_I2048_L256_K8_fp8_128x128_fp8_1x128.json"

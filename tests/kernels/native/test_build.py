@@ -44,16 +44,19 @@ def test_a_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     assert [line.split()[0] for line in stated] == ["compiling", "compiled"]
 
 
-def test_the_name_depends_on_source_flags_and_compiler(tmp_path: Path) -> None:
+def test_the_name_depends_on_source_flags_compiler_and_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tiny_recipe(tmp_path)
     names = {recipe.key()}
     names.add(Recipe(recipe.compiler, (Unit(recipe.units[0].source, ("-O2", "-fPIC")),)).key())
     names.add(Recipe(Compiler(recipe.compiler.path, "another version"), recipe.units).key())
     names.add(tiny_recipe(tmp_path, "int answer() { return 43; }").key())
-    assert len(names) == 4
+    monkeypatch.setattr(build_module, "processor", lambda: ("x86_64", "flags: none"))
+    assert len(names) == 4 and recipe.key() not in names
 
 
-def test_emulated_tiles_are_compiled_without_their_instructions() -> None:
+def test_emulated_tiles_and_other_processors_are_compiled_without_these_instructions() -> None:
     def flags(**settings: bool) -> set[str]:
         by_name = {unit.source.name: set(unit.flags) for unit in units("x86_64", **settings)}
         return {flag for flag in by_name["isa_amx.cpp"] if flag.startswith("-m")}
@@ -62,14 +65,10 @@ def test_emulated_tiles_are_compiled_without_their_instructions() -> None:
     assert real > around > portable and real - around == {"-mamx-tile", "-mamx-bf16"}
     assert "-mgfni" in around and "-mavx512f" in around - portable
     other = {unit.source.name: unit.flags for unit in units("x86_64", emulate_amx=True)}
-    assert "-mavx512f" in other["isa_avx512bf16.cpp"] and not units("aarch64")[0].source.name.startswith("isa_avx")
-
-
-def test_the_name_depends_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_recipe(tmp_path)
-    here = recipe.key()
-    monkeypatch.setattr(build_module, "processor", lambda: ("x86_64", "flags: none"))
-    assert recipe.key() != here
+    assert "-mavx512f" in other["isa_avx512bf16.cpp"]
+    portable = {unit.source.name: unit.flags for unit in units("aarch64")}
+    assert "isa_scalar.cpp" in portable and "isa_avx2.cpp" not in portable
+    assert not any(flag.startswith("-m") for flags in portable.values() for flag in flags)
 
 
 def build_in_child(recipe: Recipe, cache: Path, lines: "multiprocessing.Queue[str]") -> None:
@@ -463,12 +462,6 @@ def test_a_compiler_is_asked_once_until_its_file_is_another(tmp_path: Path) -> N
     assert seen == [Compiler(str(compiler), "first")] * 3 and asked.read_text() == "x\n"
     compiler.write_text("#!/bin/sh\necho the second\n")
     assert find_compiler(lambda name: str(compiler)) == Compiler(str(compiler), "the second")
-
-
-def test_other_processors_compile_the_portable_kernels_only() -> None:
-    names = {unit.source.name for unit in units("aarch64")}
-    assert "isa_scalar.cpp" in names and "isa_avx2.cpp" not in names
-    assert not any(flag.startswith("-m") for unit in units("aarch64") for flag in unit.flags)
 
 
 def test_what_killed_builds_left_is_removed_and_what_lives_stays(tmp_path: Path) -> None:

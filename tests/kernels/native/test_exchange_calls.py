@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.exchange import ExchangeCalls, RowFormat
@@ -34,6 +33,9 @@ def test_rows_that_pass_do_not_vouch_for_those_of_the_next_call(native: Native) 
         with pytest.raises(ShapeError, match=complaint):
             calls.dispatch(x, routing, 3, rounding=rounding)
     assert torch.equal(made.values[0][:2], codes_TH - 1), "nothing refused was written"
+    wide = windows(native, 1, RowFormat(256, 4, 1, Rounding.FP8), 2)
+    with pytest.raises(ShapeError, match=r"4 bytes of scales, 2 groups of 128"):
+        wide.calls(RowFormat(256, 4, 1, Rounding.FP8)).dispatch((x_TH.repeat(1, 2), None), routing, 1, rounding=True)
 
 
 def test_layers_that_take_turns_over_one_exchange_keep_their_own_tokens(native: Native) -> None:
@@ -67,19 +69,3 @@ def test_sums_that_are_not_there_in_time_are_waited_for_elsewhere(native: Native
         return {0: 1}
 
     assert calls.collect(0, 4, 10, wait).tolist() == [[2.0, 3.0]] and waited == [3]
-
-
-@pytest.mark.parametrize(
-    "x,form,complaint",
-    [
-        (torch.zeros((1, 8)), RowFormat(8, 0, 1), r"rows have 32 \+ 0 bytes, expected 8 \+ 0"),
-        (torch.zeros((1, 8), dtype=torch.float64), RowFormat(8, 4, 1, Rounding.FP8), r"float64, expected \(T, 8\)"),
-        (torch.zeros((1, 256)), RowFormat(256, 4, 1, Rounding.FP8), r"4 bytes of scales, 2 groups of 128"),
-        (torch.zeros((8, 2)).T, RowFormat(32, 0, 1), r"values must be contiguous within a row"),
-    ],
-)
-def test_rows_of_another_shape_are_refused(native: Native, x: Tensor, form: RowFormat, complaint: str) -> None:
-    calls, rounding = windows(native, 1, form, len(x)).calls(form), form.rounding is not Rounding.NONE
-    routing = torch.zeros((len(x), 1), dtype=torch.int32), torch.ones((len(x), 1))
-    with pytest.raises(ShapeError, match=complaint):
-        calls.dispatch((x, None), routing, 1, rounding=rounding)

@@ -192,23 +192,6 @@ def test_strides_of_every_source_are_read(native: Native, storage: Storage) -> N
             assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_strided_shards_are_packed_without_a_copy_of_the_whole(native: Native) -> None:
-    whole = codes(128, 512)
-    for source in (whole[:, 128:384], whole.t()[128:384].t()):
-        packed = allocate(native, MatrixLayout(128, 256, False, Format.FP8), 1)
-        pack_slot(native, packed, 0, (source,), (grid(128, 256),))
-        assert torch.equal(bytes_of(unpack_slot(native, packed, 0)[0]), bytes_of(source))
-
-
-def test_an_expert_moves_between_slots_as_bytes(native: Native) -> None:
-    packed = allocate(native, MatrixLayout(48, 64, True, Format.FP8), 2)
-    pair = codes(48, 64, 1), codes(48, 64, 2)
-    pack_slot(native, packed, 0, pair, (grid(48, 64),) * 2)
-    packed.copy_slot(0, 1)
-    back = unpack_slot(native, packed, 1)
-    assert torch.equal(bytes_of(back[0]), bytes_of(pair[0])) and torch.equal(bytes_of(back[1]), bytes_of(pair[1]))
-
-
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_code_is_refused_by_name(native: Native, code: int) -> None:
     w = codes(64, 64)

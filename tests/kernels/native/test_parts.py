@@ -16,7 +16,7 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot, unpack_scales, unpack_slot, unpack_zeros
 from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF, Gguf
-from moe_mk.quant.grouped import GROUPED, Grouped
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, batch, error
@@ -266,11 +266,6 @@ def test_layouts_that_cannot_be_packed_are_refused() -> None:
         MatrixLayout(32, 128, False, Format.INT4)
     with pytest.raises(ShapeError, match="Q6_K is packed from ggml blocks"):
         MatrixLayout(32, 256, False, Format.Q6_K)
-
-
-def test_grouped_schemes_and_blocks_all_have_a_packed_format() -> None:
-    assert all(storage_of(scheme) is not None for scheme in SCHEMES)
-    assert {scheme.bits for scheme in GROUPED.values() if isinstance(scheme, Grouped)} == {4, 8}
 
 
 @pytest.mark.parametrize("scheme", quick_schemes(), ids=lambda s: s.name)

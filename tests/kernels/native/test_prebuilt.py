@@ -11,7 +11,7 @@ import pytest
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import library, toolchain
 from moe_mk.kernels.native.library import Native, compile_and_open, open_library
-from moe_mk.kernels.native.toolchain import Unit, digest, prebuilt, prebuilt_here, prebuilt_name, record_digest, units
+from moe_mk.kernels.native.toolchain import prebuilt, prebuilt_here, prebuilt_name, record_digest, units
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,15 +22,6 @@ def test_only_a_library_of_exactly_these_sources_is_taken(tmp_path: Path) -> Non
     (tmp_path / prebuilt_name(listed)).write_bytes(b"")
     assert prebuilt(listed, tmp_path) == tmp_path / prebuilt_name(listed)
     assert prebuilt(units(extra=("-O1",)), tmp_path) is None
-
-
-def test_the_digest_sees_names_flags_and_contents(tmp_path: Path) -> None:
-    source = tmp_path / "a.cpp"
-    source.write_text("int a;")
-    seen = {digest([Unit(source, ())]), digest([Unit(source, ("-O1",))])}
-    source.write_text("int b;")
-    seen.add(digest([Unit(source, ())]))
-    assert len(seen) == 3
 
 
 def test_the_library_of_the_wheel_is_opened_without_a_compiler(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:

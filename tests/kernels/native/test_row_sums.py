@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native.exchange import BYTES_FOR_THREADS, ROW_TYPES, add_rows
-from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.kernels.native.library import Native
 from moe_mk.lab.testing.bits import bits_of
+from tests.kernels.native.conftest import IsaHere
 
 
 def drawn(rows: int, hidden: int, dtype: torch.dtype, shares: tuple[float, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -47,6 +47,17 @@ def test_every_instruction_set_gives_the_bits_of_torch(
             assert bits_of(got) == wanted, isa
 
 
+def test_f16_sums_keep_small_large_and_infinite_numbers(isa_here: IsaHere) -> None:
+    native, isa = isa_here
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    numbers = every[~every.isnan()].view(1, -1)
+    other, row = numbers.roll(12345, dims=1).contiguous(), torch.zeros(1, dtype=torch.int64)
+    got = add_rows(native, [(numbers, row), (other, row)], torch.empty_like(numbers), isa=isa)
+    expected = (numbers.float() + other.float()).half()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
 def test_threads_change_no_bit(native: Native) -> None:
     rows, hidden, before = 70, BYTES_FOR_THREADS // 2 // 64, torch.get_num_threads()
     parts = drawn(rows, hidden, torch.bfloat16, (0.7, 1.0, 0.6))
@@ -56,11 +67,3 @@ def test_threads_change_no_bit(native: Native) -> None:
     finally:
         torch.set_num_threads(before)
     assert bits_of(got) == bits_of(one_by_one(parts, rows, hidden, torch.bfloat16))
-
-
-def test_an_instruction_set_that_is_not_there_is_refused(native: Native) -> None:
-    missing = [isa for isa in Isa if isa not in native.isas]
-    if not missing:
-        pytest.skip("this processor has every instruction set")
-    with pytest.raises(UnsupportedError, match=f"cannot use {missing[0].name} here"):
-        add_rows(native, drawn(3, 4, torch.float32, (1.0,)), torch.empty(3, 4), isa=missing[0])

@@ -76,10 +76,17 @@ def test_calls_have_the_same_bits_on_any_threads(on_engine: Native) -> None:
 
 
 def test_one_of_several_calls_at_once_has_the_engine_threads(on_engine: Native) -> None:
-    call, wanted = prepared(on_engine)
+    call = ExpertsCall(on_engine, *Layer(4, 192, 288, Storage.FP8).pack(on_engine), None, ExpertsMode())
+    inputs = [batch(19 + 7 * number, 192, 4, 3, seed=number) for number in range(3)]
+
+    def run(number: int, threads: int = THREADS) -> Tensor:
+        x_RH, ids_RK, weights_RK = inputs[number]
+        return call(x_RH, None, ids_RK, weights_RK, None, threads)
+
+    wanted = [run(number, 1) for number in range(3)]
     with ThreadPoolExecutor(3) as callers:
-        found = list(callers.map(lambda _: [call(THREADS) for _ in range(30)], range(3)))
-    assert all(torch.equal(each, wanted) for some in found for each in some)
+        found = list(callers.map(lambda number: [run(number) for _ in range(30)], range(3)))
+    assert all(torch.equal(each, wanted[number]) for number, some in enumerate(found) for each in some)
 
 
 def test_another_thread_takes_the_engine_threads_when_the_first_stops_calling(on_engine: Native) -> None:

@@ -1,6 +1,5 @@
 """A layer in one native call against its parts one after the other: the same bits, and the load counted."""
 
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int64
 
@@ -121,19 +120,6 @@ def test_calls_at_once_count_every_choice(native: Native) -> None:
     with ThreadPoolExecutor(4) as callers:
         list(callers.map(work, range(4)))  # raises what they raise
     assert wrong == [] and int(counted_E.sum()) == 25 * 3 * sum(map(len, inputs))
-
-
-def test_a_forked_child_runs_the_same_block(native: Native) -> None:
-    whole, x_TH = layer_of(native, gating(), places(), stack_of(native)), tokens(7)
-    wanted_TH = whole(x_TH, torch.zeros(EXPERTS, dtype=torch.int64))
-
-    def child() -> None:
-        raise SystemExit(0 if torch.equal(whole(x_TH, torch.zeros(EXPERTS, dtype=torch.int64)), wanted_TH) else 1)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
 
 
 def test_what_does_not_fit_is_reported_before_any_call(native: Native) -> None:
