@@ -290,12 +290,9 @@ class DistributedCommunicator(Communicator):
                 yield InFlight(phase)
                 work.wait()
             except unless_signalled(RuntimeError) as problem:
-                raise self._error(problem, phase) from problem
-
-    def _error(self, problem: RuntimeError, phase: str) -> CommError:
-        first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        text = f"a peer of {self.size} is dead or later than the group's own timeout: {first_line}"
-        return CommError(text, rank=self.rank, phase=phase, layer=self.layer)
+                first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+                text = f"a peer of {self.size} is dead or later than the group's own timeout: {first_line}"
+                raise CommError(text, rank=self.rank, phase=phase, layer=self.layer) from problem
 
 
 MOST_MEMBERS = 62

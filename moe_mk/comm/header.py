@@ -25,6 +25,7 @@ EAGER_BYTES = 1 << 16
 # A rank never has 63 calls open. Epochs do not wrap: what was sent in one stays with gloo until somebody receives it.
 EPOCHS, CALLS, SIZES = 1 << 9, (1 << 6) - 1, (1 << 16) - 1
 HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
+"""Tags of headers, with the rows in them, and of what a rank reports out of order: one of each for every epoch."""
 UNKNOWN = -1
 ANY = -1
 """The bytes that a rank awaits which learns from the header how many rows come with it."""
@@ -208,16 +209,6 @@ def bytes_of(rows: Tensor | None) -> int:
 def as_bytes(rows: Tensor) -> Tensor:
     """Dense rows as one row of bytes, in the same memory."""
     return rows.view(-1).view(torch.uint8)
-
-
-def header_tag(epoch: int) -> int:
-    """Of headers, and of the rows that come with them."""
-    return HEADER_TAGS + epoch
-
-
-def notice_tag(epoch: int) -> int:
-    """Of what a rank reports out of order."""
-    return NOTICE_TAGS + epoch
 
 
 def row_tag(epoch: int, call: int, rows: Tensor) -> int:

@@ -102,7 +102,6 @@ class LockstepCommunicator(Communicator):
         return call
 
     def _inbox(self, phase: str, call: int) -> dict[int, tuple[str, Tensor]]:
-        """What all ranks have sent in a call."""
         self.check(phase)
         inbox = self.world.boxes.pop((call, self.rank))
         for peer in range(self.size):

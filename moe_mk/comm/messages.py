@@ -44,6 +44,8 @@ from moe_mk.comm.header import (
     EPOCHS,
     HANG_UP_TAG,
     HEADER_BYTES,
+    HEADER_TAGS,
+    NOTICE_TAGS,
     RECOVERY_TAG,
     TEXT_BYTES,
     UNKNOWN,
@@ -55,9 +57,7 @@ from moe_mk.comm.header import (
     as_bytes,
     bytes_of,
     described,
-    header_tag,
     host_number,
-    notice_tag,
     row_tag,
 )  # fmt: skip
 from moe_mk.errors import CommError, Suppress, unless_signalled
@@ -358,7 +358,7 @@ class GroupMessages:
                 self._stand_by()
             self._posted.clear()  # kept by what waits for them
             self._call += 1
-            call, tag, works, peer = self._call, header_tag(self._epoch), Works(), UNKNOWN
+            call, tag, works, peer = self._call, HEADER_TAGS + self._epoch, Works(), UNKNOWN
             headers = self._row_headers.get(key := (phase, caller.layer_number))
             if headers is None:
                 own = self._process
@@ -405,7 +405,6 @@ class GroupMessages:
         outgoing: Mapping[int, Envelope],
         awaited: Mapping[int, int],
     ) -> dict[int, Arrival]:
-        """Wait for the messages of all peers, one thread at a time."""
         call, headers, works = posted
         with self._exclusive(caller, phase):
             arrived = {
@@ -457,7 +456,7 @@ class GroupMessages:
         while read:
             receive = read.pop()
             receive.has_come = False
-            receive.work = self._receive_into(receive.tensor, peer, header_tag(self._epoch))
+            receive.work = self._receive_into(receive.tensor, peer, HEADER_TAGS + self._epoch)
             awaited.append(receive)
 
     def _note_process(self, peer: int, header: Header) -> None:
@@ -597,21 +596,20 @@ class GroupMessages:
             return problem
 
     def _stand_by(self) -> None:
-        """Await a header and a notice of every peer."""
         largest = HEADER_BYTES + EAGER_BYTES
         self._headers = {
-            peer: deque(self._receive(peer, header_tag(self._epoch), largest) for _ in range(self._depth))
+            peer: deque(self._receive(peer, HEADER_TAGS + self._epoch, largest) for _ in range(self._depth))
             for peer in self._peers
         }
         self._read_headers = {peer: [] for peer in self._peers}
-        self._notices = {peer: self._receive(peer, notice_tag(self._epoch)) for peer in self._peers}
+        self._notices = {peer: self._receive(peer, NOTICE_TAGS + self._epoch) for peer in self._peers}
         if not self._watched:
             self._watched = True
             threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True).start()
 
     def _notify(self, header: Header) -> None:
         """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
-        tags = [notice_tag(self._epoch)] + [header_tag(self._epoch)] * (header.kind is Kind.FAILED)
+        tags = [NOTICE_TAGS + self._epoch] + [HEADER_TAGS + self._epoch] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with Suppress(RuntimeError):
@@ -647,7 +645,6 @@ class GroupMessages:
 
 
 def _message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearray, Tensor]:
-    """Memory for one message, and the tensor that gloo is given."""
     memory = bytearray(num_bytes)
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -104,7 +104,6 @@ class ThreadCommunicator(LockstepCommunicator):
         return call
 
     def _inbox(self, phase: str, call: int) -> dict[int, tuple[str, Tensor]]:
-        """Wait until all ranks have sent."""
         box = call, self.rank
         with self.world.changed:
             world = self.world

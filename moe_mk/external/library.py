@@ -81,7 +81,7 @@ EMULATIONS = "moe_mk.lab.testing.emulated"
 """The package of the emulations, imported only where `kernel.allow_emulated` permits one."""
 
 EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori", "nccl"})
-"""Libraries that can be emulated, a module of the same name."""
+"""Libraries whose API this package can imitate over the ranks' own group, a module of the same name."""
 
 
 def installed(cache_dir: Path | None = None) -> Installed:
@@ -89,11 +89,6 @@ def installed(cache_dir: Path | None = None) -> Installed:
     against = native.reasons_against(cache_dir)
     found = (name for name in LIBRARIES if (not against if name == COMPILER else _is_there(name)))
     return Installed(found, {COMPILER: "; ".join(against)})
-
-
-def emulated() -> frozenset[str]:
-    """Libraries whose API this package can imitate over the ranks' own group, for `Problem.emulated`."""
-    return EMULATED
 
 
 def _is_there(name: str) -> bool:

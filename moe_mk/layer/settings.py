@@ -13,7 +13,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CheckpointWarning, ConfigError, WeightError
 from moe_mk.external.device import profile_here
-from moe_mk.external.library import emulated, installed
+from moe_mk.external.library import EMULATED, installed
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
@@ -43,7 +43,7 @@ def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decis
             dtype=plain(dtype),
             num_tokens=config.kernel.max_num_tokens,
             installed=installed(config.kernel.cache_dir),
-            emulated=emulated(),
+            emulated=EMULATED,
         )
     )
 

@@ -225,7 +225,6 @@ class AllToAll(PrepareFinalize):
     # Rows that are sent with their counts, and rows of peers that are.
 
     def _dispatch_packed(self, call: MessageRows, going: Mapping[int, Envelope], num_tokens: int) -> Flight[Tokens]:
-        """Rows that kernels have packed and will open."""
         comm = self.context.comm
         self._count_sent(call.sent)
         arrived, received = yield from self._swap(going, call.sent)
@@ -341,7 +340,6 @@ class _Outgoing:
         return Rows(self.values_TB[self.token_X[span]], self.tails_XB[span])
 
     def write(self, to: Rows, span: slice) -> None:
-        """Write some of them to a place."""
         put(to.values, self.values_TB, self.token_X[span])
         put(to.tails, self.tails_XB[span])
 

@@ -150,7 +150,6 @@ class Hierarchical(PrepareFinalize):
     )
 
     def __init__(self, context: TransportContext) -> None:
-        """Find the relays. Raises UnsupportedError for nodes of different sizes."""
         super().__init__(context)
         rank, nodes = context.comm.rank, Nodes.of(context.comm.size, context.ranks_per_node)
         if reasons := _reasons_of_sizes(nodes):
@@ -173,7 +172,10 @@ class Hierarchical(PrepareFinalize):
         rows = apart(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
         with c.spans.span("dispatch"):
             node_TK = torch.where(routing.ids_TK >= 0, self._node_of_P[routing.ids_TK.clamp_min(0).long()], -1)
-            cuts = self._cuts(x_TH.shape[0])
+            # Equally many pieces for any number of tokens, the last ones perhaps empty.
+            step = c.relay_tokens or c.max_num_tokens
+            ends = range(step, c.max_num_tokens, step)
+            cuts = [*(slice(end - step, end) for end in ends), slice(ends[-1] if ends else 0, x_TH.shape[0])]
             pieces = [rows[cut] for cut in cuts]
             lists = [wanted(node_TK[cut], self._relay_of) for cut in cuts]
             legs = yield from self._exchange_counts(lists, self._relays, pieces, "dispatch counts")
@@ -246,7 +248,6 @@ class Hierarchical(PrepareFinalize):
         return handles, arrived
 
     def _combine_direct(self, y_RH: Tensor, handle: DispatchHandle) -> Flight[Tensor]:
-        """Back from nodes of one rank, which are added in their order."""
         leg, exchange = handle.between, self._exchange
         back = yield from exchange.combine(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
         y_TH = exchange.summed([back.parts], (leg.held, y_RH.shape[1]), y_RH.dtype)
@@ -269,21 +270,13 @@ class Hierarchical(PrepareFinalize):
         going, coming = (exchange.take((sum(counts), hidden), dtype) for counts in (between.received, between.sent))
         own = handed_on(gathered.parts, slice(before, before + between.held), going.rows, exchange.native)
         yield from self.context.comm.all_to_others(coming.rows, going.rows, between.received, between.sent, "combine")
-        y_TH = exchange.summed(self._by_node(own, coming.rows, between), (between.held, hidden), dtype)
+        # In node order: the sum of this node is never rounded on the way.
+        sizes = [between.sent[relay] for node, relay in enumerate(self._relays) if node != self._node]
+        parts = map(Part, torch.split(coming.rows, sizes), torch.split(between.row_X, sizes))
+        by_node = [own if node == self._node else [next(parts)] for node in range(self.nodes.num_nodes)]
+        y_TH = exchange.summed(by_node, (between.held, hidden), dtype)
         exchange.scratch.give(going, coming, gathered.memory)
         return y_TH
-
-    def _by_node(self, own: list[Part], parts_XH: Tensor, between: Leg) -> list[list[Part]]:
-        """What adds up to this rank's tokens, in node order: its own node's sum is never rounded on the way."""
-        sizes = [between.sent[relay] for node, relay in enumerate(self._relays) if node != self._node]
-        parts = map(Part, torch.split(parts_XH, sizes), torch.split(between.row_X, sizes))
-        return [own if node == self._node else [next(parts)] for node in range(self.nodes.num_nodes)]
-
-    def _cuts(self, num_tokens: int) -> list[slice]:
-        """Equally many pieces for any number of tokens, the last ones perhaps empty."""
-        step = self.context.relay_tokens or self.context.max_num_tokens
-        ends = range(step, self.context.max_num_tokens, step)
-        return [slice(end - step, end) for end in ends] + [slice(ends[-1] if ends else 0, num_tokens)]
 
     def _exchange_counts(
         self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Rows | Held], phase: str

@@ -125,7 +125,6 @@ class Mori(SlotTransport):
         }
 
     def _operator(self, number: int) -> Any:
-        """One more operator; every rank makes it at the same call."""
         del number
         group: Any = self.context.comm.library_group()
         self._shmem.shmem_torch_process_group_init(group.group_name)  # skipped by the library once it is done

@@ -383,5 +383,4 @@ def multiprocessors(problem: Problem) -> int:
 
 
 def _named(ep: Any, parts: list[Tensor]) -> dict[str, Any]:
-    """Payloads as the library calls them."""
     return {name: ep.Tensor(part) for name, part in zip(("tokens", "scales"), parts, strict=False)}

@@ -14,8 +14,7 @@ from moe_mk.comm.network.command import CommandRing, Op, TransferCommand, ring_b
 from moe_mk.comm.network.events import OnStep, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.frames import LinkError
-from moe_mk.comm.network.link import Link, Pipe, PipeLink
-from moe_mk.comm.network.links import LINKS, Links, LinksContext
+from moe_mk.comm.network.link import LINKS, Link, Links, LinksContext, Pipe, PipeLink
 from moe_mk.comm.network.tcp import TcpPipe
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.symmetric.flags import words_of

@@ -24,9 +24,7 @@ from moe_mk.comm.network.command import FIELD_BITS, MOST_BYTES, CommandRing, Op,
 from moe_mk.comm.network.frames import TURN, WINDOW, Frame, FrameError, Kind, Reorder
 from moe_mk.comm.network.link import Link
 
-_KIND = {Op.PUT: Kind.PAYLOAD, Op.STORE: Kind.STORE, Op.ADD: Kind.ADD, Op.GET: Kind.GET}
-
-
+_KIND = {Op.PUT: Kind.PAYLOAD, Op.STORE: Kind.STORE, Op.ADD: Kind.ADD}
 MOST_OPEN_PARTS = 256
 """A group is closed after so many parts, so that they are confirmed."""
 
@@ -69,24 +67,19 @@ def messages_of(taken: Iterable[Taken], most_bytes: int = MOST_BYTES) -> list[Me
         last = last_of.get(command.peer)
         if last is not None and _merged(last, command, most_bytes):
             message = last
+        elif command.op is Op.GET:  # the request carries no bytes; its length and target travel as the value
+            value = command.source << 24 | command.size
+            made.append(message := Message(command.peer, Kind.GET, at=command.at, value=value))
         else:
-            message = last_of[command.peer] = _message(command)
-            made.append(message)
+            body = command.size, command.source, command.at, command.flag, command.value
+            made.append(message := Message(command.peer, _KIND[command.op], *body))
+        last_of[command.peer] = message
         message.taken.append(each)
         message.serial = each.place
     return made
 
 
-def _message(command: TransferCommand) -> Message:
-    kind = _KIND[command.op]
-    if command.op is Op.GET:  # the request carries no bytes; its length and target travel as the value
-        value = command.source << 24 | command.size
-        return Message(command.peer, kind, at=command.at, value=value)
-    return Message(command.peer, kind, command.size, command.source, command.at, command.flag, command.value)
-
-
 def _merged(last: Message, command: TransferCommand, most_bytes: int) -> bool:
-    """Take a command into the message before it, if that can be."""
     if last.kind is not Kind.PAYLOAD:
         return False
     if command.op is Op.PUT:

@@ -102,7 +102,6 @@ class Exchange:
         return worked
 
     def _confirm(self, stream: Stream) -> None:
-        """Acknowledge the applied groups of a peer, unless acknowledged before."""
         if stream.link is not None and stream.inbox.applied != stream.acknowledged:
             stream.acknowledged, stream.is_asked = stream.inbox.applied, False
             stream.link.post(Frame(Kind.ACK, value=stream.acknowledged))

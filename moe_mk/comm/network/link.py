@@ -2,19 +2,28 @@
 
     Pipe      a stream of bytes that never blocks: a TCP socket (`tcp.py`)
     Link      posts messages and hands over those that have come
+    Links     what carries the messages of a proxy once it is connected to its peers, by name:
+                  tcp     headers and payload over the connection of the proxies
+                  nixl    headers over that connection, payload by writes of the NIXL library (`nixl.py`)
 
-A link knows nothing of groups, flags or windows: where a payload goes is asked of the receiver before its bytes are
-read, so that they arrive in place.
+A rank opens one `Links` for each heap; its `link` is called for every connection to a peer. A link keeps the order of
+messages, and yields one only when its payload is in place. It knows nothing of groups, flags or windows: where a
+payload goes is asked of the receiver before its bytes are read, so that they arrive in place.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from torch import Tensor
 
 from moe_mk.comm.network.frames import HEADER_BYTES, Frame, LinkEnded, LinkError
+from moe_mk.registry import Registry
 
 Place = Callable[[Frame], memoryview]
 """Called with each message before its payload is read: returns the destination, with the size of the payload.
@@ -188,3 +197,83 @@ class PipeLink(Link):
             self._into = self._into[got:]
         frame, self._frame = self._frame, None
         return frame
+
+
+LinkKey = tuple[int, int, int]
+"""Peer, channel, and the attempt that opened the connection: both ends of a connection have the same two numbers, and a
+later connection for the same channel has a higher attempt."""
+
+
+@dataclass(frozen=True)
+class LinksContext:
+    """What links are opened with."""
+
+    registered: Tensor
+    """uint8 (bytes): the memory that commands of this rank name and that peers write."""
+    address: str
+    """The IPv4 address at which this rank listens."""
+    clock: Callable[[], float]
+    """Seconds."""
+    library: ModuleType | None = None
+    """The imported library, for links that need one."""
+
+
+class Links(ABC):
+    """What carries the messages of one heap to all peers."""
+
+    summary: ClassVar[str]
+    """In half a line: what carries headers and payload."""
+    library: ClassVar[str] = ""
+    """The optional library it needs; empty for none."""
+    writes_memory: ClassVar[bool] = False
+    """Whether payload is written without a look at the header first, so that all pages must be there from the start."""
+
+    def __init__(self, context: LinksContext) -> None:
+        """Raises LinkError where the library refuses."""
+        self.context = context
+
+    @property
+    def metadata(self) -> bytes:
+        """What each peer must have before `connect`; empty if nothing."""
+        return b""
+
+    def connect(self, metadata: Mapping[int, bytes]) -> None:
+        """Begin to reach peers. metadata: theirs, by rank. Raises LinkError for one that cannot be used."""
+        del metadata
+
+    @property
+    def unreached(self) -> list[int]:
+        """Peers that are not reached yet, apart from their connections."""
+        return []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `progress` must be called often now."""
+        return False
+
+    def progress(self) -> None:
+        """Take what has arrived; from any thread."""
+        return
+
+    @abstractmethod
+    def link(self, pipe: Pipe, key: LinkKey, on_sent: OnSent | None = None) -> Link:
+        """Use a connection to a peer. Raises LinkEnded while that has to wait; the pipe is then the caller's."""
+
+    def close(self) -> None:
+        """Give everything back; no link is used any more."""
+        return
+
+
+LINKS: Registry[type[Links]] = Registry("network link", Links, group="moe_mk.network_links")
+
+
+@LINKS.register("tcp")
+class TcpLinks(Links):
+    """Headers and payload over the connection of the proxies; needs no library."""
+
+    summary = "headers and payload over TCP connections of the proxies"
+
+    def link(self, pipe: Pipe, key: LinkKey, on_sent: OnSent | None = None) -> Link:
+        """Messages one behind the other on the connection."""
+        del key
+        return PipeLink(pipe, on_sent)

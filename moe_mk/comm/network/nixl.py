@@ -36,8 +36,7 @@ import numpy as np
 
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkEnded, LinkError
-from moe_mk.comm.network.link import NOTHING, Link, OnSent, Pipe, PipeLink, Place
-from moe_mk.comm.network.links import LINKS, LinkKey, Links, LinksContext
+from moe_mk.comm.network.link import LINKS, NOTHING, Link, LinkKey, Links, LinksContext, OnSent, Pipe, PipeLink, Place
 from moe_mk.comm.network.tcp import own_addresses
 
 PLUGIN = "UCX"

@@ -31,7 +31,7 @@ from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
 from moe_mk.comm.network.events import OnStep, Step, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
-from moe_mk.comm.network.links import Links
+from moe_mk.comm.network.link import Links
 from moe_mk.comm.network.tcp import WELCOME_BYTES, Acceptor, Address, Hello, TcpPipe, call, welcome
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.network.worker import Worker
@@ -266,7 +266,6 @@ class Proxy:
         self.window.arrived.set()
 
     def _resume(self, peer: int, channel: int) -> None:
-        """Call until a link is adopted."""
         while not self._closing.is_set() and (outage := self._outages.get((peer, channel))) is not None:
             left_s = outage.began_s + self._resume_s - self._clock()
             if left_s <= 0:

@@ -21,7 +21,7 @@ from moe_mk.comm.network.events import OnStep
 from moe_mk.comm.network.exchange import no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
 from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap, Staging, WaitingForHosts
-from moe_mk.comm.network.links import LINKS, Links, LinksContext
+from moe_mk.comm.network.link import LINKS, Links, LinksContext
 from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.comm.network.window import OwnWindow
@@ -133,7 +133,11 @@ class _Opening(Opening):
             assert self.memory is not None and listening is not None and self._links is not None
             if any(note["metadata"] for note in known):  # before threads work: a greeting of an unknown rank is lost
                 theirs = {peer: bytes.fromhex(known[peer]["metadata"]) for peer in sorted(self.far)}
-                self._connect_links(self._links, theirs)
+                for peer, metadata in theirs.items():
+                    if (size := len(metadata)) > MOST_METADATA_BYTES:
+                        text = f"describes its {link} links in {size} bytes, more than {MOST_METADATA_BYTES}"
+                        self.fail(text, peer)
+                self.agreed({"problem": self.tried(partial(self._links.connect, theirs))[1]})
             words = words_of(self.memory.bytes)
             proxy = Proxy(
                 self.comm.rank, sorted(self.far), self._own_window(self.memory, words), listening, self.clock,
@@ -169,14 +173,6 @@ class _Opening(Opening):
         registered = self.memory.bytes[data_at : data_at + shape.data_bytes]
         self._links = kind(LinksContext(registered, address, self.clock, self.network.library))
         return self._links.metadata
-
-    def _connect_links(self, links: Links, theirs: dict[int, bytes]) -> None:
-        """Let far ranks know each other's links. Raises CommError on all ranks."""
-        for peer, metadata in theirs.items():
-            if (size := len(metadata)) > MOST_METADATA_BYTES:
-                text = f"describes its {self.network.link} links in {size} bytes, more than {MOST_METADATA_BYTES}"
-                self.fail(text, peer)
-        self.agreed({"problem": self.tried(lambda: links.connect(theirs))[1]})
 
     def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:
         """Call the far ranks below this one, and wait for the calls of those above, all until one deadline.

@@ -339,15 +339,12 @@ class Acceptor:
         if not piece:
             self._hang_up(caller)
         elif len(caller.greeting) == HELLO_BYTES:
-            self._let_in(caller)
-
-    def _let_in(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        self._events.unregister(caller.connected.fileno())
-        try:
-            self.admit(Hello.unpack(caller.greeting, self.address.token), TcpPipe(caller.connected))
-        except unless_signalled(LinkError, OSError):
-            caller.connected.close()
+            self._callers.remove(caller)
+            self._events.unregister(caller.connected.fileno())
+            try:
+                self.admit(Hello.unpack(caller.greeting, self.address.token), TcpPipe(caller.connected))
+            except unless_signalled(LinkError, OSError):
+                caller.connected.close()
 
     def _hang_up(self, caller: _Caller) -> None:
         self._callers.remove(caller)

@@ -18,8 +18,7 @@ from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.events import Step
 from moe_mk.comm.network.exchange import Exchange
 from moe_mk.comm.network.frames import Frame, LinkError
-from moe_mk.comm.network.link import Link, Pipe
-from moe_mk.comm.network.links import LinkKey, Links
+from moe_mk.comm.network.link import Links, Pipe
 from moe_mk.comm.network.tcp import Acceptor
 from moe_mk.errors import unless_signalled
 
@@ -259,8 +258,13 @@ class Worker:
     def _take_in(self, channel: int, peer: int, attempt: int, pipe: Pipe, applied: Callable[[], int]) -> None:
         exchange = self._exchanges[channel]
         self._drop(exchange, peer)
+
+        def on_sent(frame: Frame, what: str) -> None:
+            if frame.serial:
+                exchange.on_step(_STEPS[what], (channel, frame.serial - 1))
+
         try:
-            link = self._link(exchange, (peer, channel, attempt), pipe)
+            link = self._carrying.link(pipe, (peer, channel, attempt), on_sent)
             exchange.channel.begin_anew(peer, link, applied())
         except LinkError as problem:
             pipe.close()
@@ -269,13 +273,6 @@ class Worker:
         self._links[pipe.fileno()] = (exchange, peer)
         self._epoll.register(pipe.fileno(), select.EPOLLIN)
         self._lost(peer, channel, None)
-
-    def _link(self, exchange: Exchange, key: LinkKey, pipe: Pipe) -> Link:
-        def on_sent(frame: Frame, what: str) -> None:
-            if frame.serial:
-                exchange.on_step(_STEPS[what], (exchange.channel.number, frame.serial - 1))
-
-        return self._carrying.link(pipe, key, on_sent)
 
     def _drop(self, exchange: Exchange, peer: int) -> None:
         stream = exchange.channel.streams[peer]

@@ -158,21 +158,19 @@ def _locked_file(folder: Path) -> tuple[str, int]:
 
 def remove_abandoned(folder: Path = FOLDER) -> list[str]:
     """Remove the files of this user whose makers have ended; returns their names. What cannot be opened stays."""
-    return [name for name in os.listdir(folder) if name.startswith(PREFIX) and _removed(folder, name)]
-
-
-def _removed(folder: Path, name: str) -> bool:
-    with Suppress(OSError):  # BlockingIOError: its maker holds it; FileNotFoundError: somebody was faster
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-            if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(folder / name)
-                return True
-        finally:
-            os.close(descriptor)
-    return False
+    removed = []
+    for name in filter(lambda name: name.startswith(PREFIX), os.listdir(folder)):
+        with Suppress(OSError):  # BlockingIOError: its maker holds it; FileNotFoundError: somebody was faster
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(folder / name)
+                    removed.append(name)
+            finally:
+                os.close(descriptor)
+    return removed
 
 
 def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:

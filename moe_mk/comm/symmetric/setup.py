@@ -138,7 +138,12 @@ def shared_in_world(comm: LockstepCommunicator, num_bytes: int, device: torch.de
     while comm.rank in boxes[number, 0]:
         number -= 1
     box = boxes[number, 0]
-    shared = next(iter(box.values()))[1] if box else _zeros(num_bytes, device)
+    if box:
+        shared = next(iter(box.values()))[1]
+    elif device.type == "cpu":  # pages that are taken as they are written
+        shared = Memory(num_bytes).bytes
+    else:
+        shared = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if shared.numel() != num_bytes:
         text = f"opens {shared.numel()} bytes of shared memory, this rank {num_bytes}"
         raise CommError(text, rank=comm.rank, phase=PHASE, peer=next(iter(box)))
@@ -146,10 +151,3 @@ def shared_in_world(comm: LockstepCommunicator, num_bytes: int, device: torch.de
     if len(box) == comm.size:  # everybody holds it: the world need not
         box.update(dict.fromkeys(box, (PHASE, shared[:0].clone())))
     return shared
-
-
-def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """On a CPU pages that are taken as they are written."""
-    if device.type == "cpu":
-        return Memory(num_bytes).bytes
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

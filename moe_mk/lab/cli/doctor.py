@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from moe_mk.comm.network.links import LINKS
+from moe_mk.comm.network.link import LINKS
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import load_config
 from moe_mk.errors import UnsupportedError
@@ -17,7 +17,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.experts.residency import POLICIES
 from moe_mk.external.device import describe, profile_here, usable_device
-from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
+from moe_mk.external.library import EMULATED, LIBRARIES, installed, installed_version
 from moe_mk.kernels.native.threads import described
 from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.report import versions
@@ -93,7 +93,7 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             needs = getattr(backend.traits, "min_ranks", 1)
             tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
             config = load_config("deepseek_v3").with_(**{"ep": needs, "tokens": tokens, **overrides})
-            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, libraries, emulated()))
+            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, libraries, EMULATED))
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
             )

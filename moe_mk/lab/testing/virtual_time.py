@@ -239,7 +239,7 @@ def record(
 
             def make(comm: Communicator = comm, pool: NetworkBufferPool = pool) -> NetworkBufferSlot:
                 with torch.inference_mode(False):
-                    return _VirtualBufferSlot(comm, pool.geometry, None)
+                    return _VirtualBufferSlot(comm, pool.geometry)
 
             pool.add(comm, "dispatch", make)
     for rank, us in (late_us or {}).items():

@@ -167,12 +167,8 @@ class Surface:
     """Counts before a dispatch, where a dispatch does not count itself."""
 
 
-@dataclass(frozen=True)
-class DispatchHandle:
-    """The library's handle of one dispatch, and the buffer that it went through."""
-
-    buffer: Surface
-    library_handle: Any
+DispatchHandle = tuple[Surface, Any]
+"""The buffer that a dispatch went through, and the library's handle of it."""
 
 
 class RowKernels(PrepareFinalize):
@@ -196,12 +192,13 @@ class RowKernels(PrepareFinalize):
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the source ranks, where the library adds them."""
         c, handle = self.context, tokens.handle
-        assert isinstance(handle, DispatchHandle)
+        assert isinstance(handle, tuple)
+        buffer, library_handle = handle
         y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                needed = {"x": y_RH, "handle": handle.library_handle, self.later: True, **self._units(combine=True)}
-                total_TH, _, event = handle.buffer.combine(needed)
+                needed = {"x": y_RH, "handle": library_handle, self.later: True, **self._units(combine=True)}
+                total_TH, _, event = buffer.combine(needed)
             yield InFlight("combine")
             self._wait(event, "combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()

@@ -38,7 +38,6 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, Tra
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
-    DispatchHandle,
     RowKernels,
     Surface,
     from_library,
@@ -89,7 +88,7 @@ class HighThroughputTransport(RowKernels):
             # In a graph the library gives every rank room for all tokens of the group.
             expected_N = self.expected_in_window(x_TH.shape[0]) if worst else self.expected_of_rows(len(slots_RK))
             return RowTokens(
-                x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, DispatchHandle(buffer, handle),
+                x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, (buffer, handle),
                 expected_N=expected_N, most_K=self.most_K,
             )  # fmt: skip
 

@@ -198,11 +198,9 @@ class LowLatencyTransport(PrepareFinalize):
                     raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=rank)
 
     def _numbers_of(self, physical_TK: Tensor) -> Tensor:
-        """The library's numbers of experts; -1 goes nowhere."""
         return self._numbers.of(physical_TK)
 
     def _open(self, library: ModuleType, num_bytes: int) -> Any:
-        """The library's buffer, of the size it asks for itself."""
         c = self.context
         needed = {
             "group": c.comm.library_group(),

@@ -96,14 +96,14 @@ class ElasticTransport(RowKernels):
             yield InFlight("dispatch")
             self._wait(event, "dispatch")
             x_RH = from_library(rows, c.wire, c.hidden_size)
-            tokens = self._tokens(x_RH, slots, weights, DispatchHandle(buffer, handle))
+            tokens = self._tokens(x_RH, slots, weights, (buffer, handle))
             if not isinstance(tokens, RowTokens):
                 return tokens
             return replace(tokens, expected_N=self.expected_in_window(x_TH.shape[0]), most_K=self.most_K)
 
     def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Rows behind the last that came hold anything at all, and weights are those of all ranks' experts."""
-        came = handle.library_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        came = handle[1].psum_num_recv_tokens_per_scaleup_rank[-1]
         number_R = torch.arange(len(slots_RK), dtype=torch.int32, device=slots_RK.device)
         mine_RK = (number_R < came)[:, None] & (slots_RK >= 0)
         slots_RK, weights_RK = torch.where(mine_RK, slots_RK, -1), torch.where(mine_RK, weights_RK, 0.0)
@@ -172,7 +172,7 @@ class DeepEPElasticGrouped(ElasticTransport):
     def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor | None, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Groups lie without gaps, as they are aligned to one row; each assignment has a row of its own."""
         del slots_RK
-        upto_L = handle.library_handle.psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
+        upto_L = handle[1].psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
         counts_L = upto_L.diff(prepend=torch.zeros_like(upto_L[:1]))
         rows = len(weights_RK)
         row_N = torch.arange(rows, dtype=torch.int64, device=weights_RK.device)

@@ -287,7 +287,6 @@ class NvlinkOneSided(SlotTransport):
 
     @property
     def _mask(self) -> dict[str, Tensor]:
-        """The argument for calls that mask ranks."""
         if not self._masks:
             return {}
         return {"active_rank_mask": rank_mask(self._session.pool.left_out, self.context.comm.size)}

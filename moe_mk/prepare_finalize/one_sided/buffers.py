@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ from moe_mk.comm.symmetric.setup import PHASE, open_heap
 from moe_mk.flight import wait
 from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.exchange import Exchange, FaultKind, PeerFault, WindowPlaces
-from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.buffer_pool import BufferPool, BufferSlot
 from moe_mk.trace.clock import now
 
@@ -114,7 +114,7 @@ PATIENCE_US = 1000
 class OneSidedBufferSlot(BufferSlot):
     """The windows of all ranks for one call at a time, and the number of that call."""
 
-    def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
+    def __init__(self, comm: Communicator, region: RegionShape) -> None:
         self.region, self.epoch = region, 0
         self.heap = self._open(comm)
         # Not the communicator itself: it keeps this buffer, and a reference cycle would keep its group alive.
@@ -134,7 +134,7 @@ class OneSidedBufferSlot(BufferSlot):
         self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
         self.tails_at = [region.tails_at(comm.size, source) for source in ranks]
         """Where each source writes tails in every window."""
-        kernels = native if self.heap.is_addressable else None
+        kernels = exchange.ready() if self.heap.is_addressable else None
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
         self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
@@ -282,6 +282,7 @@ class OneSidedBufferPool(BufferPool[OneSidedBufferSlot]):
     """The windows that layers of a group share. geometry: `RegionShape`."""
 
     MAX_OPEN_CALLS = 16
+    slot: ClassVar[type[OneSidedBufferSlot]] = OneSidedBufferSlot
     geometry: RegionShape
 
     def abort(self, failure: Failure) -> None:
@@ -300,7 +301,4 @@ class OneSidedBufferPool(BufferPool[OneSidedBufferSlot]):
 
     def _make(self, comm: Communicator) -> OneSidedBufferSlot:
         with torch.inference_mode(False):  # else experts could not write sums there outside of that mode
-            return self._open(comm)
-
-    def _open(self, comm: Communicator) -> OneSidedBufferSlot:
-        return OneSidedBufferSlot(comm, self.geometry, exchange.ready())
+            return self.slot(comm, self.geometry)

@@ -9,7 +9,7 @@ hosts a rank packs commands of 16 bytes, and a thread of the rank executes them 
 On a single host every peer is reached through proxies over loopback, for tests; `one_sided` is the choice there. The
 division of work between producer and proxy is that of UCCL-EP. Results equal those of `all_to_all` bit for bit.
 
-`kernel.network_link` chooses what carries rows between proxies (`comm/network/links.py`): TCP, which needs no library,
+`kernel.network_link` chooses what carries rows between proxies (`comm/network/link.py`): TCP, which needs no library,
 or NIXL, which writes them by RDMA where there is a device for it.
 """
 
@@ -100,10 +100,7 @@ class NetworkBufferSlot(OneSidedBufferSlot):
 class NetworkBufferPool(OneSidedBufferPool):
     """The windows that layers of a group over several hosts share."""
 
-    geometry: NetworkRegion
-
-    def _open(self, comm: Communicator) -> OneSidedBufferSlot:
-        return NetworkBufferSlot(comm, self.geometry, None)
+    slot = NetworkBufferSlot
 
 
 @PREPARE_FINALIZE.register("one_sided_network")

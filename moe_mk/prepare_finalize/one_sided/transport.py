@@ -239,9 +239,11 @@ class OneSided(PrepareFinalize):
                 way = self._put if buffer.exchange is None else self._kernels
                 first = sum(received_W[: buffer.rank])
                 own = slice(first, first + received_W[buffer.rank])
-                if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
+                there = handle.sums_RH
+                place = there.data_ptr(), there.shape, there.stride()
+                if y_RH is not there and (y_RH.data_ptr(), y_RH.shape, y_RH.stride()) != place:
                     for rows in (slice(0, own.start), slice(own.stop, None)):
-                        handle.sums_RH[rows] = y_RH[rows]
+                        there[rows] = y_RH[rows]
                 way.show(handle)
                 self._note("combine", "combine flags", received_W, self._region.sum_bytes)
             yield COMBINE
@@ -275,11 +277,6 @@ class OneSided(PrepareFinalize):
         hidden = problem.config.model.hidden_size
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k)
         return RegionShape(problem.num_tokens, row, 0, row_bytes(problem.sums, hidden)).data_bytes(problem.ranks)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same bytes in the same order."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 class _SlotCalls(NamedTuple):
@@ -437,7 +434,12 @@ class FusedOneSided:
             elif stage == Stage.DISPATCH:
                 buffer.make_room(layer.counts)
             elif stage == Stage.RECEIVE:
-                _make_room(buffer, layer)
+                first, end = layer.window_rows()
+                if buffer.size > 2:  # ranks other than the two adjacent to the seam
+                    buffer.take_pages_around_seam(first, end)
+                if end - first > buffer.sums_with_pages:
+                    buffer.take_pages_of_sums(end - first)
+                layer.make_room(end - first, buffer.sums_with_pages, (first, end))
             status = layer.resume(stage)
 
     def _first_call(self, buffer: OneSidedBufferSlot) -> ExchangeLayer:
@@ -452,13 +454,3 @@ class FusedOneSided:
             seam_row=buffer.seam_row, left=buffer.left, microseconds=buffer.patience_us,
         )  # fmt: skip
         return made
-
-
-def _make_room(buffer: OneSidedBufferSlot, layer: ExchangeLayer) -> None:
-    """Reserve pages for received rows and their sums, and memory for what comes with them."""
-    first, end = layer.window_rows()
-    if buffer.size > 2:  # ranks other than the two adjacent to the seam
-        buffer.take_pages_around_seam(first, end)
-    if end - first > buffer.sums_with_pages:
-        buffer.take_pages_of_sums(end - first)
-    layer.make_room(end - first, buffer.sums_with_pages, (first, end))

@@ -103,7 +103,6 @@ def by_ipc(comm: Communicator, num_bytes: int, device: torch.device) -> Mapped:
 
 
 def _reasons_against(notes: list[str]) -> str:
-    """Why not all ranks can; empty if they can."""
     gpus, problems = zip(*(note.partition("\n")[::2] for note in notes), strict=True)
     reasons = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     if len(set(gpus)) < len(gpus):

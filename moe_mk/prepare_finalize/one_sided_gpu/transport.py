@@ -15,7 +15,7 @@ ids are all -1 is not sent, so a graph of M tokens serves fewer. The next call r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,21 +54,11 @@ class DispatchHandle:
     sums_RH: Tensor
 
 
-class Geometry(NamedTuple):
-    """What layers must have in common to share windows."""
-
-    max_num_tokens: int
-    packed_bytes: int
-    """Of a row with its scales, ids and weights."""
-    sum_bytes: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 class GpuBufferPool(BufferPool["GpuBufferSlot"]):
     """The windows that layers of a group share."""
 
-    geometry: Geometry
+    geometry: tuple[int, int, int, torch.dtype, torch.device]
+    """Tokens of a rank at most, bytes of a row with its scales, ids and weights, bytes of a sum, its dtype."""
 
     def abort(self, failure: Failure) -> None:
         """Nothing: kernels of peers read flags a bounded number of times, and the group refuses further calls."""
@@ -121,7 +111,7 @@ class OneSidedGpu(PrepareFinalize):
             raise UnsupportedError(f"transport '{NAME}' cannot serve this group", reasons)
         self._packed = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
         sum_bytes = row_bytes(context.dtype, context.hidden_size)
-        geometry = Geometry(context.max_num_tokens, self._packed, sum_bytes, context.dtype.dtype, context.device)
+        geometry = context.max_num_tokens, self._packed, sum_bytes, context.dtype.dtype, context.device
         self._pool = GpuBufferPool.of(context.comm, geometry)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -144,7 +134,14 @@ class OneSidedGpu(PrepareFinalize):
             send_rows(buffer.windows, rows_WTB, slots_WT, buffer.call_1, buffer.done_1)
             yield InFlight("dispatch")
             counts_W, _ = buffer.await_flags("dispatch", self.looks)
-            return self._arrived(buffer, counts_W, slots_WT, self.expected_in_window(x_TH.shape[0]))
+            # All places of the window are rows; unfilled ones have no experts.
+            windows, expected_N = buffer.windows, self.expected_in_window(x_TH.shape[0])
+            rows_RB = windows.rows(buffer.own).view(-1, windows.row_bytes)[:, : self._packed]
+            x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
+            physical_RK = buffer.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
+            sums_RH = windows.sums(buffer.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
+            handle = DispatchHandle(buffer, slots_WT, sums_RH)
+            return replace(self.local_rows(x_RH, physical_RK, weights_RK, handle, expected_N), out_RH=sums_RH)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         from moe_mk.kernels.triton.one_sided import pull_sums, show
@@ -182,18 +179,6 @@ class OneSidedGpu(PrepareFinalize):
             raise UnsupportedError(refusal, ["make one call with every rank, such as one of 0 tokens, beforehand"])
         for buffer in self._pool.slots:
             buffer.active_W.copy_(active_W)
-
-    def _arrived(
-        self, buffer: GpuBufferSlot, counts_W: Tensor, slots_WT: Tensor, expected_N: float | None
-    ) -> RowTokens:
-        """All places of the window as rows; unfilled ones have no experts."""
-        c, windows = self.context, buffer.windows
-        rows_RB = windows.rows(buffer.own).view(-1, windows.row_bytes)[:, : self._packed]
-        x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
-        physical_RK = buffer.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
-        sums_RH = windows.sums(buffer.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
-        handle = DispatchHandle(buffer, slots_WT, sums_RH)
-        return replace(self.local_rows(x_RH, physical_RK, weights_RK, handle, expected_N), out_RH=sums_RH)
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

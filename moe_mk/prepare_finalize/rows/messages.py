@@ -156,7 +156,6 @@ class _LayerCall(MessageRows):
         self.sums_RH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
 
     def make_room(self, rows: int) -> None:
-        """Room for received rows, and for their sums."""
         self.room = max(rows, 2 * self.room)
         self._values_RB = torch.empty((self.room, self._values), dtype=torch.uint8, device="cpu")
         with torch.inference_mode(False):
@@ -165,7 +164,6 @@ class _LayerCall(MessageRows):
         self.layer.make_room(self.room, self.room, (0, self.room))
 
     def run(self, first: Stage, stop: Stage) -> None:
-        """Stages without waits, from one to another."""
         stage: int = first
         while stage < stop:
             status = self.layer.resume(stage, stop)
