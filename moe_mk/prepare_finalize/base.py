@@ -253,7 +253,7 @@ class PrepareFinalize(ABC):
         By default a row for each distinct other rank of a token, a sum back from each, and `collectives`; where it
         `relays` between nodes, a row for each distinct other node, and there for each distinct other rank.
         """
-        tokens, ranks, nodes = problem.num_tokens, problem.ranks, problem.nodes
+        tokens, ranks, nodes = problem.num_tokens, problem.ranks, min(problem.nodes, problem.ranks)
         if nodes == 1 or not cls.relays:
             remote = tokens * problem.ranks_per_token * (ranks - 1) / ranks
             return Volume(remote, remote, cls.collectives)

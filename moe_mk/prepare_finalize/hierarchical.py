@@ -20,7 +20,7 @@ dispatch, of DeepEP's internode kernels and of its hybrid mode; here it runs ove
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import ClassVar, TypeVar
 
@@ -138,6 +138,7 @@ def wanted(place_XK: Tensor, peer_of: Mapping[int, int]) -> dict[int, Tensor]:
 class Hierarchical(PrepareFinalize):
     """All-to-all between nodes among ranks of equal place, then all-to-all inside each node."""
 
+    relays: ClassVar[bool] = True
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="one copy of a token per remote node, relayed inside it; where links between nodes are the slow ones",
         kinds=DEVICES,
@@ -311,14 +312,10 @@ class Hierarchical(PrepareFinalize):
 
         Uniform routing: every rank relays as much for others as others do for it.
         """
-        tokens, ranks, nodes = problem.num_tokens, problem.ranks, min(problem.nodes, problem.ranks)
-        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
-        per_node = ranks / nodes
-        near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
         kernel = problem.config.kernel
         pieces = -(-kernel.max_num_tokens // (kernel.relay_tokens or kernel.max_num_tokens))
-        a_piece = 5 if per_node > 1 else 2  # nodes of one rank relay nothing
-        return Volume(far + near, far + near, 1 + a_piece * pieces, far_rows=far, pipelined=pieces > 1)
+        a_piece = 5 if problem.ranks > problem.nodes else 2  # nodes of one rank relay nothing
+        return replace(super().volume(problem), collectives=1 + a_piece * pieces, pipelined=pieces > 1)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

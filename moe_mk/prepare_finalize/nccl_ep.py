@@ -135,21 +135,22 @@ class NcclTransport(SlotTransport):
     ) -> tuple[Tensor, ...]:
         """Bind the ids and begin to send. sent: payloads, the rooms for them, weights. Returns what was counted."""
 
-    @abstractmethod
     def _room(self, part_TX: Tensor) -> Tensor:
         """Where payloads arrive."""
+        size = (self.context.comm.size * self.context.max_num_tokens, part_TX.shape[1])
+        return torch.empty(size, dtype=part_TX.dtype, device=part_TX.device)
 
     @abstractmethod
     def _tokens(self, x: QuantTensor, counts: tuple[Tensor, ...], kept: DispatchHandle, num_tokens: int) -> Tokens:
         """What has arrived."""
 
-    @abstractmethod
     def _sent_back(self, y: Tensor) -> Tensor:
         """Outputs as combine reads them."""
+        return pad(y, (0, self._row // y.element_size() - self.context.hidden_size)).contiguous()
 
-    @abstractmethod
     def _sums(self, total_TX: Tensor, kept: DispatchHandle) -> Any:
         """The outputs of combine."""
+        return self._ep.CombineOutputs(tokens=self._ep.Tensor(total_TX))
 
     def _payloads(self, x_TH: QuantTensor) -> list[Tensor]:
         """Rows in the dtype of the layer, or bytes and the bytes of their scales; each filled up."""
@@ -339,22 +340,12 @@ class NcclHighThroughput(NcclTransport):
         )
         return slots_RK, weights_RK, total
 
-    def _room(self, part_TX: Tensor) -> Tensor:
-        size = (self.context.comm.size * self.context.max_num_tokens, part_TX.shape[1])
-        return torch.empty(size, dtype=part_TX.dtype, device=part_TX.device)
-
     def _tokens(self, x: QuantTensor, counts: tuple[Tensor, ...], kept: DispatchHandle, num_tokens: int) -> Tokens:
         slots_RK, weights_RK, total = counts
         # How many rows there are is known on the device alone: behind them nothing was written.
         row_R1 = torch.arange(len(slots_RK), dtype=total.dtype, device=total.device)[:, None]
         slots_RK = torch.where(row_R1 < total, slots_RK, -1).to(torch.int32)
         return self.window_rows(x, slots_RK, weights_RK, kept, num_tokens)
-
-    def _sent_back(self, y: Tensor) -> Tensor:
-        return pad(y, (0, self._row // y.element_size() - self.context.hidden_size)).contiguous()
-
-    def _sums(self, total_TX: Tensor, kept: DispatchHandle) -> Any:
-        return self._ep.CombineOutputs(tokens=self._ep.Tensor(total_TX))
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

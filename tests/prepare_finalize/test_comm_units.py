@@ -114,7 +114,7 @@ def test_elastic_calls_carry_their_number(monkeypatch: pytest.MonkeyPatch) -> No
     ranks = ranks_of("deepep_v2", comm_units=7)
     assert there_and_back_again(ranks) == combined
     assert heard == [("dispatch", 7)] * 2 + [("combine", 7)] * 2
-    assert all(tokens.handle.library_handle.num_sms == 7 for tokens in ranks.dispatched(XB))
+    assert all(tokens.handle[1].num_sms == 7 for tokens in ranks.dispatched(XB))
 
 
 def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_default(

@@ -6,7 +6,7 @@ import torch
 
 from moe_mk.comm import Communicator
 from moe_mk.comm.network.heap import NetworkHeap
-from moe_mk.comm.network.links import LINKS
+from moe_mk.comm.network.link import LINKS
 from moe_mk.comm.network.setup import Network, open_network_heap
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.comm.traffic import Nodes

@@ -280,15 +280,13 @@ class Proxy:
     def _give_up_late_ones(self) -> None:
         for key, outage in list(self._outages.items()):
             if self._clock() - outage.began_s > self._resume_s:
-                self._give_up(key, outage)
-
-    def _give_up(self, key: tuple[int, int], outage: Outage) -> None:
-        why = outage.attempt or f"rank {key[0]} has not called again"
-        text = f"{self._names(key)} was lost ({outage.cause}) and not resumed within {self._resume_s:g} s ({why})"
-        with self._changing:
-            if self._outages.pop(key, None) is not None:
-                self._lost.setdefault(key[0], f"{text}: its process has ended or cannot be reached")
-                self._count_awaited()
+                why = outage.attempt or f"rank {key[0]} has not called again"
+                text = f"({outage.cause}) and not resumed within {self._resume_s:g} s ({why})"
+                with self._changing:
+                    if self._outages.pop(key, None) is not None:
+                        text = f"{self._names(key)} was lost {text}: its process has ended or cannot be reached"
+                        self._lost.setdefault(key[0], text)
+                        self._count_awaited()
 
     def _is_futile(self, key: tuple[int, int]) -> bool:
         """Whether a link has ended too often without progress."""

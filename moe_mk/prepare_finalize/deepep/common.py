@@ -111,13 +111,17 @@ def to_library(x_TH: QuantTensor, hidden: int) -> Tensor | tuple[Tensor, Tensor]
 
 
 def from_library(rows: Tensor | tuple[Tensor, Tensor], wire: QuantScheme, hidden_size: int) -> QuantTensor:
-    """The way back: rows without their padding."""
+    """The way back: rows, or blocks of them, without their padding.
+
+    Scales of blocks keep the column-major strides that grouped GEMMs want.
+    """
     if isinstance(rows, Tensor):
-        return QuantTensor(rows[:, :hidden_size], None, wire)
+        return QuantTensor(rows[..., :hidden_size], None, wire)
     values, scales = rows
-    if scales.dtype == torch.int32:
+    if scales.dtype == torch.int32:  # four UE8M0 exponents each
         scales = scales.contiguous().view(torch.uint8).view(torch.float8_e8m0fnu)
-    return QuantTensor(values[:, :hidden_size], scales[:, : -(-hidden_size // SCALE_GROUP)].contiguous(), wire)
+    scales = scales[..., : -(-hidden_size // SCALE_GROUP)]
+    return QuantTensor(values[..., :hidden_size], scales.contiguous() if scales.dim() == 2 else scales, wire)
 
 
 def padded_row(hidden_size: int, row_bytes: int) -> int:
@@ -125,19 +129,16 @@ def padded_row(hidden_size: int, row_bytes: int) -> int:
     return up_to(2 * hidden_size, row_bytes) // 2
 
 
-def bf16_reasons(problem: Problem) -> list[Reason]:
-    """Libraries send and sum bf16 rows. The base class has the reason against fp16."""
-    if problem.sums == BF16 or problem.sums != problem.dtype:
-        return []
-    return [Reason("dtype", f"carries bf16 rows, this layer computes in {problem.dtype.name}", "dtype = bf16")]
-
-
-def fp8_reasons(problem: Problem) -> list[Reason]:
-    """FP8 rows have a scale for every 128 channels, or do not travel."""
-    asked = problem.activations
-    if not isinstance(asked, Fp8Block) or asked.block == (1, SCALE_GROUP) or problem.config.kernel.wire == "plain":
-        return []
-    return [Reason("wire", f"carries FP8 in groups of 1x{SCALE_GROUP}, not {asked.name}", "kernel.wire = plain")]
+def format_reasons(problem: Problem) -> list[Reason]:
+    """Libraries send and sum bf16 rows; FP8 rows have a scale for every 128 channels, or do not travel."""
+    reasons, asked = [], problem.activations
+    if problem.sums != BF16 and problem.sums == problem.dtype:  # the base class has the reason against fp16
+        text = f"carries bf16 rows, this layer computes in {problem.dtype.name}"
+        reasons.append(Reason("dtype", text, "dtype = bf16"))
+    if isinstance(asked, Fp8Block) and asked.block != (1, SCALE_GROUP) and problem.config.kernel.wire != "plain":
+        text = f"carries FP8 in groups of 1x{SCALE_GROUP}, not {asked.name}"
+        reasons.append(Reason("wire", text, "kernel.wire = plain"))
+    return reasons
 
 
 DEEPEP = TransportTraits(
@@ -226,7 +227,7 @@ class RowKernels(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        return [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        return [*super().reasons_against(problem), *format_reasons(problem)]
 
 
 class SlotTransport(PrepareFinalize):

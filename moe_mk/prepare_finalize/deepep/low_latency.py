@@ -42,7 +42,6 @@ from moe_mk.external.deepep_limits import (
     LOW_LATENCY_IN_FLIGHT,
     LOW_LATENCY_TOP_K,
     NVLINK_PEERS,
-    SCALE_GROUP,
     low_latency_bytes,
     low_latency_tokens,
     most_low_latency_tokens,
@@ -55,13 +54,12 @@ from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
     UniformExpertIds,
-    bf16_reasons,
     expect_wire,
-    fp8_reasons,
+    format_reasons,
+    from_library,
 )
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput, HighThroughputTransport
 from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, Tokens
 
 NEEDS = ("num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook")
@@ -149,9 +147,10 @@ class LowLatencyTransport(PrepareFinalize):
                 rows, counts_L, library_handle, _, hook = self._session.buffer.dispatch(needed, options)
             yield from self._arrival(hook, "dispatch")
             handle = DispatchHandle(library_handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
-            counts_L = counts_L[: c.num_slots].to(torch.int64)
-            expected_N = self.expected_in_window(x_TH.shape[0])
-            return BatchedTokens(self._as_wire(rows), counts_L, home=None, handle=handle, expected_N=expected_N)
+            own, counts_L = slice(0, c.num_slots), counts_L[: c.num_slots].to(torch.int64)
+            rows = rows[own] if isinstance(rows, Tensor) else tuple(part[own] for part in rows)
+            x_LSH, expected_N = from_library(rows, c.wire, c.hidden_size), self.expected_in_window(x_TH.shape[0])
+            return BatchedTokens(x_LSH, counts_L, home=None, handle=handle, expected_N=expected_N)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send each slot back, weighed and summed on arrival."""
@@ -237,17 +236,6 @@ class LowLatencyTransport(PrepareFinalize):
             with self._session.call(phase):
                 hook()
 
-    def _as_wire(self, rows: Tensor | tuple[Tensor, Tensor]) -> QuantTensor:
-        """Rows without their padding. Scales keep the column-major strides that grouped GEMMs want."""
-        c = self.context
-        if isinstance(rows, Tensor):
-            return QuantTensor(rows[: c.num_slots, :, : c.hidden_size], None, c.wire)
-        values, scales = (part[: c.num_slots] for part in rows)
-        if scales.dtype == torch.int32:  # four UE8M0 exponents each
-            scales = scales.contiguous().view(torch.uint8).view(torch.float8_e8m0fnu)
-        groups = -(-c.hidden_size // SCALE_GROUP)
-        return QuantTensor(values[..., : c.hidden_size], scales[..., :groups], c.wire)
-
     @classmethod
     def hidden_for(cls, hidden_size: int) -> int | None:
         """The row length that a layer's rows travel in; None if they are too long."""
@@ -274,7 +262,7 @@ class LowLatencyTransport(PrepareFinalize):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every limit: row length, top-k, tokens, ranks, number formats."""
-        reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        reasons = [*super().reasons_against(problem), *format_reasons(problem)]
         model, top_k = problem.config.model, problem.config.router.top_k
         if cls.hidden_for(model.hidden_size) is None:
             built = f"is built for rows of up to {max(cls.lengths)}, this layer has {model.hidden_size}"

@@ -156,10 +156,6 @@ class OneSidedBufferSlot(BufferSlot):
         if self.exchange is not None:
             self.exchange.layer, self.exchange.block.layer = layer, number  # every flag has the number
 
-    def report(self, failure: Failure) -> None:
-        """Report the failure of this rank to peers that wait for it. Never raises, never waits."""
-        self.heap.report(failure, [2 * self.size + self.rank])
-
     def out_at(self, owner: int, count: int) -> int:
         """Where this rank writes the values of its rows in an owner's window."""
         at, back = self._out[owner]
@@ -288,7 +284,7 @@ class OneSidedBufferPool(BufferPool[OneSidedBufferSlot]):
     def abort(self, failure: Failure) -> None:
         """Report the failure to peers in every slot, whichever call they are in."""
         for buffer in self.slots:
-            buffer.report(failure)
+            buffer.heap.report(failure, [2 * buffer.size + buffer.rank])
 
     def add(
         self, comm: Communicator, phase: str, make: Callable[[], OneSidedBufferSlot] | None = None

@@ -52,7 +52,9 @@ def add_up(groups: Sequence[Sequence[Part]], out_RH: Tensor, native: Native | No
         return out_RH
     parts = flattened(groups)
     few = out_RH.numel() * out_RH.element_size() < FEW_BYTES
-    if native is None or few or parts is None or not _suits_kernels(parts, out_RH):
+    if native is None or few or not parts or not out_RH.is_contiguous() or out_RH.dtype not in ROW_TYPES:
+        return _add_up(groups, out_RH)
+    if any(each.device.type != "cpu" or each.dtype is not out_RH.dtype for each in (out_RH, *(p.rows for p in parts))):
         return _add_up(groups, out_RH)
     return add_rows(native, [(part.rows, part.row_X) for part in parts], out_RH)
 
@@ -69,12 +71,6 @@ def flattened(groups: Sequence[Sequence[Part]]) -> list[Part] | None:
     if any(len(group) > 1 for group in ordered[1:]):
         return None
     return [part for group in ordered for part in group]
-
-
-def _suits_kernels(parts: Sequence[Part], out_RH: Tensor) -> bool:
-    tensors = [out_RH, *(part.rows for part in parts)]
-    dense = out_RH.is_contiguous() and out_RH.dtype in ROW_TYPES and len(parts) > 0
-    return dense and all(each.device.type == "cpu" and each.dtype is out_RH.dtype for each in tensors)
 
 
 def _add_up(groups: Sequence[Sequence[Part]], out_RH: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ import torch
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkEnded, LinkError
 from moe_mk.comm.network.heap import NetworkHeap
-from moe_mk.comm.network.link import PipeLink
-from moe_mk.comm.network.links import LINKS
+from moe_mk.comm.network.link import LINKS, PipeLink
 from moe_mk.comm.network.nixl import _HEAD, _NOTE, NixlLink, NixlLinks, has_rdma_device, ucx_options
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.worker import GOODBYE_S

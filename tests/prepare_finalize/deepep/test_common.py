@@ -10,9 +10,8 @@ from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.deepep.common import (
     Call,
     UniformExpertIds,
-    bf16_reasons,
     expect_wire,
-    fp8_reasons,
+    format_reasons,
     from_library,
     padded_row,
     to_library,
@@ -45,11 +44,10 @@ def test_rows_fill_a_multiple_of_bytes() -> None:
 
 
 def test_formats_that_do_not_travel() -> None:
-    assert bf16_reasons(asked()) == [] and [r.code for r in bf16_reasons(asked(dtype=FP32))] == ["dtype"]
+    assert format_reasons(asked()) == [] and [r.code for r in format_reasons(asked(dtype=FP32))] == ["dtype"]
     narrow = {"weights": "fp8_block", "block": (64, 64)}
-    assert fp8_reasons(asked()) == [] and fp8_reasons(small()) == []
-    assert [r.code for r in fp8_reasons(small(quant=narrow))] == ["wire"]
-    assert fp8_reasons(small(quant=narrow, wire="plain")) == []
+    assert format_reasons(small()) == [] and [r.code for r in format_reasons(small(quant=narrow))] == ["wire"]
+    assert format_reasons(small(quant=narrow, wire="plain")) == []
 
 
 def test_a_row_goes_to_each_rank_or_first_to_each_node() -> None:
