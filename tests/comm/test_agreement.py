@@ -1,7 +1,7 @@
 """Notes, their digest, and the diff of what differs."""
 
 from moe_mk.comm import LockstepWorld, SingleRank
-from moe_mk.comm.agreement import agree, diff, digest
+from moe_mk.comm.agreement import agree, digest
 from moe_mk.flight import interleave, wait
 
 
@@ -10,13 +10,6 @@ def test_digest_sees_names_and_values_but_not_their_order() -> None:
     assert digest(notes) == digest(dict(reversed(notes.items()))) and len(digest(notes)) == 32
     others = [{"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}, {"a": "1", "c": "2"}, {}]
     assert len({digest(other) for other in [notes, *others]}) == 6
-
-
-def test_diff_lists_only_what_differs() -> None:
-    text = diff(["experts=torch_cpu\nranks=2\nwire=fp8", "experts=reference\nranks=2"])
-    assert text == (
-        "  experts:\n    rank 0: torch_cpu\n    rank 1: reference\n  wire:\n    rank 0: fp8\n    rank 1: (nothing)"
-    )
 
 
 def test_equal_notes_cost_one_exchange_of_32_bytes() -> None:

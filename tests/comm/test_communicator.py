@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_mk.comm import LockstepWorld, SingleRank
-from moe_mk.comm.communicator import Traffic, offsets, sum_in_order, summing_dtype
+from moe_mk.comm.communicator import offsets, sum_in_order, summing_dtype
 from moe_mk.errors import CommError
 from moe_mk.flight import InFlight, wait
 
@@ -34,17 +34,6 @@ def test_parts_are_added_one_after_the_other_and_left_alone() -> None:
 )
 def test_only_narrow_floats_are_widened(dtype: torch.dtype, sums: torch.dtype) -> None:
     assert summing_dtype(dtype) == sums and sum_in_order([torch.ones(1, dtype=dtype)]).dtype == dtype
-
-
-def test_traffic_adds_up_by_phase_and_starts_over() -> None:
-    traffic = Traffic()
-    traffic.sent("dispatch", [7, 10], rank=0)  # 7 bytes stay
-    traffic.sent("dispatch", [0, 5], rank=0)
-    traffic.sent("combine", [0, 1], rank=0)
-    assert traffic.bytes_by_phase == {"dispatch": 15, "combine": 1}
-    assert traffic.calls_by_phase == {"dispatch": 2, "combine": 1}
-    traffic.reset()
-    assert not traffic.bytes_by_phase and not traffic.calls_by_phase and not traffic.bytes_by_peer
 
 
 @pytest.mark.parametrize("bad", [16, -2, 2**31 - 1])

@@ -25,6 +25,8 @@ SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]
 COUNTS = [3, 0, 1, 2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64]
 LAYER = "layers.3"
+OverGloo = list[tuple[dict[str, Tensor], dict[str, int]]]
+"""Of every rank: the results of all collectives, and its traffic."""
 
 
 world = world_of(RANKS)
@@ -90,14 +92,12 @@ def collectives_over_gloo(rank: int) -> tuple[dict[str, Tensor], dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def over_gloo(world: RankWorld) -> list[tuple[dict[str, Tensor], dict[str, int]]]:
+def over_gloo(world: RankWorld) -> OverGloo:
     return world.call(collectives_over_gloo)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_uneven_all_to_all_brings_rows_in_rank_order(
-    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
-) -> None:
+def test_uneven_all_to_all_brings_rows_in_rank_order(over_gloo: OverGloo, dtype: torch.dtype) -> None:
     # Rank 1 gets nothing from 0 and 1, rows 1 2 3 4 of rank 2 (row 0 went to rank 0), row 0 of rank 3.
     first = over_gloo[1][0][f"all_to_all {dtype}"]
     assert first.tolist() == [[2, 1, 7], [2, 2, 7], [2, 3, 7], [2, 4, 7], [3, 0, 7]]
@@ -108,7 +108,7 @@ def test_uneven_all_to_all_brings_rows_in_rank_order(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_others_land_where_they_are_wanted_and_what_stays_is_counted(
-    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
+    over_gloo: OverGloo, dtype: torch.dtype
 ) -> None:
     for rank, (results, sent) in enumerate(over_gloo):
         wanted = [row for row in expected_all_to_all(rank, dtype) if row[0] != rank]
@@ -117,9 +117,7 @@ def test_rows_of_others_land_where_they_are_wanted_and_what_stays_is_counted(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_uneven_all_gather_drops_its_padding(
-    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
-) -> None:
+def test_uneven_all_gather_drops_its_padding(over_gloo: OverGloo, dtype: torch.dtype) -> None:
     for results, _ in over_gloo:
         gathered = results[f"all_gather {dtype}"]
         assert gathered.dtype == dtype
@@ -127,7 +125,7 @@ def test_uneven_all_gather_drops_its_padding(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
-def test_sums_over_ranks_by_hand(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype) -> None:
+def test_sums_over_ranks_by_hand(over_gloo: OverGloo, dtype: torch.dtype) -> None:
     # Row i of every rank is (rank, i, 7): the sum is (0 + 1 + 2 + 3, 4 i, 28). Rank 2 keeps row 3, rank 1 keeps none.
     everything = [[6, 4 * row, 28] for row in range(6)]
     for rank, (results, _) in enumerate(over_gloo):
@@ -138,14 +136,14 @@ def test_sums_over_ranks_by_hand(over_gloo: list[tuple[dict[str, Tensor], dict[s
         assert results[f"left as it was {dtype}"].tolist() == rows_of(rank, 6, dtype).tolist()
 
 
-def test_counts_and_nothing_at_all(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+def test_counts_and_nothing_at_all(over_gloo: OverGloo) -> None:
     for rank, (results, _) in enumerate(over_gloo):
         assert results["counts"].tolist() == [SEND[peer][rank] for peer in range(RANKS)]
         assert results["gathered"].tolist() == [0, 10, 20, 30]
         assert results["nothing"].shape == (0, 3) and results["none"].shape == (0, 3)
 
 
-def test_lockstep_ranks_give_the_bits_of_gloo(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+def test_lockstep_ranks_give_the_bits_of_gloo(over_gloo: OverGloo) -> None:
     twins = interleave([every_collective(comm) for comm in LockstepWorld(RANKS).communicators()])
     for (real, _), twin in zip(over_gloo, twins, strict=True):
         assert real.keys() == twin.keys()
@@ -153,7 +151,7 @@ def test_lockstep_ranks_give_the_bits_of_gloo(over_gloo: list[tuple[dict[str, Te
             assert tensor.dtype == twin[name].dtype and torch.equal(tensor, twin[name]), name
 
 
-def test_traffic_counts_what_leaves_a_rank(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+def test_traffic_counts_what_leaves_a_rank(over_gloo: OverGloo) -> None:
     # Bytes of an element over the five dtypes: 2 + 2 + 4 + 1 + 8 = 17, and three columns a row.
     # dispatch: rank 0 sends 0 + 3 + 1 rows to others, rank 1 none, rank 2 1 + 4 + 2, rank 3 0 + 1 + 1.
     # gather: a rank's rows to 3 peers.

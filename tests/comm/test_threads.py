@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
-from moe_mk.errors import CommError, ConfigError
+from moe_mk.errors import CommError
 from moe_mk.flight import interleave, wait
 
 
@@ -56,8 +56,3 @@ def test_a_rank_that_never_comes_is_named_within_the_time() -> None:
 def test_an_error_of_one_rank_reaches_the_caller() -> None:
     with pytest.raises(ValueError, match="no such expert"):
         ThreadWorld(2).together([Mock(), Mock(side_effect=ValueError("no such expert"))])
-
-
-def test_lockstep_ranks_have_no_group_for_a_library() -> None:
-    with pytest.raises(ConfigError, match="LockstepCommunicator has no group"):
-        LockstepWorld(2).communicators()[0].library_group()

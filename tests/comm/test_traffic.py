@@ -32,12 +32,14 @@ def test_the_same_counts_read_for_other_nodes_by_hand() -> None:
     traffic.sent("dispatch", [1, 10, 4, 8], rank=1)
     traffic.sent("combine", [0, 0, 0, 100], rank=1)
     assert traffic.bytes_by_phase == {"dispatch": 13, "combine": 100}
+    assert traffic.calls_by_phase == {"dispatch": 1, "combine": 1}
     two_by_two = traffic.by_link(Nodes.of(4, 2), rank=1)
     assert two_by_two == {"self": 10, "intra_node": 1, "inter_node": 112}
     assert traffic.by_link(Nodes.of(4), 1) == {"self": 10, "intra_node": 113, "inter_node": 0}
     assert traffic.by_link(Nodes.of(4, 2), 1, phases=["combine"]) == {"self": 0, "intra_node": 0, "inter_node": 100}
     traffic.reset()
     assert traffic.by_link(Nodes.of(4, 2), 1) == dict.fromkeys(LINKS, 0)
+    assert not traffic.bytes_by_phase and not traffic.calls_by_phase
 
 
 def every_collective(comm: Communicator) -> Flight[None]:

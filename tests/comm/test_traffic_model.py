@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_mk.comm import Nodes
 from moe_mk.comm.destinations import expected_groups
-from moe_mk.lab.plan.exchange import RowBytes, all_gather_flow, all_to_all_flow, hierarchical_flow, one_sided_flow
+from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flow
 
 TWO_BY_TWO = Nodes.of(4, ranks_per_node=2)
 SIZE = RowBytes(row=100, sum=10)
@@ -28,19 +28,6 @@ def test_all_to_all_by_hand() -> None:
     only = ["dispatch", "combine"]
     assert flow.by_link(TWO_BY_TWO, 0, only) == {"self": 110, "intra_node": 100, "inter_node": 210}
     assert flow.by_link(TWO_BY_TWO, 0)["inter_node"] == 210 + 2 * 8
-
-
-def test_one_sided_is_all_to_all_without_what_stays() -> None:
-    flow = one_sided_flow(ROUTED, SIZE)
-    assert flow.phases["dispatch"].tolist() == [[0, 100, 100, 100], [0] * 4, [0] * 4, [100, 100, 0, 0]]
-    assert flow.phases["combine flags"].sum(dim=1).tolist() == [24] * 4
-    assert flow.by_link(TWO_BY_TWO, 3)["self"] == 0
-
-
-def test_all_gather_by_hand() -> None:
-    flow = all_gather_flow(ROUTED, SIZE)
-    assert flow.phases["dispatch"].tolist() == [[200] * 4, [0] * 4, [0] * 4, [100] * 4]
-    assert flow.phases["combine"].tolist() == [[20, 0, 0, 10]] * 4
 
 
 def test_hierarchical_by_hand() -> None:

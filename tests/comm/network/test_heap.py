@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from typing import NoReturn
@@ -129,37 +128,6 @@ def test_a_network_without_this_host_ends_the_opening_on_every_rank() -> None:
     for rank, text in enumerate(world.together([lambda c=c: job(c) for c in world.communicators()])):  # type: ignore[misc]
         assert text.startswith(f"rank {rank}, phase 'window set-up': not all ranks can open windows over the network")
         assert "rank 1: kernel.network=203.0.113.0/24 holds no address of this host" in text
-
-
-def test_ranks_that_open_other_windows_are_reported() -> None:
-    world = ThreadWorld(2, timeout_s=10.0)
-
-    def job(comm: Communicator) -> str:
-        with pytest.raises(CommError) as reported:
-            opened(comm, data_bytes=4096 * (1 + comm.rank))
-        return str(reported.value)
-
-    texts = world.together([lambda c=c: job(c) for c in world.communicators()])  # type: ignore[misc]
-    assert all("opens windows of" in text and f"peer {1 - rank}" in text for rank, text in enumerate(texts))
-
-
-def test_a_late_peer_is_named_with_phase_and_epoch() -> None:
-    reported_by_zero = threading.Event()
-
-    def job(rank: int, heap: NetworkHeap) -> str:
-        heap.barrier()
-        if rank == 1:
-            assert reported_by_zero.wait(60.0)
-            return ""
-        began = now()
-        with pytest.raises(CommError) as reported:
-            heap.wait_until({1: 1}, 7, "dispatch")
-        assert now() - began > 1.4
-        reported_by_zero.set()
-        return str(reported.value)
-
-    zero, _ = in_threads(2, job, timeout_s=1.5)
-    assert zero.startswith("rank 0, phase 'dispatch', peer 1: epoch 7: sent nothing within 1.5 s [kernel.timeout_s]")
 
 
 def test_staging_is_taken_and_freed_in_order() -> None:

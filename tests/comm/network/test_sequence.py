@@ -77,13 +77,3 @@ def test_what_was_applied_before_counts_for_nothing() -> None:
         inbox.part(number, 0)
         inbox.control(number, 1, "again")
     assert inbox.ready() == [] and inbox.applied == 20
-
-
-def test_a_sender_that_begins_anew_is_not_mixed_with_what_it_sent_before() -> None:
-    inbox: Reorder[str] = Reorder()
-    inbox.part(0, 0)
-    inbox.forget_parts()
-    inbox.control(0, 1, "the parts are cut differently now")
-    assert inbox.ready() == []
-    inbox.part(0, 0)
-    assert inbox.ready() == ["the parts are cut differently now"]

@@ -108,16 +108,3 @@ def test_ranks_that_cannot_share_all_say_so(world: RankWorld, tmp_path: Path) ->
     for text in world.call(see_another_folder, str(tmp_path)):
         assert "not all ranks can map one piece of shared memory: rank 1: [Errno 2] No such file" in text
         assert "[kernel.prepare_finalize = all_to_all" in text
-
-
-def wait_in_vain(rank: int) -> float:
-    heap = open_heap(world_comm(timeout_s=2.0), 1, 8, now)
-    start = now()
-    if rank == 0:
-        with pytest.raises(CommError, match=r"peer 1: epoch 1: sent nothing within 2 s \[kernel.timeout_s\]"):
-            heap.wait_until({1: 0}, 1, "dispatch")
-    return now() - start
-
-
-def test_a_late_peer_is_named_at_the_deadline(world: RankWorld) -> None:
-    assert world.call(wait_in_vain)[0] >= 2.0

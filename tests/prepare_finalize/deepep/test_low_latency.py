@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.flight import interleave, wait
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency
 from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0
@@ -26,24 +26,6 @@ def test_the_kernel_rounds_to_fp8_and_scales_keep_the_order_of_columns(wire: Qua
     assert first.x_LSH.values.dtype == torch.float8_e4m3fn and first.x_LSH.scales is not None
     if not wire.ue8m0:
         assert first.x_LSH.scales.shape == (2, 8, 2) and first.x_LSH.scales.stride()[1] == 1, "column-major"
-
-
-@pytest.mark.row(48)
-def test_two_micro_batches_take_turns_and_a_third_is_refused() -> None:
-    ranks = ranks_of(NAME)
-
-    def three(transport: DeepEPLowLatency, x_TH: torch.Tensor, routing: object) -> str:
-        flights = [transport.prepare(x_TH, routing) for _ in range(3)]  # type: ignore[arg-type]
-        next(flights[0])
-        next(flights[1])
-        with pytest.raises(UnsupportedError, match=r"(?s)two operations in flight already.*two micro-batches at once"):
-            next(flights[2])
-        flights[0].close()
-        (again, other) = interleave([transport.prepare(x_TH, routing), flights[1]])  # type: ignore[arg-type]
-        assert again.counts_L.tolist() == other.counts_L.tolist()
-        return "done"
-
-    assert ranks.each(three, ranks.transports, XB, ROUTINGS) == ["done", "done"]
 
 
 def test_a_hook_that_was_called_may_be_called_again() -> None:

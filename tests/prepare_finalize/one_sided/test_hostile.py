@@ -68,6 +68,16 @@ def dispatching(
     return made, flights, buffer_of(made[1], way)
 
 
+def combining() -> tuple[list[OneSided], list[tuple[Tensor, Routing]], list[Flight[Tensor]]]:
+    """Two ranks that have sent their sums and not added up, and their batches."""
+    made, batches = two_ranks(), [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
+    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
+    flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
+    for flight in flights:
+        next(flight)
+    return made, batches, flights
+
+
 def refusal(word: int, in_limits: str) -> str:
     """How a flag is refused that a peer fills with an int32: 24 bits of rows below 8 of the layer's number, here 0."""
     if word == FAILED:
@@ -101,13 +111,9 @@ def test_a_full_region_is_no_error(way: str) -> None:
 @pytest.mark.parametrize("offset", [1, COUNT_MASK, INT_MAX, -1, INT_MIN])
 def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int, offset: int) -> None:
     # Before the sums for rank r lie those for the ranks before it, ROOM for each at most.
-    made, limit, peer = two_ranks(), receiver * ROOM, 1 - receiver
+    limit, peer = receiver * ROOM, 1 - receiver
     value = limit + 1 if offset == 1 else offset & FAILED
-    batches = [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
-    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
-    flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
-    for flight in flights:
-        next(flight)
+    made, batches, flights = combining()
     buffer = buffer_of(made[peer], way)
     buffer.heap.signal(receiver, 2 + peer, buffer.epoch, value)
     text = refusal(
@@ -121,12 +127,7 @@ def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int,
 
 
 def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
-    made = two_ranks()
-    batches = [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
-    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
-    flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
-    for flight in flights:
-        next(flight)
+    made, batches, flights = combining()
     buffer = buffer_of(made[0], way)
     buffer.heap.signal(1, 2, buffer.epoch, ROOM)
     assert wait(flights[1]).shape == batches[1][0].shape
@@ -152,11 +153,8 @@ def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantSch
 
 @pytest.mark.parametrize("wire,dtype", WIRES, ids=NAMES)
 def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: QuantScheme, dtype: Plain) -> None:
-    made = two_ranks(wire, dtype)
-    flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
-    for flight in flights:
-        next(flight)
-    buffer, size = buffer_of(made[1], way), made[1]._size
+    made, flights, buffer = dispatching(way, wire, dtype)
+    size = made[1]._size
     count = buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF
     tails = buffer.heap.data(0, buffer.tails_at[1], count * size.tail).view(count, size.tail)
     tails[:, : size.scales] = tails[:, size.scales + 4 * TOP_K :] = 0xFF
@@ -198,11 +196,7 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
     (rows, _), (y_TH, _) = both_halves(honest, batches)
     outcomes = []
     for _ in range(12):
-        made = two_ranks(wire, dtype)
-        flights = [t.prepare(*batch) for t, batch in zip(made, batches, strict=True)]
-        for flight in flights:
-            next(flight)
-        buffer = buffer_of(made[1], way)
+        made, flights, buffer = dispatching(way, wire, dtype)
         tails, count = (buffer.tails_at[1], buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF)
         with rewriting(buffer, 1, count, ROOM + 1, tails + made[1]._size.scales):
             outcomes.append(outcome_of(flights[0]))

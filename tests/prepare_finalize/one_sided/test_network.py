@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_mk.comm import Communicator, LockstepWorld, ParallelGroups, SingleRank
+from moe_mk.comm import Communicator, LockstepWorld, SingleRank
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
@@ -26,8 +25,6 @@ from moe_mk.runner import run_dual
 from moe_mk.tokens import Routing
 from moe_mk.trace.clock import now
 from tests.support import one_sided_ranks, problems
-from tests.support.layers import HIDDEN as LAYER_HIDDEN
-from tests.support.layers import layer
 from tests.support.one_sided_ranks import (
     EXPERTS,
     HIDDEN,
@@ -145,24 +142,6 @@ def compare_with_all_to_all(rank: int, per_node: int, link: str, number: int = l
 @pytest.mark.parametrize("per_node", [2, 1])
 def test_two_hosts_and_four_give_the_bits_of_all_to_all(world: RankWorld, world_link: str, per_node: int) -> None:
     assert world.call(compare_with_all_to_all, per_node, world_link) == [[]] * RANKS
-
-
-def layers_of_one_model(rank: int, link: str) -> dict[str, object]:
-    groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
-    made = [
-        layer(8, 2, groups, prepare_finalize="one_sided_network", max_num_tokens=8, network_link=link) for _ in range(3)
-    ]
-    outputs = [each(x_TH) for each in made]
-    pools = [each.kernel.prepare_finalize._pool for each in made]  # type: ignore[union-attr]
-    return {
-        "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
-        "slots": len(pools[0].slots),
-        "shared": all(each is pools[0] for each in pools),
-    }
-
-
-def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld, world_link: str) -> None:
-    assert world.call(layers_of_one_model, world_link) == [{"equal": True, "slots": 1, "shared": True}] * RANKS
 
 
 def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: str, link: str) -> dict[str, object]:

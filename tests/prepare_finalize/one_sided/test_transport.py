@@ -65,24 +65,6 @@ def test_groups_and_devices_that_share_no_memory_are_refused() -> None:
         OneSided(replace(context(LockstepWorld(2).communicators()[0]), device=torch.device("meta")))
 
 
-def test_calls_under_way_at_once_have_slots_of_their_own_and_give_them_back() -> None:
-    made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
-    batches = [[drawn(10 * buffer + rank, 5, torch.float32) for buffer in range(3)] for rank in range(2)]
-    alone: list[list[Tensor]] = [[], []]
-    for buffer in range(3):
-        done = interleave([there_and_back(made[rank], *batches[rank][buffer]) for rank in range(2)])
-        alone = [[*alone[rank], done[rank]] for rank in range(2)]
-    assert [len(transport._pool.slots) for transport in made] == [1, 1]
-    flights = [there_and_back(made[rank], *batches[rank][buffer]) for rank in range(2) for buffer in range(3)]
-    together = interleave(flights)
-    for rank in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(alone[rank], together[3 * rank :], strict=False))
-        slots = made[rank]._pool.slots
-        assert len(slots) == 3 and not any(buffer.busy for buffer in slots)
-        regions = [(buffer.heap._memory.bytes.data_ptr(), buffer.heap._memory.num_bytes) for buffer in slots]
-        assert all(a + size <= b for (a, size), (b, _) in zip(sorted(regions), sorted(regions)[1:], strict=False))
-
-
 def test_calls_that_are_never_finalized_end_in_an_error() -> None:
     comm = LockstepWorld(2).communicators()[0]
     slots = OneSidedBufferPool.of(comm, RegionShape(1, 4, 4, 4))
@@ -97,22 +79,6 @@ def test_a_call_is_finalized_once() -> None:
     interleave(finals)
     with pytest.raises(CommError, match="rank 0, phase 'combine': epoch 1 was finalized before"):
         wait(made[0].finalize(scaled(zero, torch.float32), zero))
-
-
-def test_after_a_failure_no_call_is_served() -> None:
-    zero = OneSided(context(LockstepWorld(2).communicators()[0]))
-    with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 1: has made no such call"):
-        wait(zero.prepare(*drawn(0, 3, torch.float32)))
-    with pytest.raises(CommError, match=r"an earlier call over this group failed on rank 1: epoch 1: .* recover\(\)"):
-        wait(zero.prepare(*drawn(0, 3, torch.float32)))
-
-
-def test_a_repeated_call_takes_no_new_memory() -> None:
-    made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
-    for _ in range(3):
-        interleave([there_and_back(transport, *drawn(1, 4, torch.float32)) for transport in made])
-    assert [len(transport._pool.slots) for transport in made] == [1, 1]
-    assert made[0]._pool.slots[0].epoch == 3
 
 
 def test_windows_opened_in_inference_mode_are_written_outside_of_it() -> None:
