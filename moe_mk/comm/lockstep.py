@@ -95,7 +95,6 @@ class LockstepCommunicator(Communicator):
             return [inbox[peer][1] for peer in range(self.size)]
 
     def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
-        """Put a part into the box of each peer; returns the number of the call."""
         call, self._calls = self._calls, self._calls + 1
         for peer, part in enumerate(outgoing):
             self.world.boxes[call, peer][self.rank] = (phase, part.clone())

@@ -82,7 +82,6 @@ class ThreadCommunicator(LockstepCommunicator):
             self.world.changed.notify_all()
 
     def _recover(self) -> Flight[None]:
-        """Wait for the last rank to come, which forgets what was under way."""
         world, epoch = self.world, self.world.epoch
         with world.changed:
             world.recovering.add(self.rank)

@@ -199,7 +199,10 @@ class Hierarchical(PrepareFinalize):
             totals: list[Tensor] = []
             for handle, part_RH in zip(handles, parts, strict=True):
                 if self._alone:
-                    totals.append((yield from self._combine_direct(part_RH, handle)))
+                    leg, exchange = handle.between, self._exchange
+                    back = yield from exchange.combine(part_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
+                    totals.append(exchange.summed([back.parts], (leg.held, part_RH.shape[1]), part_RH.dtype))
+                    exchange.scratch.give(back.memory)
                     continue
                 within = handle.within
                 back = yield from self._exchange.combine(part_RH, within.row_X, within.sent, within.received, "gather")
@@ -247,13 +250,6 @@ class Hierarchical(PrepareFinalize):
             arrived.append(rows)
             handles.append(DispatchHandle(leg, leg))
         return handles, arrived
-
-    def _combine_direct(self, y_RH: Tensor, handle: DispatchHandle) -> Flight[Tensor]:
-        leg, exchange = handle.between, self._exchange
-        back = yield from exchange.combine(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
-        y_TH = exchange.summed([back.parts], (leg.held, y_RH.shape[1]), y_RH.dtype)
-        exchange.scratch.give(back.memory)
-        return y_TH
 
     def _cross(self, piece: Rows, leg: Leg) -> Flight[Borrowed]:
         """Send rows to the relays of their nodes: the packed rows of others that this rank relays, by source."""

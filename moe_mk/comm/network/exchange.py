@@ -138,7 +138,15 @@ class Exchange:
 
     def _arrived(self, peer: int, stream: Stream, link: Link, frame: Frame) -> None:
         if frame.kind is Kind.ACK:
-            self._confirmed(peer, stream, frame.value)
+            number = self.channel.number
+            for flying in stream.confirm(frame.value):
+                self.watch.completion[peer].add(self.clock() - flying.began_s)
+                if flying.message.taken:
+                    self.on_step(Step.COMPLETION_WRITTEN, (number, flying.message.serial))
+                    self.on_step(Step.COMPLETION_SEEN, (number, flying.message.serial))
+            for taken in self.channel.settle():
+                self.on_step(Step.PRODUCER_REPORTED, (number, taken.place))
+            self.window.arrived.set()
         if frame.kind is Kind.BYE:
             stream.has_left = True
         if frame.kind in _OUT_OF_GROUPS:
@@ -161,15 +169,4 @@ class Exchange:
             self.channel.streams[peer].is_asked = True
             asked = self.window.asked(control)
             link.post(Frame(Kind.REPLY, control.number, size=asked.nbytes, at=control.value >> 24), asked)
-        self.window.arrived.set()
-
-    def _confirmed(self, peer: int, stream: Stream, applied: int) -> None:
-        number = self.channel.number
-        for flying in stream.confirm(applied):
-            self.watch.completion[peer].add(self.clock() - flying.began_s)
-            if flying.message.taken:
-                self.on_step(Step.COMPLETION_WRITTEN, (number, flying.message.serial))
-                self.on_step(Step.COMPLETION_SEEN, (number, flying.message.serial))
-        for taken in self.channel.settle():
-            self.on_step(Step.PRODUCER_REPORTED, (number, taken.place))
         self.window.arrived.set()

@@ -183,8 +183,19 @@ class NetworkHeap(SymmetricHeap):
             for first in range(0, count * width, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, count * width - first)
                 self._commit(TransferCommand(Op.PUT, peer, size, own + first, at + first))
-        else:
-            self._put_staged(peer, at, rows_RB, index_X)
+            return
+        at_once = max(CHUNK_BYTES // width, 1)
+        for first in range(0, count, at_once):
+            rows = slice(first, min(first + at_once, count))
+            size = (rows.stop - first) * width
+            source = self._staged(peer, size)
+            staged_XB = self._own_bytes(source, size).view(-1, width)
+            if index_X is None:
+                staged_XB.copy_(rows_RB[rows])
+            else:
+                torch.index_select(rows_RB, 0, index_X[rows], out=staged_XB)
+            place = self._commit(TransferCommand(Op.PUT, peer, size, source, at + first * width))
+            self._staging.used(self._channel(peer), place)
 
     def read(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a peer's window: a view on this host, a copy of those on another."""
@@ -232,31 +243,13 @@ class NetworkHeap(SymmetricHeap):
             self._until(partial(lambda peer: self._unconfirmed() != peer, peer), "quiet", peer)
 
     def _unconfirmed(self) -> int | None:
-        """A peer that something is under way to."""
         for channel in self.proxy.channels:
             if not channel.is_idle:
                 taken = list(channel.taken)
                 return taken[0].command.peer if taken else min(self.far)
         return None
 
-    def _put_staged(self, peer: int, at: int, rows_RB: Tensor, index_X: Tensor | None) -> None:
-        width = rows_RB.shape[1]
-        count = rows_RB.shape[0] if index_X is None else index_X.shape[0]
-        at_once = max(CHUNK_BYTES // width, 1)
-        for first in range(0, count, at_once):
-            rows = slice(first, min(first + at_once, count))
-            size = (rows.stop - first) * width
-            source = self._staged(peer, size)
-            staged_XB = self._own_bytes(source, size).view(-1, width)
-            if index_X is None:
-                staged_XB.copy_(rows_RB[rows])
-            else:
-                torch.index_select(rows_RB, 0, index_X[rows], out=staged_XB)
-            place = self._commit(TransferCommand(Op.PUT, peer, size, source, at + first * width))
-            self._staging.used(self._channel(peer), place)
-
     def _staged(self, peer: int, size: int) -> int:
-        """Memory for bytes on their way, waited for where all is taken."""
         self._check()
         if size > self._staging.num_bytes:
             raise ShapeError(f"a row of {size} bytes exceeds the {self._staging.num_bytes} bytes of staging")

@@ -180,7 +180,6 @@ class PipeLink(Link):
             self._on_sent(frame, what)
 
     def _receive(self, place: Place) -> Frame | None:
-        """One whole message, or what there is of it."""
         while self._frame is None:
             got = self._pipe.receive(memoryview(self._header)[self._have :])
             if not got:

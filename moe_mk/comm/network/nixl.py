@@ -97,7 +97,6 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _calling(what: str) -> Iterator[None]:
-    """Turn what NIXL raises into LinkError."""
     try:
         yield
     except LinkError:

@@ -289,7 +289,6 @@ class Proxy:
                         self._count_awaited()
 
     def _is_futile(self, key: tuple[int, int]) -> bool:
-        """Whether a link has ended too often without progress."""
         stream = self.channels[key[1]].streams[key[0]]
         times, applied, confirmed = self._futile.get(key, (0, -1, -1))
         is_same = (applied, confirmed) == (stream.inbox.applied, stream.confirmed)

@@ -296,7 +296,6 @@ class Acceptor:
         self._events.close()
 
     def _take(self) -> bool:
-        """One call; whether there was one."""
         assert self.listener is not None
         try:
             connected, _ = self.listener.accept()

@@ -183,7 +183,6 @@ class Worker:
             self._wait(LINGER_S)
 
     def _go(self) -> None:
-        """Until all goodbyes are out."""
         for exchange in self._exchanges.values():
             exchange.say_goodbye()
         began_s: float | None = None

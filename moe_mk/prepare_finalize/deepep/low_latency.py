@@ -185,7 +185,6 @@ class LowLatencyTransport(PrepareFinalize):
                 host_W.copy_(device_W, non_blocking=not wait)
 
     def _expect_unmasked(self, phase: str) -> None:
-        """Raise CommError for a rank that the kernels are known to have masked."""
         mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.pool.left_out
         masked = [] if mask is None else [rank for rank, status in enumerate(mask[1].tolist()) if status]
         for rank in masked:

@@ -111,7 +111,6 @@ class MoeEpTransport(SlotTransport):
 
     @property
     def _top_k(self) -> int:
-        """Experts of a token for the library."""
         return self.context.top_k
 
     @property
@@ -133,7 +132,6 @@ class MoeEpTransport(SlotTransport):
         """Ids, int32, and weights, f32, as the library wants them."""
 
     def _communication(self, number: int) -> Any:
-        """One more communication object; every rank makes it at the same call."""
         c, library = self.context, self._moe_ep
         bootstrap = library.BootstrapConfig(
             c.comm.size, c.comm.rank, device=c.device.index, process_group=c.comm.library_group()

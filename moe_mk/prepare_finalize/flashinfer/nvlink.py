@@ -306,7 +306,6 @@ class NvlinkOneSided(SlotTransport):
         return [windows[widest_first.index(number)].flatten(0, 1) for number in range(len(payloads))]
 
     def _exchange(self, number: int) -> Any:
-        """One more workspace; every rank opens it at the same call."""
         # A line more for each: the library gives workspaces of one size to everybody who asks.
         return self._library.MoeAlltoAll(
             self._mapping, self.context.max_num_tokens, self._top_k, self._numbers.total,

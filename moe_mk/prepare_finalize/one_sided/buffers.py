@@ -250,7 +250,6 @@ class OneSidedBufferSlot(BufferSlot):
         return {peer: word & COUNT_MASK for peer, word in found.items()}
 
     def _own_rows(self, at: int, width: int) -> Tensor:
-        """A part of this rank's window that has room for all rows of all ranks, (rows, width)."""
         rows = self.size * self.region.rows
         return self.heap.data(self.rank, at, rows * width).view(rows, width)
 

@@ -63,7 +63,14 @@ class Scratch:
         wanted = prod(shape) * dtype.itemsize
         if device.type != "cpu" or wanted < SMALL_BYTES:
             return Borrowed(torch.empty(tuple(shape), dtype=dtype, device=device), None)
-        memory = self._smallest(wanted)
+        enough = next((place for place, memory in enumerate(self.free) if len(memory) >= wanted), None)
+        if enough is not None:
+            memory = self.free.pop(enough)
+        else:
+            del self.free[-1:]  # the new one takes its place
+            with torch.inference_mode(False):  # else it could not be written outside of that mode
+                num_bytes = -(-wanted // SMALL_BYTES) * SMALL_BYTES
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return Borrowed(memory[:wanted].view(dtype).view(tuple(shape)), memory)
 
     def give(self, *borrowed: Borrowed) -> None:
@@ -72,15 +79,6 @@ class Scratch:
         self.free.sort(key=len)
         while sum(map(len, self.free)) > KEPT_BYTES:
             self.free.pop(0)
-
-    def _smallest(self, wanted: int) -> Tensor:
-        for place, memory in enumerate(self.free):
-            if len(memory) >= wanted:
-                return self.free.pop(place)
-        if self.free:
-            self.free.pop()  # the new one takes its place
-        with torch.inference_mode(False):  # else it could not be written outside of that mode
-            return torch.empty(-(-wanted // SMALL_BYTES) * SMALL_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def kept_bytes(problem: Problem) -> int:
@@ -161,7 +159,12 @@ class RowExchange:
         self._count(here, y_RH.numel() * y_RH.element_size())
         yield from self.comm.all_to_others(coming.rows, going, self._counted(received, here), sent, phase)
         self.scratch.give(*lent)
-        return ReturnedSums(self._parts(y_RH, coming.rows, row_X, sent, received), coming)
+        here_at, me = offsets(received), self.comm.rank
+        came = iter(torch.split(coming.rows, [count for rank, count in enumerate(sent) if rank != me]))
+        own_XH = y_RH[here_at[me] : here_at[me + 1]]
+        rows = [own_XH if rank == me else next(came) for rank in range(len(sent))]
+        parts = zip(rows, torch.split(row_X, list(sent)), strict=True)
+        return ReturnedSums([Part(*each) for each in parts if len(each[0])], coming)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Borrowed:
         """Rows to write to, see `Scratch`."""
@@ -201,15 +204,6 @@ class RowExchange:
         going = self.take((self._others(counts), y_RH.shape[1]), y_RH.dtype)
         torch.cat((before, after), out=going.rows)
         return going.rows, [going]
-
-    def _parts(
-        self, y_RH: Tensor, coming_XH: Tensor, row_X: Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> list[Part]:
-        here, me = offsets(received), self.comm.rank
-        came = iter(torch.split(coming_XH, [count for rank, count in enumerate(sent) if rank != me]))
-        own_XH = y_RH[here[me] : here[me + 1]]
-        rows = [own_XH if rank == me else next(came) for rank in range(len(sent))]
-        return [Part(*each) for each in zip(rows, torch.split(row_X, list(sent)), strict=True) if len(each[0])]
 
     def _counted(self, counts: Sequence[int], here: str) -> list[int]:
         """What `all_to_others` counts: without this rank's own rows where those belong to another phase."""

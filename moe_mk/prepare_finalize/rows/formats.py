@@ -87,22 +87,19 @@ class KernelRowFormat:
     def arguments(self, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Values, tuple[Tensor, Tensor], bool]:
         """Rows, ids (int32) and weights (f32) as `ExchangeCalls.dispatch` reads them, and whether it rounds rows."""
         rounding = self.form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
-        as_is = rounding or (x_TH.dtype is self._plain and x_TH.stride(1) == 1)
-        x = (x_TH, None) if as_is else self._encoded(x_TH, encode)
+        x: Values
+        if rounding or x_TH.dtype is self._plain:
+            x = (x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()), None
+        else:
+            encoded = encode(x_TH)
+            values_TX = encoded.values if encoded.values.stride(1) == 1 else encoded.values.contiguous()
+            x = values_TX, encoded.scales.contiguous() if encoded.scales is not None and self.size.scales else None
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         if ids_TK.dtype is not torch.int32 or not ids_TK.is_contiguous():
             ids_TK = ids_TK.to(torch.int32).contiguous()
         if weights_TK.dtype is not torch.float32 or not weights_TK.is_contiguous():
             weights_TK = weights_TK.to(torch.float32).contiguous()
         return x, (ids_TK, weights_TK), rounding
-
-    def _encoded(self, x_TH: Tensor, encode: Encode) -> Values:
-        """Values, close within a row, and scales that travel."""
-        if x_TH.dtype is self._plain:
-            return (x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()), None
-        x = encode(x_TH)
-        values_TX = x.values if x.values.stride(1) == 1 else x.values.contiguous()
-        return values_TX, None if x.scales is None or not self.size.scales else x.scales.contiguous()
 
 
 def rounding_of(context: TransportContext) -> Rounding:
