@@ -186,24 +186,6 @@ def test_all_to_all_is_a_transpose_and_its_own_inverse(world: RankWorld) -> None
         assert back == [f"{'ABCD'[rank]}{place}" for place in range(RANKS)]
 
 
-def two_at_once(rank: int) -> tuple[list[list[int]], list[list[int]]]:
-    comm = world_comm()
-    receive = [SEND[peer][rank] for peer in range(RANKS)]
-    rows = rows_of(rank, sum(SEND[rank]), torch.int64)
-    flights = [
-        comm.all_to_all(rows, SEND[rank], receive, "one"),
-        comm.all_gather(rows_of(rank, COUNTS[rank], torch.int64), COUNTS, "two"),
-    ]
-    one, two = interleave(flights)
-    return one.tolist(), two.tolist()
-
-
-def test_two_flights_in_the_air_do_not_mix(world: RankWorld) -> None:
-    for rank, (one, two) in enumerate(world.call(two_at_once)):
-        assert one == expected_all_to_all(rank, torch.int64)
-        assert two == [row for peer in range(RANKS) for row in rows_of(peer, COUNTS[peer], torch.int64).tolist()]
-
-
 def groups_of_a_mesh(rank: int) -> tuple[list[tuple[int, int]], list[float]]:
     groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp")))
     ep, tp, dp = (communicator(group) for group in (groups.ep, groups.tp, groups.dp))

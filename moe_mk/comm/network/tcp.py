@@ -238,8 +238,6 @@ class Acceptor:
     wanted: Callable[[], int]
     trouble: str = ""
     """Why the last attempt to take a call failed; empty after one that did not."""
-    most_held: int = 0
-    """Callers that were ever held at once."""
     _callers: list[_Caller] = field(default_factory=list)
     _events: select.epoll = field(default_factory=select.epoll)
     _is_listening: bool = False
@@ -285,7 +283,6 @@ class Acceptor:
                 break
             while len(self._callers) > most:
                 self._hang_up(self._callers[0])
-            self.most_held = max(self.most_held, len(self._callers))
         self.tend()
 
     def close(self) -> None:

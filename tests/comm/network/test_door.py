@@ -2,17 +2,12 @@
 
 import contextlib
 import errno
-import json
 import select
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from moe_mk.comm.network.frames import LinkEnded
 from moe_mk.comm.network.proxy import ProxySettings
 from moe_mk.comm.network.tcp import (
     HELD_PER_PEER,
@@ -21,13 +16,10 @@ from moe_mk.comm.network.tcp import (
     PATIENCE_S,
     TOKEN_BYTES,
     Acceptor,
-    Address,
     Hello,
     TcpPipe,
-    call,
     listen,
 )
-from moe_mk.trace.clock import now
 from tests.support.network_ends import store
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for
 
@@ -80,9 +72,9 @@ def test_of_callers_without_a_token_two_are_held_for_each_missing_peer_and_the_o
     with a_door([2]) as (door, _, let_in):
         strangers = [caller(door) for _ in range(10)]
         assert [is_ended(each) for each in strangers] == [True] * 6 + [False] * 4
-        assert door.most_held == 4 == 2 * HELD_PER_PEER
+        assert len(door._callers) == 4 == 2 * HELD_PER_PEER
         member = caller(door, Hello(door.address.token, 1, 0, 1, 0).pack())
-        assert let_in == [Hello(door.address.token, 1, 0, 1, 0)] and door.most_held == 4
+        assert let_in == [Hello(door.address.token, 1, 0, 1, 0)] and len(door._callers) == 4
         assert [is_ended(each) for each in strangers] == [True] * 6 + [False] * 4, "it needs no place among them"
         for each in (*strangers, member):
             each.close()
@@ -174,110 +166,3 @@ def test_nobody_listens_once_all_ranks_are_connected_and_a_rank_whose_link_was_c
         assert made[0].commit(1, store(2, 0, 7))
         wait_for(lambda: flag_of(made[2], 0) == 7)
         wait_for(lambda: made[0]._door.listener is None)
-
-
-RANK_0 = """
-import json, os, resource, sys, time
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from moe_mk.comm.network.proxy import Proxy, ProxySettings
-from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
-from moe_mk.trace.clock import now
-from tests.support.network_ends import links_of, own_window
-
-listening = listen(LOOPBACK)
-window = own_window(1 << 16)
-proxy = Proxy(0, [1, 2], window, listening, now, ProxySettings(channels=1), links_of(window))
-proxy.start({rank: Address("127.0.0.1", 9, b"o" * 32) for rank in (1, 2)})
-print(json.dumps([listening[1].host, listening[1].port, listening[1].token.hex()]), flush=True)
-
-def spent():
-    began, cpu = time.perf_counter(), time.process_time()
-    time.sleep(0.5)
-    return (time.process_time() - cpu) / (time.perf_counter() - began)
-
-sys.stdin.readline()  # strangers are there
-flooded = spent()
-with open("/dev/null"):  # descriptors are left for others
-    pass
-held = []
-try:
-    while True:
-        held.append(os.open("/dev/null", os.O_RDONLY))
-except OSError:
-    pass
-print("full", flush=True)
-sys.stdin.readline()  # a member has called
-until = now() + 20.0
-while not proxy.trouble and now() < until:
-    time.sleep(0.01)
-trouble, full = proxy.trouble, spent()
-for each in held:
-    os.close(each)
-print("free", flush=True)
-until = now() + 40.0
-while proxy.missing and now() < until:
-    time.sleep(0.01)
-print(json.dumps({"held": proxy._door.most_held, "cpu": [flooded, full], "trouble": trouble,
-                  "missing": proxy.missing, "fault": str(proxy.fault), "lost": dict(proxy.lost)}), flush=True)
-sys.stdin.readline()
-proxy.close(0.0)
-"""
-
-
-def test_three_hundred_strangers_keep_neither_descriptors_nor_a_core_nor_members_out() -> None:
-    """Rank 0 is a process with 64 descriptors; here are strangers, and ranks 1 and 2."""
-    rank_0 = subprocess.Popen([sys.executable, "-c", RANK_0], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert rank_0.stdin is not None and rank_0.stdout is not None
-
-    def say() -> None:
-        rank_0.stdin.write("\n")  # type: ignore[union-attr]
-        rank_0.stdin.flush()  # type: ignore[union-attr]
-
-    def hear() -> str:
-        return rank_0.stdout.readline().strip()  # type: ignore[union-attr]
-
-    strangers: list[socket.socket] = []
-    is_over = threading.Event()
-    pipes: list[TcpPipe] = []
-    try:
-        host, port, token = json.loads(hear())
-        address = Address(host, port, bytes.fromhex(token))
-        for number in range(300):
-            strangers.append(socket.create_connection((host, port), timeout=20.0))
-            if number % 2:
-                with contextlib.suppress(OSError):
-                    strangers[-1].sendall(b"m")
-        say()
-        assert hear() == "full"
-
-        def join(rank: int) -> None:
-            for attempt in range(1, 1000):
-                with contextlib.suppress(LinkEnded):
-                    hello = Hello(address.token, rank, 0, attempt, 0)
-                    pipes.append(call(address, hello, b"o" * TOKEN_BYTES, 2.0, now)[0])
-                    return
-
-        def flood() -> None:
-            while not is_over.wait(0.001):
-                with contextlib.suppress(OSError):
-                    strangers.append(socket.create_connection((host, port), timeout=20.0))
-
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in (1, 2)] + [threading.Thread(target=flood)]
-        for thread in threads:
-            thread.start()
-        say()
-        assert hear() == "free"
-        found = json.loads(hear())
-        is_over.set()
-        for thread in threads:
-            thread.join()
-        assert found["missing"] == [] and found["lost"] == {} and found["fault"] == "None" and len(pipes) == 2
-        assert found["held"] <= 2 * HELD_PER_PEER and found["trouble"] == "Too many open files"
-        assert max(found["cpu"]) < 0.5, "of a core, with nothing to do"
-    finally:
-        is_over.set()
-        with contextlib.suppress(OSError):
-            say()
-        for each in (*strangers, *pipes):
-            each.close()
-        rank_0.communicate(timeout=30.0)

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -70,7 +69,14 @@ def test_an_impostor_that_answers_is_not_believed(answer: bytes | None, text: st
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_reply_nobody_asked_for_ends_the_link_and_names_the_member(asked: bool) -> None:
     """A member speaks to rank 0 over a socket of its own."""
-    with alone() as zero, as_member(zero) as member:
+    window = own_window(1 << 16)
+    zero = Proxy(0, [1], window, listen(LOOPBACK), now, ProxySettings(channels=1), links_of(window))
+    zero.start({1: Address("127.0.0.1", 9, b"o" * TOKEN_BYTES)})
+    with contextlib.ExitStack() as stack:
+        stack.callback(zero.close, 0.0)
+        member = stack.enter_context(socket.create_connection((zero.address.host, zero.address.port), timeout=20.0))
+        member.sendall(Hello(zero.address.token, 1, 0, 1, 0).pack())
+        assert member.recv(WELCOME_BYTES, socket.MSG_WAITALL) == welcome(b"o" * TOKEN_BYTES, 0)
         if asked:
             assert zero.commit(0, TransferCommand(Op.GET, 1, 8, 100, 0))
             get = Frame.unpack(member.recv(HEADER_BYTES, socket.MSG_WAITALL))
@@ -82,51 +88,19 @@ def test_a_reply_nobody_asked_for_ends_the_link_and_names_the_member(asked: bool
             "link 0 between ranks 0 and 1 (127.0.0.1:9) was lost: rank 1 sent a frame that is refused: a reply of 8"
         )
         assert bytes(zero.window.registered[100:108]) == (b"answered" if asked else b"\0" * 8)
-        assert ended(member) and zero.fault is None
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[Proxy]:
-    """A proxy of rank 0 with one channel, which waits for rank 1."""
-    window = own_window(1 << 16)
-    zero = Proxy(0, [1], window, listen(LOOPBACK), now, ProxySettings(channels=1), links_of(window))
-    zero.start({1: Address("127.0.0.1", 9, b"o" * TOKEN_BYTES)})
-    try:
-        yield zero
-    finally:
-        zero.close(0.0)
-
-
-@contextlib.contextmanager
-def as_member(zero: Proxy) -> Iterator[socket.socket]:
-    """A socket that has joined as rank 1."""
-    with socket.create_connection((zero.address.host, zero.address.port), timeout=20.0) as member:
-        member.sendall(Hello(zero.address.token, 1, 0, 1, 0).pack())
-        assert member.recv(WELCOME_BYTES, socket.MSG_WAITALL) == welcome(b"o" * TOKEN_BYTES, 0)
-        yield member
-
-
-def ended(connected: socket.socket) -> bool:
-    """Whether the other side closes; reads what comes before."""
-    try:
-        while connected.recv(1 << 16):
-            continue
-    except ConnectionResetError:
-        return True
-    return True
+        with contextlib.suppress(ConnectionResetError):  # until the other side closes
+            while member.recv(1 << 16):
+                continue
+        assert zero.fault is None
 
 
 def test_a_rank_listens_on_one_address_of_the_network_it_is_given() -> None:
     listener, address = listen(LOOPBACK)
     with listener:
         assert listener.getsockname()[0] == address.host == "127.0.0.1" and address.port > 0
-        assert len(address.token) == TOKEN_BYTES and address.token != listen_once().token
-
-
-def listen_once() -> Address:
-    listener, address = listen(LOOPBACK)
-    listener.close()
-    return address
+        other, elsewhere = listen(LOOPBACK)
+        other.close()
+        assert len(address.token) == TOKEN_BYTES and address.token != elsewhere.token
 
 
 def test_the_address_is_that_of_this_host_in_the_network() -> None:

@@ -4,13 +4,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moe_mk.comm import LockstepWorld, Nodes, SingleRank
-from moe_mk.comm.symmetric.heap import WindowShape
+from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.trace.clock import now
-from tests.comm.symmetric.heaps import heaps, row
+
+
+def heaps(ranks: int, num_flags: int = 2, data_bytes: int = 64) -> list[SymmetricHeap]:
+    return [open_heap(comm, num_flags, data_bytes, now) for comm in LockstepWorld(ranks).communicators()]
+
+
+def row(*numbers: int) -> Tensor:
+    return torch.tensor([numbers], dtype=torch.uint8)
 
 
 def test_a_put_lands_at_the_same_offset_of_the_peer_and_nowhere_else() -> None:

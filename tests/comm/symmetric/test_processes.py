@@ -15,7 +15,7 @@ from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
-from tests.comm.symmetric.heaps import row
+from tests.comm.symmetric.test_heap import row
 from tests.support.one_sided_ranks import world_comm
 from tests.support.worlds import world_of
 

@@ -15,7 +15,6 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, hierarch
 from moe_mk.prepare_finalize.hierarchical import Held, Leg, handed_on, wanted
 from moe_mk.prepare_finalize.packing import side_by_side
 from moe_mk.prepare_finalize.rows import exchange as row_exchange
-from moe_mk.prepare_finalize.rows import exchange as scratch
 from moe_mk.prepare_finalize.rows import sums as row_sums
 from moe_mk.prepare_finalize.rows.sums import Part
 from moe_mk.quant import BF16, FP8_1x128
@@ -25,8 +24,7 @@ from tests.support.tiers import thorough
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 128, 12, 3, 8
 LIMITS: tuple[tuple[ModuleType, str], ...] = (
-    (hierarchical, "SMALL_BYTES"), (packing, "SMALL_BYTES"), (row_exchange, "SMALL_BYTES"),
-    (scratch, "SMALL_BYTES"), (row_sums, "FEW_BYTES"),
+    (hierarchical, "SMALL_BYTES"), (packing, "SMALL_BYTES"), (row_exchange, "SMALL_BYTES"), (row_sums, "FEW_BYTES"),
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing, RowTokens
-from tests.prepare_finalize.one_sided.compared import WIRES
+from tests.prepare_finalize.one_sided.test_processes import WIRES
 from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, drawn, scaled
 
 ROOM, SLOTS, TOKENS = 6, EXPERTS // 2, 4

@@ -12,8 +12,7 @@ from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.flight import Flight, interleave
 from moe_mk.prepare_finalize.packing import Rows, side_by_side
 from moe_mk.prepare_finalize.rows import exchange as row_exchange
-from moe_mk.prepare_finalize.rows import exchange as scratch
-from moe_mk.prepare_finalize.rows.exchange import RowExchange, Write
+from moe_mk.prepare_finalize.rows.exchange import RowExchange, Scratch, Write
 
 CPU, VALUES, TAIL = torch.device("cpu"), 3, 2
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
@@ -23,8 +22,7 @@ SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]
 @pytest.fixture(params=["few bytes", "many bytes"], autouse=True)
 def _either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many bytes":
-        for module in (row_exchange, scratch):
-            monkeypatch.setattr(module, "SMALL_BYTES", 1)
+        monkeypatch.setattr(row_exchange, "SMALL_BYTES", 1)
 
 
 def packed(rank: int, count: int) -> Tensor:
@@ -117,7 +115,7 @@ def test_memory_comes_back_after_a_call(request: pytest.FixtureRequest) -> None:
     for _ in range(3):
         interleave([out(comm, SEND) for comm in comms])
         interleave([combined(comm, SEND) for comm in comms])
-    free = [len(scratch.Scratch.of(comm).free) for comm in comms]
+    free = [len(Scratch.of(comm).free) for comm in comms]
     if "many" in request.node.name:
         assert all(1 <= count <= 2 for count in free), "rows out and rows in, used again for sums"
     else:
