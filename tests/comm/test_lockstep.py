@@ -1,4 +1,4 @@
-"""Ranks of one process: order of arrival, sums, and calls that do not match."""
+"""Ranks of one process: order of arrival, sums, calls that do not match, and agreement on notes."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_mk.comm import Communicator, LockstepWorld
-from moe_mk.comm.agreement import agree
+from moe_mk.comm import Communicator, LockstepWorld, SingleRank
+from moe_mk.comm.agreement import agree, digest
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight, interleave, wait
 
@@ -52,46 +52,6 @@ def test_sums_run_in_rank_order_in_f32() -> None:
     assert [float(x) for x in reduced] == [1.0] * 4
     summed = interleave([c.all_reduce(x[0], "a") for c, x in zip(comms, parts, strict=True)])
     assert [float(x) for x in summed] == [1.0] * 4 and float(parts[0][0]) == 1e8
-
-
-@pytest.mark.row(35)
-@pytest.mark.parametrize("size", [2, 4])
-def test_an_all_reduce_sends_the_bytes_of_a_reduce_scatter_and_an_all_gather(size: int) -> None:
-    # Exactly 2 (N - 1) / N of the tensor; the usual formula of 2 S D is its limit for many ranks.
-    tokens, hidden = 8, 16
-    comms = LockstepWorld(size).communicators()
-    parts = torch.randn(size, tokens, hidden, generator=torch.Generator().manual_seed(0))
-    share = [tokens // size] * size
-
-    def in_two_steps(comm: Communicator) -> Flight[Tensor]:
-        mine = yield from comm.reduce_scatter(parts[comm.rank], share, "two steps")
-        return (yield from comm.all_gather(mine, share, "two steps"))
-
-    twice = interleave([in_two_steps(comm) for comm in comms])
-    once = interleave([comm.all_reduce(parts[comm.rank], "one step") for comm in comms])
-    assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
-    for comm in comms:
-        assert comm.traffic.bytes_by_phase["two steps"] == 2 * (size - 1) * tokens * hidden * 4 // size
-        assert comm.traffic.bytes_by_phase["one step"] == comm.traffic.bytes_by_phase["two steps"]
-
-
-@pytest.mark.row(37)
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_an_expert_parallel_exchange_sends_k_rows_a_token_less_those_that_stay(size: int) -> None:
-    # Each token sends its K = 8 assignments evenly to M ranks: K (M - 1) / M of them leave, and as many come back.
-    top_k, tokens, hidden = 8, 16, 32
-    send = [tokens * top_k // size] * size
-
-    def exchange(comm: Communicator) -> Flight[None]:
-        assignments = torch.zeros(tokens * top_k, hidden, dtype=torch.bfloat16)
-        arrived = yield from comm.all_to_all(assignments, send, send, "dispatch")
-        yield from comm.all_to_all(arrived, send, send, "combine")
-
-    comms = LockstepWorld(size).communicators()
-    interleave([exchange(comm) for comm in comms])
-    for comm in comms:
-        sent = comm.traffic.bytes_by_phase
-        assert sent["dispatch"] == sent["combine"] == tokens * (top_k - top_k // size) * hidden * 2
 
 
 def hops(comm: Communicator, phases: list[str], counts: list[int]) -> Flight[None]:
@@ -141,3 +101,21 @@ def test_ranks_that_decided_differently_all_raise(other: dict[str, str]) -> None
         assert text.startswith(f"rank {rank}, phase 'agreement', layer 'layers.0': ranks decided differently")
         assert text.endswith(f"  wire:\n    rank 0: fp8_1x128\n    rank 1: {wire}\n    rank 2: fp8_1x128")
         assert ("experts:" in text) == ("experts" not in other)
+
+
+def test_digest_sees_names_and_values_but_not_their_order() -> None:
+    notes = {"a": "1", "b": "2"}
+    assert digest(notes) == digest(dict(reversed(notes.items()))) and len(digest(notes)) == 32
+    others = [{"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}, {"a": "1", "c": "2"}, {}]
+    assert len({digest(other) for other in [notes, *others]}) == 6
+
+
+def test_equal_notes_cost_one_exchange_of_32_bytes() -> None:
+    comms = LockstepWorld(3).communicators()
+    interleave([agree(comm, {"text": "one\nline, two = signs"}) for comm in comms])
+    for comm in comms:
+        assert comm.traffic.bytes_by_phase == {"agreement": 2 * 32} and comm.traffic.calls_by_phase == {"agreement": 1}
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    wait(agree(SingleRank(), {}))

@@ -15,6 +15,9 @@ from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.process import Process
+from tests.support.worlds import world_of
+
+world = world_of(2)
 
 
 def test_a_header_comes_back_as_it_was_packed() -> None:
@@ -52,10 +55,9 @@ def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
 
 
 @pytest.mark.thorough
-def test_a_process_of_another_host_is_not_looked_for_on_this_one() -> None:
-    with RankWorld(2) as world:
-        assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]
-        assert "peer 1" in world.call(waits_for_a_slow_peer, False)[0], "on this host it counts as ended"
+def test_a_process_of_another_host_is_not_looked_for_on_this_one(world: RankWorld) -> None:
+    assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]
+    assert "peer 1" in world.call(waits_for_a_slow_peer, False)[0], "on this host it counts as ended"
 
 
 def pattern(rank: int, count: int) -> Tensor:
@@ -77,9 +79,8 @@ def sizes_around_the_limit(rank: int) -> list[bool]:
     return found
 
 
-def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones() -> None:
-    with RankWorld(2) as world:
-        assert all(map(all, world.call(sizes_around_the_limit)))
+def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones(world: RankWorld) -> None:
+    assert all(map(all, world.call(sizes_around_the_limit)))
 
 
 def many_recoveries(rank: int) -> list[str]:
@@ -101,9 +102,8 @@ def many_recoveries(rank: int) -> list[str]:
     return wrong
 
 
-def test_what_failed_calls_left_under_way_is_never_received() -> None:
-    with RankWorld(2) as world:
-        assert world.call(many_recoveries) == [[], []]
+def test_what_failed_calls_left_under_way_is_never_received(world: RankWorld) -> None:
+    assert world.call(many_recoveries) == [[], []]
 
 
 def late_for_its_peer(rank: int) -> list[str]:
@@ -121,9 +121,8 @@ def late_for_its_peer(rank: int) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_a_late_rank_learns_that_it_was_waited_for() -> None:
-    with RankWorld(2) as world:
-        (failed, closed), (late, *_) = world.call(late_for_its_peer)
+def test_a_late_rank_learns_that_it_was_waited_for(world: RankWorld) -> None:
+    (failed, closed), (late, *_) = world.call(late_for_its_peer)
     assert "peer 1: sent nothing within 1 s" in failed and "connections of the group are closed" in closed
     assert "peer 1: ranks [0] waited for this rank longer than kernel.timeout_s and closed the connections" in late
 
@@ -143,8 +142,7 @@ def receives_that_stand(rank: int) -> list[list[int]]:
     return standing
 
 
-def test_receives_of_headers_stand_at_every_peer_at_all_times() -> None:
-    with RankWorld(2) as world:
-        for standing in world.call(receives_that_stand):
-            assert {sum(each) for each in standing} == {MOST_RECEIVES}
-            assert {ready for ready, _ in standing} == set(range(MOST_RECEIVES // 2, MOST_RECEIVES))
+def test_receives_of_headers_stand_at_every_peer_at_all_times(world: RankWorld) -> None:
+    for standing in world.call(receives_that_stand):
+        assert {sum(each) for each in standing} == {MOST_RECEIVES}
+        assert {ready for ready, _ in standing} == set(range(MOST_RECEIVES // 2, MOST_RECEIVES))

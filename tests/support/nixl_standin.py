@@ -25,7 +25,7 @@ class nixl_thread_sync_t(enum.Enum):
 
 
 def nixl_agent_config(
-    *, enable_prog_thread: bool, backends: list[str], sync_mode: nixl_thread_sync_t, capture_telemetry: bool
+    *, enable_prog_thread: bool, backends: list[str], sync_mode: nixl_thread_sync_t, capture_telemetry: bool = False
 ) -> SimpleNamespace:
     assert not enable_prog_thread and not backends and isinstance(sync_mode, nixl_thread_sync_t)
     return SimpleNamespace(capture_telemetry=capture_telemetry)

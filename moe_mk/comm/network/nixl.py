@@ -133,8 +133,6 @@ class NixlLinks(Links):
     summary = "headers over TCP connections of the proxies, payload by NIXL writes over UCX"
     library = "nixl"
     writes_memory = True
-    capture_telemetry = False
-    """Whether NIXL measures each write; for tests."""
 
     def __init__(self, context: LinksContext) -> None:
         """Make the agent and register the memory. Raises LinkError with NIXL's reason."""
@@ -160,7 +158,6 @@ class NixlLinks(Links):
                     enable_prog_thread=False,  # it would poll without a pause
                     backends=[],
                     sync_mode=context.library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-                    capture_telemetry=self.capture_telemetry,
                 )
                 self._agent: Any = context.library.nixl_agent(self.name, settings)
                 self._agent.create_backend(PLUGIN, {"engine_config": options})

@@ -1,11 +1,12 @@
-"""The state of a channel: what it sends again over a new link, and what it forgets."""
+"""The state of a channel: what it sends again over a new link, what it forgets; counters, a word for each source."""
 
+import pytest
 import torch
 
 from moe_mk.comm.network.channel import Channel, Stream
 from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
 from moe_mk.comm.network.frames import Frame, Kind
-from tests.support.network_ends import links, put, store
+from tests.support.network_ends import COUNTERS, FLAG_BYTES, FLAGS, RANKS, links, own_window, put, store
 
 
 def a_channel(*commands: TransferCommand) -> Channel:
@@ -54,3 +55,23 @@ def test_commands_behind_others_that_wait_are_no_news() -> None:
     assert not channel.has_news, "the first has to go before the second is read"
     channel.backlog.clear()
     assert channel.has_news
+
+
+@pytest.mark.row(156)
+def test_every_source_has_a_word_of_its_own_and_the_counter_is_their_sum() -> None:
+    window = own_window(64)
+    for source in range(RANKS):
+        window.add(source, 1, 10**source)
+        window.add(source, 1, 10**source)
+    words = [window.words.load((FLAGS + n) * FLAG_BYTES) for n in range(COUNTERS * RANKS)]
+    assert words == [0, 0, 0, 0, 2, 20, 200, 2000]
+    assert window.counter(1) == 2222 and window.counter(0) == 0
+
+
+def test_sums_go_around_at_64_bits() -> None:
+    window = own_window(64)
+    window.add(0, 0, (1 << 64) - 1)
+    window.add(1, 0, 3)
+    assert window.counter(0) == 2
+    window.add(0, 0, 5)
+    assert window.counter(0) == 7

@@ -67,7 +67,6 @@ def test_the_kernel_counts_payload_on_the_connections_of_tcp_and_headers_alone_w
     monkeypatch: pytest.MonkeyPatch, link: str
 ) -> None:
     payload, rounds = 1 << 20, 20
-    monkeypatch.setattr(NixlLinks, "capture_telemetry", True)
     written: list[int] = []
     is_done = NixlLinks.is_done
 
@@ -89,37 +88,6 @@ def test_the_kernel_counts_payload_on_the_connections_of_tcp_and_headers_alone_w
         assert on_connections >= rounds * payload and not written
     else:
         assert on_connections < rounds * 1000 and sum(written) == rounds * payload
-
-
-@NEEDS_NIXL
-@pytest.mark.row(188)
-def test_nixl_reports_the_bytes_of_every_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NIXL's own measurement of each transfer, taken before its handle is released."""
-    monkeypatch.setattr(NixlLinks, "capture_telemetry", True)
-    found: list[int] = []
-    with proxies(2, ProxySettings(channels=1), link="nixl") as (zero, one):
-        agent = zero.links._agent  # type: ignore[attr-defined]
-        start = agent.initialize_xfer
-
-        def kept(*arguments: object) -> object:
-            handle = start(*arguments)
-            release = handle.release
-
-            class Handle:
-                _handle = handle._handle
-
-                def release(self) -> None:
-                    found.append(agent.get_xfer_telemetry(handle).totalBytes)
-                    release()
-
-            return Handle()
-
-        monkeypatch.setattr(agent, "initialize_xfer", kept)
-        for number, size in enumerate((1, 77, 5000), start=1):
-            commit(zero, put(1, 0, 0, size), store(1, 0, number))
-            wait_for(lambda number=number: flag_of(one, 0) == number and zero.is_idle)
-        wait_for(lambda: len(found) == 3)
-    assert found == [1, 77, 5000]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from moe_mk.prepare_finalize.deepep.common import (
     format_reasons,
     from_library,
     padded_row,
+    payloads_of,
+    rows_of,
     to_library,
 )
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
@@ -72,6 +74,27 @@ def test_rows_that_kernels_do_not_know_are_refused_when_a_layer_is_built(name: s
 def test_rows_that_kernels_know() -> None:
     for wire in (BF16, FP32, FP8_1x128, FP8_1x128_UE8M0):
         expect_wire(wire, "deep_ep")
+
+
+# Bytes of a DeepSeek-V3 row of 7168 values.
+SCHEMES: list[tuple[QuantScheme, int]] = [
+    (BF16, 14336),
+    (FP8_1x128, 7392),
+    (FP8_1x128_UE8M0, 7224),
+    (MXFP8, 7392),
+    (NVFP4_TOKENS, 4032),
+]
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("scheme,row", SCHEMES, ids=[scheme.name for scheme, _ in SCHEMES])
+def test_payloads_are_dense_rows_of_as_many_bytes_as_the_format_has(scheme: QuantScheme, row: int) -> None:
+    x = scheme.quantize(torch.randn(3, 7168))
+    payloads = payloads_of(x)
+    assert sum(part.element_size() * part.shape[1] for part in payloads) == row
+    assert all(part.dim() == 2 and len(part) == 3 and part.is_contiguous() for part in payloads)
+    back = rows_of([part.clone() for part in payloads], x)
+    assert torch.equal(back.dequantize(torch.float32), x.dequantize(torch.float32))
 
 
 CPU = torch.device("cpu")
