@@ -53,7 +53,7 @@ LIMITS = {
 LONGEST = 500
 """Lines of a file, but for those of LONGER, each with the lines that it has at most until it is split."""
 LONGER = {
-    "moe_mk/comm/messages.py": 690,
+    "moe_mk/comm/messages.py": 670,
     "tests/testing/broken/experts.py": 530,
 }
 LONG = 250
