@@ -24,7 +24,7 @@ from moe_mk.comm.network.command import FIELD_BITS, MOST_BYTES, CommandRing, Op,
 from moe_mk.comm.network.frames import TURN, WINDOW, Frame, FrameError, Kind, Reorder
 from moe_mk.comm.network.link import Link
 
-_KIND = {Op.PUT: Kind.PAYLOAD, Op.STORE: Kind.STORE, Op.ADD: Kind.ADD}
+_KIND = {Op.PUT: Kind.PAYLOAD, Op.STORE: Kind.STORE, Op.ADD: Kind.ADD, Op.GET: Kind.GET}
 MOST_OPEN_PARTS = 256
 """A group is closed after so many parts, so that they are confirmed."""
 
@@ -69,7 +69,7 @@ def messages_of(taken: Iterable[Taken], most_bytes: int = MOST_BYTES) -> list[Me
             message = last
         elif command.op is Op.GET:  # the request carries no bytes; its length and target travel as the value
             value = command.source << 24 | command.size
-            made.append(message := Message(command.peer, Kind.GET, at=command.at, value=value))
+            made.append(message := Message(command.peer, _KIND[command.op], at=command.at, value=value))
         else:
             body = command.size, command.source, command.at, command.flag, command.value
             made.append(message := Message(command.peer, _KIND[command.op], *body))
