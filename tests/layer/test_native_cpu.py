@@ -1,22 +1,31 @@
-"""The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it states so."""
+"""The layer on native CPU kernels: routed, multiplied and added up in one native call, when it is taken, its traces."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
+from moe_mk.errors import ShapeError
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
+from moe_mk.flight import wait
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints import write_checkpoint
-from moe_mk.lab.testing.transports import virtual_groups
+from moe_mk.lab.testing.transports import run_together, virtual_groups
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.runner.overlap import run_dual
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
-from tests.layer.native import NEEDS_COMPILER, SHAPE, built, written
+from tests.layer.native import EXPERTS, HIDDEN, NEEDS_COMPILER, SHAPE, built, written
 
 pytestmark = NEEDS_COMPILER
 
@@ -24,6 +33,245 @@ pytestmark = NEEDS_COMPILER
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture
+def layer(checkpoint: Path) -> MoELayer:
+    return built(checkpoint)
+
+
+def tokens(count: int, seed: int = 3) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def whole(layer: MoELayer) -> bool:
+    return getattr(layer.prepare().call_for(tokens(2), layer.expert_load, None), "routes", False)
+
+
+@pytest.mark.row(6, 65)
+@pytest.mark.parametrize("count", [0, 1, 5, 64])
+def test_it_leaves_what_the_stages_leave(layer: MoELayer, count: int) -> None:
+    x_TH = tokens(count)
+    y_TH, load_E, report = layer(x_TH), layer.expert_load.clone(), layer.report()
+    layer.reset_expert_load()
+    layer.reset_report()
+    assert whole(layer) and torch.equal(wait(layer.steps(x_TH)), y_TH)
+    assert torch.equal(layer.expert_load, load_E) and int(load_E.sum()) == 4 * count
+    assert layer.report() == report and not report.departures and report.num_calls == 1
+
+
+@pytest.mark.parametrize("settings", [{"batch_invariant": True}, {"activations": "checkpoint"}])
+def test_settings_of_the_experts_are_heeded(checkpoint: Path, settings: dict[str, object]) -> None:
+    layer = built(checkpoint, **settings)
+    assert whole(layer) and torch.equal(layer(tokens(9)), wait(layer.steps(tokens(9))))
+
+
+def test_a_recorder_gets_every_stage(layer: MoELayer) -> None:
+    x_TH = tokens(6)
+    wanted_TH = layer(x_TH)
+    layer.spans.recorder = Recorder()
+    assert torch.equal(layer(x_TH), wanted_TH)
+    assert {span.stage for span in layer.spans.recorder.spans} >= {"route", "permute", "experts", "reduce"}
+
+
+def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer: MoELayer) -> None:
+    x_TH = tokens(7)
+    first_TH = layer(x_TH)
+    layer.router = replace(layer.router, routed_scaling_factor=1.0)
+    assert not torch.equal(layer(x_TH), first_TH) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    gate_EH = layer.state.backends.gate.weight_EH
+    assert gate_EH is not None
+    layer.state.backends.gate.load(gate_EH.flip(0).contiguous(), layer.state.backends.gate.bias_E)
+    assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    before_TH = layer(x_TH)
+    layer.live.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    # Sums go through experts in the order of their slots, so another placement rounds otherwise, and no more.
+    torch.testing.assert_close(layer(x_TH).float(), before_TH.float(), rtol=2**-6, atol=2**-6 * before_TH.abs().max())
+
+
+def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Path, layer: MoELayer) -> None:
+    assert not whole(built(checkpoint, experts="torch_cpu"))
+    assert not whole(built(checkpoint, fused_router=False))
+    assert not whole(built(checkpoint, tiles=2))
+    layer.router = replace(layer.router, simulate="balanced")
+    assert not whole(layer)
+    layers = [DeepseekV3MoE(layer.config, groups=g).load_from_safetensors(checkpoint, 3) for g in virtual_groups(2, 1)]
+    assert not any(whole(rank) for rank in layers)
+    wanted_TH = built(checkpoint)(tokens(6))
+    for y_TH in run_together(layers, [tokens(6), tokens(6)]):
+        torch.testing.assert_close(y_TH.float(), wanted_TH.float(), rtol=2**-6, atol=0.05)
+
+
+def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
+    rows: Any = layer.kernel.experts
+    rows, twice = rows.fuse_layer(layer.state.laid_out, 4), ExpertMap(((0, 1), (1, 2)), 3).tables(layer.device)
+    for gating in (None, layer.state.backends.gate.gating(layer.router)):
+        assert rows.alone(None, gating, twice, None) is None
+        assert rows.alone(None, gating, layer.state.tables, None).routes == (gating is not None)
+
+
+def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
+    for wrong in (tokens(65), tokens(2).float(), tokens(2)[:, :128], tokens(2)[0]):
+        with pytest.raises(ShapeError, match="hidden_states"):
+            layer(wrong)
+    assert not layer.expert_load.any() and not layer.report().stages
+    strided_TH = torch.cat((tokens(3), tokens(3)), 1)[:, HIDDEN:]
+    assert torch.equal(layer(strided_TH), layer(tokens(3)))
+    prepared, load_E = layer._prepared, layer.expert_load
+    assert prepared is not None and prepared.call_for(tokens(3), load_E, None) is not None
+    assert layer(tokens(2)) is not None and layer._prepared is prepared, "made once"
+    for x_TH, counted in ((strided_TH, load_E), (tokens(3), load_E.int()), (tokens(3), load_E[:-1])):
+        assert prepared.call_for(x_TH, counted, None) is None
+
+
+def test_two_micro_batches_and_two_threads_at_once(layer: MoELayer) -> None:
+    halves = tokens(4), tokens(9, seed=5)
+    alone = [layer(x_TH) for x_TH in halves]
+    for got, wanted in zip(run_dual([layer.steps(x_TH) for x_TH in halves]), alone, strict=True):
+        assert torch.equal(got, wanted)
+    layer.reset_expert_load()
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(layer(halves[i]), alone[i]):
+                wrong.append(i)
+
+    with ThreadPoolExecutor(2) as callers:
+        list(callers.map(work, range(2)))  # raises what they raise
+    assert wrong == [] and int(layer.expert_load.sum()) == 20 * 4 * 13
+
+
+def test_a_counter_that_no_pointer_may_write_to_is_counted_or_refused_by_the_stages(layer: MoELayer) -> None:
+    x_TH = tokens(8)
+    wanted_TH, load_E = layer(x_TH), layer.expert_load.clone()
+    layer.expert_load = torch.zeros(EXPERTS, 3, dtype=torch.int64, device="cpu")[:, 1]
+    assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, load_E)
+    for wrong in (torch.zeros(EXPERTS, dtype=torch.int32, device="cpu"), load_E[:2], load_E[:1].expand(EXPERTS)):
+        layer.expert_load = wrong
+        before = wrong.clone()
+        with pytest.raises((RuntimeError, IndexError), match=r"index_add_|out of range|memory location"):
+            layer(x_TH)
+        assert torch.equal(wrong, before)
+    layer.expert_load = torch.zeros_like(load_E)
+    assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, load_E)
+
+
+def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -> None:
+    x_TH, gate = tokens(8), layer.state.backends.gate
+    wanted_TH = layer(x_TH)
+    assert whole(layer) and gate.weight_EH is not None and gate.bias_E is not None
+    for each in (gate.weight_EH, gate.bias_E):
+        before = each.data_ptr()
+        each.share_memory_()
+        assert each.data_ptr() != before and torch.equal(layer(x_TH), wanted_TH)
+    gate.weight_EH.data = gate.weight_EH.flip(0).contiguous()
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    gate.bias_E.zero_()
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+
+
+@pytest.mark.parametrize("part", ["weight_EH", "bias_E"])
+def test_a_gate_that_is_not_dense_chooses_as_its_dense_copy(layer: MoELayer, part: str) -> None:
+    # The gaps between elements or rows are 9, which would choose other experts.
+    x_TH, gate = tokens(8), layer.state.backends.gate
+    before_TH, held = layer(x_TH), getattr(gate, part)
+    dense = held.roll(3, 0).clone()
+    between = torch.full_like(dense, 9.0)
+    forms = [dense.clone(), torch.stack((dense, between), -1)[..., 0]]
+    forms += [torch.cat((dense, between), -1)[:, : dense.shape[1]]] if dense.dim() == 2 else []
+    setattr(gate, part, dense)
+    wanted_TH = layer(x_TH)
+    assert not torch.equal(wanted_TH, before_TH)
+    for form in forms:
+        setattr(gate, part, form)
+        assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(wait(layer.steps(x_TH)), wanted_TH)
+    setattr(gate, part, held)
+    assert torch.equal(layer(x_TH), before_TH) and torch.equal(wait(layer.steps(x_TH)), before_TH)
+    for form in forms:
+        held.data = form
+        assert torch.equal(wait(layer.steps(x_TH)), wanted_TH) and torch.equal(layer(x_TH), wanted_TH)
+
+
+def test_who_traces_or_transforms_sees_an_operator(layer: MoELayer) -> None:
+    traced = make_fx(lambda x_TH: layer(x_TH))(tokens(5))
+    assert torch.equal(traced(tokens(5, seed=9)), layer(tokens(5, seed=9)))
+    with FlopCounterMode(display=False):
+        assert torch.equal(layer(tokens(5)), traced(tokens(5)))
+    # Tensors of a transform have no memory to point to.
+    with pytest.raises(RuntimeError, match="moe_mk::moe_layer"):
+        torch.func.functionalize(layer)(tokens(5))
+    with pytest.raises(RuntimeError, match="moe_mk::moe_layer"):
+        torch.func.vmap(layer)(torch.stack((tokens(5), tokens(5))))
+
+
+def test_a_layer_built_in_inference_mode_counts_outside_of_it(checkpoint: Path, layer: MoELayer) -> None:
+    with torch.inference_mode():
+        inside = built(checkpoint)
+        wanted_TH = inside(tokens(5))
+    inside.reset_expert_load()
+    assert torch.equal(wait(inside.steps(tokens(5))), wanted_TH) and torch.equal(inside(tokens(5)), layer(tokens(5)))
+    assert torch.equal(inside.expert_load, 2 * layer.expert_load)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_listener_gets_the_routing_once_and_changes_no_bit(layer: MoELayer, count: int) -> None:
+    x_TH, heard = tokens(count), list[Routing]()
+    wanted_TH, wanted_E = layer(x_TH), layer.expert_load.clone()
+    layer.reset_expert_load()
+    layer.reset_report()
+    layer.on_routing = heard.append
+    assert whole(layer) and torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, wanted_E)
+    assert len(heard) == 1 and torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
+    assert {entry.calls for entry in layer.spans.ledger.entries.values()} == {1}
+
+
+@pytest.mark.parametrize("placed", ["linear", "turned"])
+def test_routed_tokens_have_the_bits_and_the_load_of_the_stages(layer: MoELayer, placed: str) -> None:
+    if placed == "turned":
+        layer.live.set_placement(ExpertMap((tuple(reversed(range(EXPERTS))),), EXPERTS))
+    x_TH = tokens(9)
+    routing = layer.route(x_TH)
+    ids_TK = routing.ids_TK.clone()
+    ids_TK[2:5, 1] = -1
+    assert layer.prepare().alone is not None
+    found_TH, found_E = layer.forward_routed(x_TH, routing.weights_TK, ids_TK), layer.expert_load.clone()
+    layer.reset_expert_load()
+    layer.spans.recorder = Recorder()  # stage by stage
+    assert torch.equal(layer.forward_routed(x_TH, routing.weights_TK, ids_TK), found_TH)
+    assert torch.equal(layer.expert_load, found_E) and int(found_E.sum()) == 9 * 4 - 3
+    with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 16\), for example \[16\]"):
+        layer.forward_routed(x_TH, routing.weights_TK, ids_TK.masked_fill(torch.arange(36).view(9, 4) == 7, EXPERTS))
+    layer.spans.recorder = None
+    with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 16\), for example \[16\]"):
+        layer.forward_routed(x_TH, routing.weights_TK, ids_TK.masked_fill(torch.arange(36).view(9, 4) == 7, EXPERTS))
+    assert torch.equal(layer.expert_load, found_E), "nothing is counted"
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that look for ids out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.aminmax.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_ids_of_the_layers_own_router_are_not_read_again(layer: MoELayer) -> None:
+    x_TH = tokens(4)
+    routing = layer.route(x_TH)
+    with Reads() as reads:
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
+        assert reads.count == 0
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK.clone())
+        assert reads.count == 1
+    routing.ids_TK[0, 0] = EXPERTS
+    with Reads(), pytest.raises(ShapeError, match="outside"):  # written to since
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
 
 
 @pytest.fixture
@@ -90,15 +338,6 @@ def test_shared_experts_run_apart_where_tokens_travel(checkpoint: Path) -> None:
     config = MoEConfig.from_hf(checkpoint, experts="cpu_native", activations="plain", max_num_tokens=64)
     for groups in virtual_groups(2, 1):
         assert "same pass" not in repr(DeepseekV3MoE(config, groups=groups).load_from_safetensors(checkpoint, 3))
-
-
-def test_a_compiled_layer_and_an_eager_one_agree(checkpoint: Path, x_TH: Tensor) -> None:
-    # Compiled, the layer is one operator; in eager mode it is called past the operator.
-    layer = built(checkpoint)
-    eager = layer(x_TH)
-    loads = layer.expert_load.clone()
-    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x_TH), eager)
-    assert torch.equal(layer.expert_load, 2 * loads) and not eager.requires_grad
 
 
 def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:

@@ -19,7 +19,6 @@ from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.tokens import ExpertOutput, Tokens
-from moe_mk.trace.recorder import Ledger
 from moe_mk.weights.expert_weights import Weights
 
 HIDDEN = 128
@@ -135,16 +134,3 @@ def test_a_copy_of_a_layer_keeps_its_own_ledger(folder: Path) -> None:
     layer = layer_of(folder, experts="reference")
     layer(tokens())
     assert copy.deepcopy(layer).report().stages == ()
-
-
-def test_a_ledger_by_hand() -> None:
-    ledger = Ledger()
-    ledger.ran("experts", Lazy, 10)
-    ledger.ran("experts", Lazy, 5)
-    ledger.ran("combine", Lazy, 1)
-    assert [(key[0], entry.calls, entry.num_bytes) for key, entry in ledger.entries.items()] == [
-        ("experts", 2, 15),
-        ("combine", 1, 1),
-    ]
-    ledger.clear()
-    assert not ledger.entries

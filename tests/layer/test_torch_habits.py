@@ -1,16 +1,20 @@
-"""What users of `torch.nn` expect of any module: shapes of sequences, state dicts, conversions of dtype."""
+"""What torch expects of a layer: one operator in one graph; shapes of sequences, state dicts, conversions of dtype."""
 
 import copy
 import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_mk import ExpertMap, MoELayer, ShapeError, UnsupportedError, WeightError
+from moe_mk import ExpertMap, MoEConfig, MoELayer, ShapeError, UnsupportedError, WeightError
+from moe_mk.layer.custom_op import moe_layer
 from tests.layer.native import NEEDS_COMPILER
-from tests.support.layers import HIDDEN, config, layer, tensors
+from tests.support.layers import HIDDEN, INNER, config, layer, tensors
 
 
 @pytest.fixture
@@ -18,10 +22,8 @@ def moe() -> MoELayer:
     return layer(8, 2, experts="torch_cpu", num_shared_experts=1, max_num_tokens=16)
 
 
-class Block(nn.Module):
-    def __init__(self, moe: MoELayer) -> None:
-        super().__init__()
-        self.norm, self.moe = nn.LayerNorm(HIDDEN), moe
+def block(moe: MoELayer) -> Any:
+    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(HIDDEN), moe=moe))
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 1), (0, 4), (3, 0)])
@@ -40,7 +42,7 @@ def test_sequences_may_be_transposed(moe: MoELayer) -> None:
     torch.testing.assert_close(y_BSH, moe(x_SBH).transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(HIDDEN,), (1, 2, 3, HIDDEN), ()])
+@pytest.mark.parametrize("shape", [(HIDDEN,), ()])
 def test_other_shapes_are_refused_with_their_shape(moe: MoELayer, shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError) as refused:
         moe(torch.zeros(shape))
@@ -54,7 +56,6 @@ def test_limits_count_the_tokens_of_all_sequences(moe: MoELayer) -> None:
 
 def test_a_compiled_layer_takes_sequences(moe: MoELayer) -> None:
     x_BSH = torch.randn((2, 3, HIDDEN), generator=torch.Generator().manual_seed(0))
-    torch.compiler.reset()
     with torch.no_grad():
         assert torch.equal(torch.compile(moe, fullgraph=True, backend="eager")(x_BSH), moe(x_BSH))
 
@@ -69,7 +70,7 @@ def test_a_layer_says_that_its_weights_are_no_state_dict(moe: MoELayer) -> None:
 
 
 def test_the_state_dict_of_a_model_holds_the_rest_and_loads_strictly(moe: MoELayer) -> None:
-    model, x_TH = Block(moe), torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    model, x_TH = block(moe), torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
     wanted_TH, state = moe(x_TH), model.state_dict()
     assert sorted(state) == ["norm.bias", "norm.weight"]
     state["norm.weight"] = torch.full((HIDDEN,), 2.0)
@@ -79,7 +80,7 @@ def test_the_state_dict_of_a_model_holds_the_rest_and_loads_strictly(moe: MoELay
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_model_does_not_drop_weights_of_a_layer_in_silence(moe: MoELayer, strict: bool) -> None:
-    model = Block(moe)
+    model = block(moe)
     state = model.state_dict() | {"moe.gate.weight": torch.zeros(8, HIDDEN)}
     with pytest.raises(RuntimeError, match=r"layer 'moe' cannot load 1 tensors, for example 'moe.gate.weight'"):
         model.load_state_dict(state, strict=strict)
@@ -87,7 +88,7 @@ def test_a_model_does_not_drop_weights_of_a_layer_in_silence(moe: MoELayer, stri
 
 def test_a_conversion_to_another_dtype_is_refused_with_the_way_out(moe: MoELayer) -> None:
     message = r"(?s)layer 'moe' cannot be converted from torch\.float32 to torch\.float16.*build it with dtype="
-    for convert in (moe.half, lambda: moe.to(torch.float16), Block(moe).half):
+    for convert in (moe.half, lambda: moe.to(torch.float16), block(moe).half):
         with pytest.raises(UnsupportedError, match=message):
             convert()
     assert moe.to(torch.float32) is moe.float() is moe
@@ -97,7 +98,7 @@ def test_a_conversion_to_another_dtype_is_refused_with_the_way_out(moe: MoELayer
 @pytest.mark.parametrize("way", ["load_weights", "loader", "to_empty"])
 def test_a_layer_on_the_meta_device_is_built_when_it_is_loaded(moe: MoELayer, way: str) -> None:
     with torch.device("meta"):
-        model = Block(MoELayer(moe.config, dtype=torch.float32))
+        model = block(MoELayer(moe.config, dtype=torch.float32))
         lazy = model.moe
         assert lazy.device.type == "meta" and all(
             tensor.is_meta for tensor in model.state_dict(keep_vars=True).values()
@@ -165,3 +166,105 @@ def test_weights_that_the_backend_reads_are_not_released(moe: MoELayer) -> None:
         moe.release_weights()
     with pytest.raises(WeightError, match="no weights yet"):
         MoELayer(moe.config, dtype=torch.float32).release_weights()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def made() -> MoELayer:
+    return layer(8, 2, experts="torch_cpu", num_shared_experts=1)
+
+
+def test_one_graph_serves_every_number_of_tokens(made: MoELayer) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=backend)
+    for count in (2, 3, 17, 64):
+        x_TH = torch.randn(count, HIDDEN)
+        assert torch.equal(compiled(x_TH), made(x_TH))
+    assert len(graphs) == 1, "no recompilation over T"
+    calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [str(call) for call in calls] == ["moe_mk.moe_layer.default"]
+
+
+def test_a_compiled_layer_inside_a_model_counts_experts_and_equals_eager(made: MoELayer) -> None:
+    model = torch.nn.Sequential(torch.nn.RMSNorm(HIDDEN, elementwise_affine=False), made)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    x_TH = torch.randn(5, HIDDEN)
+    with torch.no_grad():
+        expected = model(x_TH)
+        made.reset_expert_load()
+        assert torch.equal(compiled(x_TH), expected)
+    assert int(made.expert_load.sum()) == 10
+
+
+def test_a_compiled_layer_refuses_what_an_eager_one_refuses(made: MoELayer) -> None:
+    compiled = torch.compile(made, dynamic=True, backend="eager")
+    with pytest.raises(ShapeError, match=r"hidden_states has H=17 \(axis 1\), expected H=16"):
+        compiled(torch.randn(5, 17))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_opcheck_is_clean(made: MoELayer, count: int) -> None:
+    x_TH = torch.randn(count, HIDDEN)
+    torch.library.opcheck(moe_layer, (x_TH, made.expert_load, made._entry))
+
+
+def test_the_fake_answers_shape_and_dtype_without_a_layer() -> None:
+    with torch._subclasses.FakeTensorMode():
+        x_TH = torch.empty(3, HIDDEN, dtype=torch.bfloat16)
+        y_TH = moe_layer(x_TH.t().contiguous().t(), torch.zeros(8, dtype=torch.int64), torch.tensor(0))
+    assert y_TH.shape == (3, HIDDEN) and y_TH.dtype is torch.bfloat16 and y_TH.is_contiguous()
+
+
+class Block(torch.nn.Module):
+    """A decoder layer, as far as the compiler is concerned."""
+
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.norm, self.moe = torch.nn.RMSNorm(HIDDEN, elementwise_affine=False), moe
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        out: Tensor = x_TH + self.moe(self.norm(x_TH))
+        return out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=NEEDS_COMPILER)])
+def test_61_blocks_compiled_one_by_one_share_one_graph(experts: str) -> None:
+    dtype, weights = torch.bfloat16, tensors(4, dtype=torch.bfloat16)
+    model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 4, "quant": {"weights": "bf16"}}
+    settings = MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "a test").with_(experts=experts)
+    layers = [MoELayer(settings, dtype=dtype, name=f"layer {n}").load_weights(weights) for n in range(61)]
+    for number, each in enumerate(layers):  # so that a graph that calls another layer is noticed
+        assert each.weights.gate_EH is not None
+        each.state.backends.gate.load(each.weights.gate_EH.roll(number, 0), None)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    x_TH = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+    blocks = [Block(each) for each in layers]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        found = [torch.compile(block, fullgraph=True, backend=backend)(x_TH) for block in blocks]
+        assert len(graphs) == 1
+        for block, y_TH in zip(blocks, found, strict=True):
+            assert torch.equal(y_TH, block(x_TH))
+    assert [int(each.expert_load.sum()) for each in layers] == [2 * 3 * 2] * 61
+
+
+def test_a_graph_whose_layer_is_gone_says_so(made: MoELayer) -> None:
+    entry, load_E = made._entry, made.expert_load
+    with pytest.raises(UnsupportedError, match="behind moe_mk::moe_layer of a compiled graph is gone"):
+        moe_layer(torch.randn(2, HIDDEN), load_E, entry + 10**6)

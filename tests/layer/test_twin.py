@@ -83,14 +83,6 @@ def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep:
     assert [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers] == once, "notes are compared once"
 
 
-@pytest.mark.row(29)
-def test_replicated_tokens_give_what_all_to_all_gives(twin: Twin) -> None:
-    exchanged = run_together(twin.layers(ep=4, prepare_finalize="all_to_all"), [twin.x_TH] * 4)
-    replicated = run_together(twin.layers(ep=4, tokens="replicated"), [twin.x_TH] * 4)
-    for one, other in zip(exchanged, replicated, strict=True):
-        torch.testing.assert_close(one, other, atol=LIMIT, rtol=0)
-
-
 def test_replicas_on_replicated_tokens_are_computed_exactly_once(twin: Twin) -> None:
     # Every expert twice, on ranks 0 and 1, or 2 and 3: ranks that chose replicas by themselves would both compute
     # a token's expert, or neither.
@@ -227,8 +219,3 @@ def test_a_mistake_in_the_settings_would_be_seen(twin: Twin, setting: dict[str, 
     layer = DeepseekV3MoE(twin.config(**setting), dtype=torch.float32)
     layer.load_weights(tensors, prefix="model.layers.0.mlp.")
     assert float((layer(twin.x_TH) - twin.y_TH).abs().max()) > 1000 * LIMIT
-
-
-def test_an_output_one_percent_too_large_would_be_seen(twin: Twin) -> None:
-    got = twin.layers()[0](twin.x_TH)
-    assert float((1.01 * got - twin.y_TH).abs().max()) > 1000 * LIMIT

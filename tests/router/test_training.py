@@ -261,21 +261,16 @@ def test_importance_over_four_ranks_equals_that_of_the_whole_batch() -> None:
         torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_bias_moves_by_gamma_towards_the_mean_load_by_hand() -> None:
-    # loads 8 0 4 4, mean 4: too much, too little, even, even
-    bias, load = torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([8, 0, 4, 4])
-    assert updated_bias(bias, load, 0.125).tolist() == [0.375, 0.625, 0.5, 0.5]
-    assert bias.tolist() == [0.5] * 4
-    with pytest.raises(ShapeError, match=r"load has E=3"):
-        updated_bias(bias, load[:3], 0.1)
-
-
 @pytest.mark.row(68, 122)
 def test_the_bias_steps_by_gamma_towards_the_mean_whatever_the_distance() -> None:
-    bias, load = torch.tensor([0.5, 0.0, -0.5, 1.0]), torch.tensor([2, 3, 4, 91])
-    assert torch.equal(updated_bias(bias, load, 0.25), torch.tensor([0.75, 0.25, -0.25, 0.75]))
-    assert torch.equal(updated_bias(bias, torch.tensor([7, 7, 7, 7]), 0.25), bias)
-    assert torch.equal(bias, torch.tensor([0.5, 0.0, -0.5, 1.0])), "the bias that was given is unchanged"
+    # loads 91 3 4 30 2, mean 26: too much, too little twice, too much, too little; of 8 0 4 4 two are even
+    bias, load = torch.tensor([1.0, 0.0, -0.5, 0.5, 0.5]), torch.tensor([91, 3, 4, 30, 2])
+    assert updated_bias(bias, load, 0.25).tolist() == [0.75, 0.25, -0.25, 0.25, 0.75]
+    assert updated_bias(bias[:4], torch.tensor([8, 0, 4, 4]), 0.125).tolist() == [0.875, 0.125, -0.5, 0.5]
+    assert bias.tolist() == [1.0, 0.0, -0.5, 0.5, 0.5]
+    with pytest.raises(ShapeError, match=r"load has E=3"):
+        updated_bias(bias, load[:3], 0.1)
+    assert torch.equal(updated_bias(bias, torch.tensor([7] * 5), 0.25), bias)
 
 
 @pytest.mark.row(68, 122)

@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +23,36 @@ from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.runner import MicroBatch, StageLink, TilePlan, TileRecord, TileWork, cut, on_workers, plan_for
 from moe_mk.runner.tiled_kernel import TiledKernel
-from tests.runner.named_workers import NamedWorkers
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
 from tests.support.worlds import world_of
 
 
-class Listed(NamedWorkers):
-    """Queues that say what they would do on a device: marks are numbers."""
+class Listed(Queues):
+    """Queues of an imitated device, which say what they would do: marks are numbers, threads have their stream's name.
+
+    `run_later` is true as on a GPU.
+    """
 
     def __init__(self, *, broken: bool = False) -> None:
-        super().__init__(broken=broken)
+        super().__init__(torch.device("cpu"))
+        self.broken, self._here = broken, threading.local()
         self.marks, self._lock = 0, threading.Lock()
         self.waits: dict[str, list[int]] = {}
+
+    @property
+    def run_later(self) -> bool:
+        return True
+
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        if self.broken:
+            raise RuntimeError("no more streams")
+        self._here.name = name
+        try:
+            yield
+        finally:
+            self._here.name = "caller"
 
     def mark(self) -> Any:
         with self._lock:
@@ -41,7 +60,7 @@ class Listed(NamedWorkers):
             return self.marks
 
     def after(self, mark: Any) -> None:
-        self.waits.setdefault(self.stream, []).append(mark)
+        self.waits.setdefault(getattr(self._here, "name", "caller"), []).append(mark)
 
 
 def work_of(tiles: int) -> tuple[TileWork, TilePlan, Any]:

@@ -256,19 +256,6 @@ def test_wrong_weights_and_wrong_calls_are_refused_with_numbers() -> None:
         here(x_TH.requires_grad_(), weights_TK, ids_TK)
 
 
-def test_held_experts_are_made_once_and_again_when_a_weight_changes() -> None:
-    held, tiny, tokens, builds = HeldExperts(), Tiny.drawn(), call(), []
-
-    def build() -> EngineExperts:
-        builds.append(1)
-        return made(tiny)
-
-    first = held.of((tiny.w13, tiny.w2), build)(*tokens)
-    assert torch.equal(held.of((tiny.w13, tiny.w2), build)(*tokens), first) and len(builds) == 1
-    tiny.w2.mul_(2.0)
-    assert torch.allclose(held.of((tiny.w13, tiny.w2), build)(*tokens), 2.0 * first) and len(builds) == 2
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_held_experts_are_those_of_the_tensors_of_now(name: str, change: str) -> None:

@@ -16,8 +16,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import is_experts
 from moe_mk.integrations.transformers import config_from_hf, explain, pack_linears, prepare
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
-from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt
-from tests.integrations.hf.classes import tiny_call
+from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt, tiny_call
 from tests.layer.native import NEEDS_COMPILER
 
 FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "nemotron_h"]

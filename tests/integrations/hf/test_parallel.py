@@ -1,14 +1,20 @@
 """Expert parallelism of transformers, its communication half carried by our transports: two processes over gloo."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="this transformers has no EP registry")
 
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+from moe_mk.integrations.transformers import register
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
-from tests.integrations.hf import ranks
 from tests.support.worlds import world_of
 
 CLOSE = 1e-5
@@ -16,6 +22,35 @@ CLOSE = 1e-5
 
 
 world = world_of(2)
+
+
+LAYERS = (1, 2)
+
+
+@cache
+def meshes(shared: bool) -> tuple[DeviceMesh, DeviceMesh]:
+    """The expert and the tensor mesh: one and the same where ranks share a batch, else one rank each."""
+    sizes = (1, 2) if shared else (2, 1)
+    grid = init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp"))
+    return (grid["tp"], grid["tp"]) if shared else (grid["fsdp"], grid["tp"])
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """The expert-parallel plan of the model's configuration, layer by layer; parameters first."""
+    plan: dict[str, str] = model.config.base_model_ep_plan
+    return {f"model.{name}".replace("*", str(layer)): style for name, style in plan.items() for layer in LAYERS}
+
+
+@torch.no_grad()
+def forward(rank: int, ids: Any, shared: bool, implementation: str, settings: dict[str, Any]) -> Any:
+    """Logits of this rank's prompt, and how many experts its first module holds."""
+    register(**settings)
+    model = tiny_model()
+    model.set_experts_implementation("moe_mk")
+    apply_expert_parallelism(model, *meshes(shared), plan_of(model), ep_implementation=implementation)
+    module = model.model.layers[LAYERS[0]].mlp.experts
+    logits = model(ids[rank] if isinstance(ids, list) else ids).logits
+    return {"logits": logits.clone(), "num_experts": module.num_experts}
 
 
 def prompts() -> list[Tensor]:
@@ -34,7 +69,7 @@ def error(got: Tensor, ids: Tensor) -> float:
 @pytest.mark.parametrize("transport", ["auto", "all_gather"])
 def test_ranks_with_their_own_batches(world: RankWorld, transport: str) -> None:
     ids = prompts()
-    answers = world.call(ranks.forward, ids, False, "moe_mk", {"prepare_finalize": transport})
+    answers = world.call(forward, ids, False, "moe_mk", {"prepare_finalize": transport})
     for answer, mine in zip(answers, ids, strict=True):
         assert answer["num_experts"] == 4
         assert error(answer["logits"], mine) < CLOSE
@@ -42,7 +77,7 @@ def test_ranks_with_their_own_batches(world: RankWorld, transport: str) -> None:
 
 def test_ranks_that_share_a_batch(world: RankWorld) -> None:
     ids = prompts()[0]
-    for answer in world.call(ranks.forward, ids, True, "moe_mk", {}):
+    for answer in world.call(forward, ids, True, "moe_mk", {}):
         assert error(answer["logits"], ids) < CLOSE
 
 
@@ -50,11 +85,11 @@ def test_ranks_that_share_a_batch(world: RankWorld) -> None:
 def test_our_experts_behind_their_communication(world: RankWorld, theirs: str, shared: bool) -> None:
     ids = prompts()
     given = ids[0] if shared else ids
-    for rank, answer in enumerate(world.call(ranks.forward, given, shared, theirs, {})):
+    for rank, answer in enumerate(world.call(forward, given, shared, theirs, {})):
         assert answer["num_experts"] == 4
         assert error(answer["logits"], ids[0] if shared else ids[rank]) < CLOSE
 
 
 def test_a_transport_that_cannot_serve_is_refused_on_every_rank(world: RankWorld) -> None:
     with pytest.raises(RankError, match=r"2 of 2 ranks failed(.|\n)*serves 1 rank, the group has 2"):
-        world.call(ranks.forward, prompts(), False, "moe_mk", {"prepare_finalize": "no_ep"})
+        world.call(forward, prompts(), False, "moe_mk", {"prepare_finalize": "no_ep"})

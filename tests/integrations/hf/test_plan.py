@@ -1,4 +1,4 @@
-"""Plans of modules: made once, made anew where something changed, by the settings that were registered."""
+"""Plans of modules: made once, made anew where something changed, by the settings that were registered; one call."""
 
 import copy
 from importlib.util import find_spec
@@ -13,13 +13,12 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError
 from moe_mk.external.library import installed
 from moe_mk.integrations.hf import plan as plans
 from moe_mk.integrations.transformers import explain, patch_blocks, prepare, register
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
-from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
-from tests.integrations.hf.classes import tiny_call, tiny_experts
+from tests.integrations.hf.cases import EXPERTS, HIDDEN, deepseek, experts_of, logits, prompt, tiny_call, tiny_experts
 from tests.layer.test_doors import MAY_WORK, OTHERS
 from tests.support.ambient import AMBIENT
 from tests.support.replaced import CHANGES
@@ -76,18 +75,6 @@ def test_other_experts_are_refused_where_the_weights_were_given_up(other: str) -
         logits(model, ids)
     model.set_experts_implementation("moe_mk")
     assert torch.equal(logits(model, ids), wanted)
-
-
-@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
-def test_a_changed_weight_is_packed_again_where_the_backend_has_a_copy() -> None:
-    register(experts="cpu_native")
-    call = tiny_call()
-    module = tiny_experts(type(deepseek()), hidden_size=64, moe_intermediate_size=64).to(torch.bfloat16)
-    x_TH = torch.cat((call[0], call[0]), dim=1).bfloat16()
-    with torch.no_grad():
-        first = module(x_TH, *call[1:])
-        module.down_proj.mul_(2.0)
-        assert torch.equal(module(x_TH, *call[1:]), 2.0 * first)
 
 
 @pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
@@ -250,3 +237,46 @@ def test_two_names_with_two_settings_live_side_by_side() -> None:
     finally:
         del ExpertsInterface._global_mapping["moe_mk_reference"]
         del finegrained_fp8.FP8ExpertsInterface._global_mapping["moe_mk_reference"]
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Experts", "GptOssExperts"])
+def test_no_tokens_one_token_and_dropped_assignments(name: str) -> None:
+    module = experts_of(name)
+    x_TH, ids_TK, weights_TK = tiny_call()
+    with torch.no_grad():
+        assert module(x_TH[:0], ids_TK[:0], weights_TK[:0]).shape == (0, HIDDEN)
+        whole = module(x_TH, ids_TK, weights_TK)
+        assert torch.allclose(module(x_TH[:1], ids_TK[:1], weights_TK[:1]), whole[:1], atol=1e-5)
+        # Hosts mark "not here" with E or -1; what the weight beside it states must not matter.
+        kept = module(x_TH, ids_TK, weights_TK.clone().index_fill_(1, torch.tensor([1]), 0.0))
+        for nowhere in (EXPERTS, -1, 2**31 - 1):
+            ids = ids_TK.clone().index_fill_(1, torch.tensor([1]), nowhere)
+            assert torch.allclose(module(x_TH, ids, weights_TK), kept, atol=1e-5)
+        assert not module(x_TH, torch.full_like(ids_TK, EXPERTS), weights_TK).any()
+
+
+def test_wrong_calls_are_refused_with_names() -> None:
+    module, (x_TH, ids_TK, weights_TK) = deepseek(), tiny_call()
+    with pytest.raises(ShapeError, match=r"top_k_index .*dtype torch.float32"):
+        module(x_TH, weights_TK, weights_TK)
+    with pytest.raises(ShapeError, match=r"top_k_weights is \(7, 2\), top_k_index is \(7, 3\)"):
+        module(x_TH, ids_TK, weights_TK[:, :2])
+    with pytest.raises(UnsupportedError, match=r"DeepseekV3Experts is called with more"):
+        module(x_TH, ids_TK, weights_TK, process_group=None)
+
+
+def test_a_backward_pass_states_that_there_is_none() -> None:
+    model = tiny_model()
+    model.set_experts_implementation("moe_mk")
+    ids = prompt()
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(UnsupportedError, match=r"gradients through experts_implementation='moe_mk'\n.*inference"):
+        loss.backward()
+
+
+def test_the_operator_keeps_the_rules_of_torch() -> None:
+    module, (x_TH, ids_TK, weights_TK) = deepseek(), tiny_call()
+    tensors = [module.gate_up_proj.detach(), module.down_proj.detach()]
+    arguments = (x_TH, ids_TK, weights_TK, tensors, plans.enter(module), "{}")
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.moe_mk.hf_experts, arguments, test_utils=tests)
