@@ -147,7 +147,11 @@ class _Conversion:
 
     def write(self, root: Path, shard_bytes: int) -> None:
         """Write all shards, then the index."""
-        shards = _shards(self.planned, shard_bytes)
+        shards: list[list[Planned]] = [[]]
+        for group in matrices(self.planned):  # a matrix and its scales stay together
+            if shards[-1] and sum(t.num_bytes for t in (*shards[-1], *group)) > shard_bytes:
+                shards.append([])
+            shards[-1] += group
         total = sum(t.num_bytes for t in self.planned)
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
@@ -347,16 +351,6 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     step = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for start in range(0, len(tensor), step):
         yield tensor[start : start + step]
-
-
-def _shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Fill shards in order up to a size; a matrix and its scales stay together."""
-    shards: list[list[Planned]] = [[]]
-    for group in matrices(planned):
-        if shards[-1] and sum(t.num_bytes for t in (*shards[-1], *group)) > shard_bytes:
-            shards.append([])
-        shards[-1] += group
-    return shards
 
 
 def _write_config(source: Path, root: Path, to: str) -> None:

@@ -232,7 +232,16 @@ class _Rank:
                 for number in range(AGAIN):
                     self.call("again", len(self.plan.calls) + 1 + number)
         self.gate("leave")
-        self.row("tear-down", 0, self._tear_down)
+
+        def tear_down() -> None:
+            self.injector.reach("tear-down", 0)
+            self.layers.clear()
+            self.groups = None
+            gc.collect()
+            if not self.failed:
+                dist.destroy_process_group()
+
+        self.row("tear-down", 0, tear_down)
         self.log.write(event="left", at=now())
 
     def _build(self) -> None:
@@ -346,14 +355,6 @@ class _Rank:
             time.sleep(POLL_S)
         answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return answer
-
-    def _tear_down(self) -> None:
-        self.injector.reach("tear-down", 0)
-        self.layers.clear()
-        self.groups = None
-        gc.collect()
-        if not self.failed:
-            dist.destroy_process_group()
 
     def _watch_shared_memory(self) -> None:
         """Write down the names of files in shared memory before they are made: a rank may be killed right after."""

@@ -98,13 +98,6 @@ def outgoing(
     return parts
 
 
-def in_some_order(got: Arrived, draw: torch.Generator) -> Arrived:
-    """Rows of one source stay together, in an unspecified order."""
-    parts = torch.split(torch.arange(len(got.x), dtype=torch.int64, device="cpu"), got.per_source.tolist())
-    mixed = [part[torch.randperm(len(part), generator=draw, dtype=torch.int64, device="cpu")] for part in parts]
-    return got.picked(torch.cat(mixed).to(got.x.device))
-
-
 def expand(got: Arrived, num_local: int) -> Arrived:
     """A row for each local assignment, grouped by expert; one id and one weight a row."""
     row_N, k_N = torch.nonzero(got.ids_RK >= 0, as_tuple=True)
@@ -226,7 +219,10 @@ class ElasticBuffer:
         num_local, sync = num_experts // self.exchange.size, do_cpu_sync is None or do_cpu_sync
         parts = outgoing(values, scales, ids, weights, num_local, self.exchange.size)
         got = Arrived.of(self.exchange.swap(parts, "elastic dispatch"), self.exchange.rank, num_local)
-        got = got if self.deterministic else in_some_order(got, self._draw)
+        if not self.deterministic:  # rows of one source stay together, in an unspecified order
+            split = torch.split(torch.arange(len(got.x), dtype=torch.int64, device="cpu"), got.per_source.tolist())
+            mixed = [p[torch.randperm(len(p), generator=self._draw, dtype=torch.int64, device="cpu")] for p in split]
+            got = got.picked(torch.cat(mixed).to(got.x.device))
         counts_L, alignment = got.counts(num_local), expert_alignment or 1
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(counts_L)

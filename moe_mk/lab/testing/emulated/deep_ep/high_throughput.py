@@ -80,7 +80,9 @@ class HighThroughput:
         num_local = len(layout.num_tokens_per_expert) // self.exchange.size
         counts: list[int] = []
         if ids is not None and weights is not None:
-            ids, weights = self._made_local(ids, weights, num_local)
+            local_RK = ids - self.exchange.rank * num_local
+            mine = (ids >= 0) & (local_RK >= 0) & (local_RK < num_local)
+            ids, weights = torch.where(mine, local_RK, -1), torch.where(mine, weights, 0.0)
             per_expert = torch.bincount(ids[ids >= 0].flatten(), minlength=num_local).tolist()
             counts = [] if worst else [-(-count // alignment) * alignment for count in per_expert]
         assert x_RH is not None
@@ -114,11 +116,6 @@ class HighThroughput:
             host_assert(one.shape == sums[0].shape and one.dtype == torch.bfloat16, "bias is bf16 [T, H]")
             sums[0] += one.float()
         return sums[0].to(torch.bfloat16), sums[1] if weights is not None else None
-
-    def _made_local(self, ids_RK: Tensor, weights_RK: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        local_RK = ids_RK - self.exchange.rank * num_local
-        mine = (ids_RK >= 0) & (local_RK >= 0) & (local_RK < num_local)
-        return torch.where(mine, local_RK, -1), torch.where(mine, weights_RK, 0.0)
 
     def _check_dispatch(self, parts: Sequence[Tensor | None], layout: Layout) -> None:
         x, scales, ids, weights = parts

@@ -119,7 +119,12 @@ class EpDispatchCombineOp:
         columns = iter(zip(*arrived, strict=True))
 
         def received(room: Tensor, like: Tensor) -> Tensor:
-            return self._land(room, like, torch.cat(next(columns)), place)
+            held, rows = self._held(room, like), torch.cat(next(columns))
+            if held.element_size() == 1:  # torch writes some one-byte floats by index only as bytes (2.13)
+                held.view(torch.uint8)[place] = rows.view(torch.uint8)
+            else:
+                held[place] = rows
+            return held
 
         x, ids = received(self._rows, input), received(self._ids, indices)
         # What was there behind the last row are ids of an earlier call: any.
@@ -199,11 +204,3 @@ class EpDispatchCombineOp:
         rows = self.max_num_tokens_to_recv()
         used = rows * like.shape[1] * like.element_size()
         return poison(room[:used].view(like.dtype).view(rows, like.shape[1]))
-
-    def _land(self, room: Tensor, like: Tensor, rows: Tensor, place: Tensor) -> Tensor:
-        held = self._held(room, like)
-        if held.element_size() == 1:  # torch writes some one-byte floats by index only as bytes (2.13)
-            held.view(torch.uint8)[place] = rows.view(torch.uint8)
-        else:
-            held[place] = rows
-        return held

@@ -98,7 +98,8 @@ class MnnvlMoe:
         parts = []
         for rank, token_X in enumerate(order_of_W):
             mine_XK = rank_TK[token_X] == rank
-            parts.append([torch.where(mine_XK, expert_ids[token_X], slot_count), *_optional(scales, token_X)])
+            parts.append([torch.where(mine_XK, expert_ids[token_X], slot_count)])
+            parts[-1] += [] if scales is None else [scales[token_X]]
             if expert_statics is not None:
                 parts[-1].append(expert_statics[None])
         arrived = memory.comm.exchange.swap(parts, "prepare")
@@ -170,20 +171,16 @@ def _workspace(name: str, size: int, mapping: Mapping, config: MnnvlConfig | Non
     held = PROCESS.two_sided
     if name in held:
         assert mapping == held["mapping"], ONE_MAPPING
-        _check_group(held[name], config)
         workspace: Tensor = held[name]
+        backend = None if config is None else config.comm_backend
+        known = backend is None or backend.same_group(MnnvlMemory.of(workspace).comm)
+        assert known, f"{ONE_MAPPING}: another group"  # the library would go on over the group of the first caller
         return workspace
     assert mapping == held.setdefault("mapping", mapping), ONE_MAPPING
     if config is not None:
         MnnvlMemory.set_comm_from_config(mapping, config)
     held[name] = MnnvlMemory(mapping, size).as_torch_strided_tensor(torch.uint64)
     return held[name]  # type: ignore[no-any-return]
-
-
-def _check_group(workspace: Tensor, config: MnnvlConfig | None) -> None:
-    """The library would go on over the group of the first caller."""
-    backend = None if config is None else config.comm_backend
-    assert backend is None or backend.same_group(MnnvlMemory.of(workspace).comm), f"{ONE_MAPPING}: another group"
 
 
 def _orders(rank_TK: Tensor, memory: MnnvlMemory, ep_size: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -233,7 +230,3 @@ def _held(rows: Tensor, length: int) -> Tensor:
     held = poison(torch.empty((length, *rows.shape[1:]), dtype=rows.dtype, device=rows.device))
     held[: len(rows)] = rows
     return held
-
-
-def _optional(scales: Tensor | None, token_X: Tensor) -> list[Tensor]:
-    return [] if scales is None else [scales[token_X]]

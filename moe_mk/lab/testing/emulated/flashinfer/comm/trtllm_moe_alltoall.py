@@ -122,19 +122,29 @@ def moe_a2a_dispatch(
         at = end
     poison(mine[at:])  # what is behind the payloads may be overwritten by anybody's next combine
     alive = alive_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
-    rank_TK = _first_of_rank(rank_of(token_selected_experts, num_experts, ep_size), alive)
+    rank_TK = rank_of(token_selected_experts, num_experts, ep_size)
+    alive_W = torch.tensor(alive, dtype=torch.bool, device=rank_TK.device)
+    rank_TK = torch.where(alive_W[rank_TK.long()], rank_TK, -1)
     order_of_W = [_shuffled(torch.nonzero((rank_TK == rank).any(1)).flatten(), memory) for rank in range(ep_size)]
+    terms = memory.epoch, most
     present = [rank for rank, on in enumerate(alive) if on]
     arrived = swap_among(
         memory.comm.exchange,
         [
-            [_terms(memory, most), _stats(eplb_local_stats, int(metainfo[1])), *(p[order] for p in input_payloads)]
+            [
+                torch.tensor([terms], dtype=torch.int64, device="cpu"),
+                _stats(eplb_local_stats, int(metainfo[1])),
+                *(p[order] for p in input_payloads),
+            ]
             for order in order_of_W
         ],
         present,
         "dispatch",
     )
-    _check_terms(memory, most, [arrived[rank][0] for rank in present])
+    # On a GPU unequal strides corrupt rows, and unequal epochs hang; here they are reported.
+    reported = [tuple(arrived[rank][0].flatten().tolist()) for rank in present]
+    check(set(reported) == {terms}, f"ranks disagree on (epoch, runtime_max_tokens_per_rank): {reported}")
+    memory.epoch += 1
     for view, received in zip(views, zip(*(parts[2:] for parts in arrived), strict=True), strict=True):
         poison(view)
         for source, rows in enumerate(received):
@@ -218,27 +228,9 @@ def moe_a2a_sanitize_expert_ids(
         expert_ids[source, count:] = invalid_expert_id
 
 
-def _first_of_rank(rank_TK: Tensor, alive: Sequence[bool]) -> Tensor:
-    """-1 for assignments to ranks that are masked."""
-    return torch.where(torch.tensor(alive, dtype=torch.bool, device=rank_TK.device)[rank_TK.long()], rank_TK, -1)
-
-
 def _shuffled(tokens: Tensor, memory: MnnvlMemory) -> Tensor:
     """Slots are claimed by atomics: any order."""
     return tokens[torch.randperm(len(tokens), generator=memory.draw, dtype=torch.int64, device="cpu")]
-
-
-def _terms(memory: MnnvlMemory, most: int) -> Tensor:
-    return torch.tensor([[memory.epoch, most]], dtype=torch.int64, device="cpu")
-
-
-def _check_terms(memory: MnnvlMemory, most: int, terms: Sequence[Tensor]) -> None:
-    """On a GPU unequal strides corrupt rows, and unequal epochs hang; here they are reported."""
-    reported = [tuple(term.flatten().tolist()) for term in terms]
-    check(
-        set(reported) == {(memory.epoch, most)}, f"ranks disagree on (epoch, runtime_max_tokens_per_rank): {reported}"
-    )
-    memory.epoch += 1
 
 
 def _stats(local: Tensor | None, reserved: int) -> Tensor:

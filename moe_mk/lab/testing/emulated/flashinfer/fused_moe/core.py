@@ -79,7 +79,12 @@ def cutlass_fused_moe(
     del use_fused_finalize
     assert activation_type in (ActivationType.Swiglu, ActivationType.Relu2), f"{activation_type!r} is not imitated"
     local, hidden = fc2_expert_weights.shape[:2]
-    _check_routing(input, token_selected_experts, token_final_scales)
+    x, ids, scales = input, token_selected_experts, token_final_scales
+    assert x.dim() == 2 and x.is_contiguous(), "input"
+    assert ids.dtype is torch.int32 and ids.dim() == 2 and ids.is_contiguous(), "token_selected_experts"
+    assert bool((ids >= 0).all()), "an unassigned expert id is past the last one, not before the first"
+    assert scales.dtype is torch.float32 and scales.shape == ids.shape and scales.is_contiguous(), "token_final_scales"
+    assert ids.shape[0] == x.shape[0], "one row of choices a token"
     products = products_of(
         input, input_sf, fc1_expert_weights, fc2_expert_weights, quant_scales or [], output_dtype,
         halves=2 if activation_type is ActivationType.Swiglu else 1, block_scale=use_deepseek_fp8_block_scale,
@@ -107,14 +112,6 @@ def _expert(products: Products, token_X: Tensor, expert: int, activation_type: A
     else:
         made = relu(wide).square()
     return products.between(made) @ products.second(expert).T
-
-
-def _check_routing(x: Tensor, ids: Tensor, scales: Tensor) -> None:
-    assert x.dim() == 2 and x.is_contiguous(), "input"
-    assert ids.dtype is torch.int32 and ids.dim() == 2 and ids.is_contiguous(), "token_selected_experts"
-    assert bool((ids >= 0).all()), "an unassigned expert id is past the last one, not before the first"
-    assert scales.dtype is torch.float32 and scales.shape == ids.shape and scales.is_contiguous(), "token_final_scales"
-    assert ids.shape[0] == x.shape[0], "one row of choices a token"
 
 
 def _refuse_what_is_not_imitated(**asked: bool) -> None:
