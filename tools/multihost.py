@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,19 +36,15 @@ FLOWING_BYTES = 1_000_000
 """So much over the cable is more than meeting takes: forwards are under way."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One command on both hosts."""
-
-    checkpoint: Path
-    ranks_per_host: int
-    options: tuple[str, ...]
-
-    def command(self, host: int) -> list[str]:
-        """What a person types on one of the hosts."""
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(self.ranks_per_host)]
+def commands_of(name: str, options: argparse.Namespace, words: Sequence[str]) -> list[list[str]]:
+    """What a person types on each of the hosts; printed. words: further options of moe-mk run."""
+    made = []
+    for host in range(2):
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(options.ranks_per_host)]
         launcher += ["--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
-        return [sys.executable, *launcher, "-m", "moe_mk", "run", str(self.checkpoint), *self.options]
+        made.append([sys.executable, *launcher, "-m", "moe_mk", "run", str(options.checkpoint), *words])
+        print(f"{name if host == 0 else '':<12} host {host}: {shlex.join(made[-1])}", flush=True)
+    return made
 
 
 class Hosts:
@@ -137,11 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
     """Run the layer over both hosts and let it verify itself; whether that failed."""
     words = ("--tokens", "16", "--repeats", "1", *pinned(transport, options.link))
-    job = Job(options.checkpoint, options.ranks_per_host, words)
-    show(transport, job)
+    commands = commands_of(transport, options, words)
     with Hosts() as hosts:
         logs = [folder / f"{transport}-{host}" for host in range(2)]
-        codes = ended([hosts.start(host, job.command(host), logs[host]) for host in range(2)])
+        codes = ended([hosts.start(host, commands[host], logs[host]) for host in range(2)])
         crossed = hosts.sent_bytes()
     stated = logs[0].read_text(errors="replace")
     passed = codes == [0, 0] and "PASS" in stated
@@ -162,11 +156,10 @@ def pinned(transport: str, link: str) -> tuple[str, ...]:
 def cut_short(options: argparse.Namespace, transport: str, folder: Path) -> bool:
     """Cut the cable under a run that would go on for hours; whether any host did not say why it ended in time."""
     words = ("--tokens", "16", "--repeats", "1000000", "--no-verify", "--timeout", f"{LATE_S:g}")
-    job = Job(options.checkpoint, options.ranks_per_host, (*words, *pinned(transport, options.link)))
-    show("cut", job)
+    commands = commands_of("cut", options, (*words, *pinned(transport, options.link)))
     with Hosts() as hosts:
         logs = [folder / f"cut-{transport}-{host}" for host in range(2)]
-        running = [hosts.start(host, job.command(host), logs[host]) for host in range(2)]
+        running = [hosts.start(host, commands[host], logs[host]) for host in range(2)]
         flowing = waited_for(lambda: hosts.sent_bytes() > FLOWING_BYTES, running)
         hosts.cut()
         start = time.monotonic()
@@ -206,9 +199,8 @@ def may_have_namespaces_of_its_own() -> bool:
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
-def waited_for(condition: object, running: Sequence[subprocess.Popen[bytes]]) -> bool:
+def waited_for(condition: Callable[[], bool], running: Sequence[subprocess.Popen[bytes]]) -> bool:
     """Wait until something holds; False if it takes too long, or a process has ended before."""
-    assert callable(condition)
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline or any(process.poll() is not None for process in running):
@@ -226,11 +218,6 @@ def ended(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
 def ip(*words: str) -> str:
     """Run `ip`; raises CalledProcessError with its output."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
-
-
-def show(name: str, job: Job) -> None:
-    for host in range(2):
-        print(f"{name if host == 0 else '':<12} host {host}: {shlex.join(job.command(host))}", flush=True)
 
 
 def report(logs: Sequence[Path], codes: Sequence[int | None]) -> None:

@@ -100,11 +100,6 @@ def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
     assert between(once, BEGIN, END, table(results)) == once
 
 
-def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="the page needs one line"):
-        between("nothing here", BEGIN, END, "text")
-
-
 def test_the_readme_has_one_row_of_each_kind(results: Path) -> None:
     rows = first_lines(results).splitlines()[2:]
     ratios = [row.split("|")[4].strip() for row in rows]

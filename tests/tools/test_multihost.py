@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,12 +10,12 @@ import pytest
 
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from tools import multihost
-from tools.multihost import Hosts, Job
+from tools.multihost import Hosts
 
 
 def test_hosts_run_the_same_command_but_for_their_number(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2, ("--tokens", "16"))
-    first, second = job.command(0), job.command(1)
+    options = Namespace(checkpoint=tmp_path, ranks_per_host=2)
+    first, second = multihost.commands_of("a transport", options, ("--tokens", "16"))
     assert first[0] == sys.executable and first[-4:] == ["run", str(tmp_path), "--tokens", "16"]
     differing = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
     assert differing == [("0", "1")]

@@ -1,7 +1,7 @@
 """Small layers over real checkpoints, alone or as ranks in lockstep, and their answers, for all tests of this room."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,10 @@ from moe_mk.lab.verify import Answer, Verification, verify
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.weights import LayerWeights, SafetensorsSource, load_layer
 
+FP8 = CheckpointShape(num_experts=16, hidden_size=256, intermediate_size=128, top_k=4, num_groups=4, top_k_groups=2)
 SHAPES = {
-    "fp8": CheckpointShape(
-        num_experts=16, hidden_size=256, intermediate_size=128, top_k=4, num_groups=4, top_k_groups=2
-    ),
-    "bf16": CheckpointShape(
-        num_experts=16, hidden_size=256, intermediate_size=128, top_k=4, num_groups=4, top_k_groups=2, quant="bf16"
-    ),
+    "fp8": FP8,
+    "bf16": replace(FP8, quant="bf16"),
     "tiny": CheckpointShape(
         num_experts=4, hidden_size=64, intermediate_size=32, top_k=2, num_groups=2, top_k_groups=1, block=(16, 16)
     ),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,6 @@ from moe_mk.quant.plain import FP32
 from tests.support.tiers import quick_where
 from tests.verify.conftest import Bench, Case, groups_of, inputs
 
-
-def with_(case: Case, **changes: object) -> Case:
-    return Case(**{**case.__dict__, **changes})
-
-
 FORMATS = [
     Case("fp8", torch.bfloat16, activations="plain"), Case("fp8", torch.bfloat16, activations="checkpoint"),
     Case("fp8", torch.bfloat16, activations="plain", wire="fp8"), Case("fp8", torch.float32, activations="plain"),
@@ -27,12 +23,12 @@ FORMATS = [
 ]  # fmt: skip
 SPREADS = [(1, "sharded"), (2, "sharded"), (2, "replicated")]
 CASES = [
-    with_(case, ranks=ranks, tokens=tokens)
+    replace(case, ranks=ranks, tokens=tokens)
     for case in FORMATS
     for ranks, tokens in SPREADS
     if case.wire == "auto" or tokens == "sharded"  # replicated tokens do not travel
 ]
-QUICK = [with_(FORMATS[5], ranks=1, tokens="sharded")]
+QUICK = [replace(FORMATS[5], ranks=1, tokens="sharded")]
 WAITS_FOR_PEERS = {name for name, transport in PREPARE_FINALIZE.items() if transport.traits.blocking}
 
 
@@ -41,7 +37,7 @@ def accepted_pairs(case: Case, where: Path) -> list[Case]:
     layer = DeepseekV3MoE(case.config(where), dtype=case.dtype, groups=groups_of(case.ranks)[0])
     served = [verdict for verdict in layer.decision.verdicts if verdict.cost_us is not None]
     served = [verdict for verdict in served if verdict.prepare_finalize not in WAITS_FOR_PEERS]
-    return [with_(case, prepare_finalize=v.prepare_finalize, experts=v.experts) for v in served]
+    return [replace(case, prepare_finalize=v.prepare_finalize, experts=v.experts) for v in served]
 
 
 @pytest.mark.row(81)
@@ -69,11 +65,11 @@ def test_the_expected_error_by_hand(bench: Callable[[Case], Bench]) -> None:
     fp8 = Case("fp8", activations="plain")
     assert error_of(bench(fp8).first.decision) == pytest.approx(math.sqrt(18 * d**2 + 5 * f**2 * 128), rel=1e-9)
     # An FP8 wire below bf16 experts rounds the input once more: 4 q^2 with q = 2^-3 / sqrt(24).
-    wired = with_(fp8, wire="fp8", ranks=2)
+    wired = replace(fp8, wire="fp8", ranks=2)
     q = 2.0**-3 / math.sqrt(24)
     assert error_of(bench(wired).first.decision) == pytest.approx(math.sqrt(18 * d**2 + 4 * q**2), rel=1e-6)
     # The same wire below experts that compute in it costs nothing: their 5 x^2 is the rounding.
-    own = with_(wired, activations="checkpoint")
+    own = replace(wired, activations="checkpoint")
     assert error_of(bench(own).first.decision) == pytest.approx(math.sqrt(5 * q**2 + 8 * d**2), rel=1e-6)
 
 

@@ -119,8 +119,3 @@ def test_one_scale_of_a_whole_side_holds_for_its_equal_parts() -> None:
     # Two matrices of three rows above each other, gate over up, a scale each.
     values, scales = torch.ones(6, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0], [3.0]])
     assert dense.decoded(QuantTensor(values, scales, FP8_TENSOR)).tolist() == [[2, 2]] * 3 + [[3, 3]] * 3
-
-
-def test_no_tokens_give_no_rows() -> None:
-    config, weights = hand_layer()
-    assert dense_layer(torch.empty(0, 2), config, weights).y_TH.shape == (0, 2)
