@@ -205,7 +205,6 @@ class RankExperts:
         if self._routed is not None and x_TH.is_cpu:
             if not fits:
                 ids_TK, wide_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
-                ids_TK, wide_TK = ids_TK.resolve_neg(), wide_TK.resolve_neg()
             if fits or can_be_called(x_TH, ids_TK, wide_TK):
                 return self._routed(x_TH, None, (ids_TK, wide_TK), Stage.PLACE, skip=True)
         with torch.no_grad():

@@ -21,7 +21,6 @@ from moe_mk.oracle.verdict import UNROUTED, Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.text import amount
-from moe_mk.trace.recorder import Ledger
 
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
@@ -156,19 +155,29 @@ class RunReport:
         return "\n".join(lines)
 
 
-def run_report(decision: Decision, ledger: Ledger, sent: Mapping[str, int]) -> RunReport:
-    """Compare what a ledger holds with what a decision states."""
-    chosen = decision.chosen
+def report_of(layer: MoELayer) -> RunReport:
+    """The backend that ran at each stage since the last reset, and its bytes, compared with the decision."""
+    chosen = layer.decision.chosen
     transport = "all_gather" if chosen.prepare_finalize == INSIDE else chosen.prepare_finalize
     planned = {"dispatch": transport, "experts": chosen.experts, "combine": transport, "shared": chosen.experts}
     stages = []
-    for (stage, who), entry in ledger.entries.items():
+    for (stage, who), entry in layer.spans.ledger.entries.items():
         name, wanted = _name_of(who), planned.get(stage, "")
         # Monolithic experts hand their rows to a backend of another registry; that is how they are written.
         inside = chosen.experts in MONOLITHIC and stage in ("experts", "shared") and name == "reference"
         stages.append(StageRun(stage, name if inside else wanted, name, entry.calls, entry.num_bytes))
     calls = max((run.calls for run in stages if run.stage in ("dispatch", "experts")), default=0)
-    return RunReport(tuple(stages), dict(sent), calls)
+    return RunReport(
+        tuple(stages),
+        dict(layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase),
+        calls,
+        lost_experts=tuple(sorted(layer.expert_map.lost)),
+        on_lost_expert=layer.on_lost_expert,
+        dropped_assignments=layer.dropped_assignments,
+        unrouted=layer.unrouted,
+        zero_assignments=0 if layer.routing.zero is None else int(layer.routing.zero),
+        residency=getattr(layer.state.laid_out, "counts", None),
+    )
 
 
 def explained(layer: MoELayer) -> Decision:
@@ -180,20 +189,6 @@ def explained(layer: MoELayer) -> Decision:
 def memory_of(layer: MoELayer) -> MemoryReport:
     """Bytes on this rank, predicted from the decision."""
     return memory_report(layer.decision, layer.expert_map, layer.ep.rank)
-
-
-def report_of(layer: MoELayer) -> RunReport:
-    """The backend that ran at each stage since the last reset, and its bytes, compared with the decision."""
-    sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
-    return replace(
-        run_report(layer.decision, layer.spans.ledger, sent),
-        lost_experts=tuple(sorted(layer.expert_map.lost)),
-        on_lost_expert=layer.on_lost_expert,
-        dropped_assignments=layer.dropped_assignments,
-        unrouted=layer.unrouted,
-        zero_assignments=0 if layer.routing.zero is None else int(layer.routing.zero),
-        residency=getattr(layer.state.laid_out, "counts", None),
-    )
 
 
 def cleared(layer: MoELayer) -> None:

@@ -47,7 +47,13 @@ class HashRouter:
         """
         check_tensors(router_logits, None)
         expect("token_ids", token_ids_T, "T", INTEGERS, router_logits.device, T=router_logits.shape[0])
-        ids_TK = self._looked_up(token_ids_T, router_logits.shape[1])
+        self.check(token_ids_T)
+        ids_TK, num_experts = self.table_XK.to(token_ids_T.device)[token_ids_T.long()].long(), router_logits.shape[1]
+        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
+            raise ConfigError(
+                f"the table chooses experts from {int(ids_TK.min())} to {int(ids_TK.max())}, the layer has "
+                f"{num_experts}"
+            )
         scores_TE = expert_scores(router_logits, self.scoring_func, torch.float32)
         exact_TE = exact_scores(router_logits, scores_TE, self.scoring_func, torch.float32)
         weights_TK = exact_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0)
@@ -65,16 +71,6 @@ class HashRouter:
                 f"token ids from {int(token_ids_T.min())} to {int(token_ids_T.max())} lie outside the table's "
                 f"[0, {vocabulary})"
             )
-
-    def _looked_up(self, token_ids_T: Tensor, num_experts: int) -> Tensor:
-        self.check(token_ids_T)
-        ids_TK = self.table_XK.to(token_ids_T.device)[token_ids_T.long()].long()
-        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
-            raise ConfigError(
-                f"the table chooses experts from {int(ids_TK.min())} to {int(ids_TK.max())}, the layer has "
-                f"{num_experts}"
-            )
-        return ids_TK
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class Issued(Generic[X]):
     """A flight that has run to its first yield point: its data is being sent."""
 
     def __init__(self, flight: Flight[X]) -> None:
-        self._flight = flight
+        self.flight = flight
         self._point: InFlight | None = None
         self._result: list[X] = []
         try:
@@ -238,16 +238,11 @@ class Issued(Generic[X]):
         except StopIteration as end:
             self._result.append(cast(X, end.value))
 
-    @property
-    def flight(self) -> Flight[X]:
-        """The flight itself, to cancel it."""
-        return self._flight
-
     def receive(self) -> Flight[X]:
         if self._point is None:
             return self._result.pop()
         yield self._point
-        return (yield from self._flight)
+        return (yield from self.flight)
 
 
 Multiply = Callable[[Tokens], ExpertOutput]

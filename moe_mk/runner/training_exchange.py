@@ -81,14 +81,10 @@ class TrainingExchange:
         wide = torch.promote_types(x_TH.dtype, weights_TK.dtype)
         rows_XB = torch.cat((x_TH[token_X].to(wide), weights_TK[token_X].to(wide)), dim=1)
         arrived_RB = _all_to_all(rows_XB, self.comm, sent, received, "dispatch")
-        hidden = x_TH.shape[1]
-        y_RH = _at_experts(arrived_RB[:, :hidden], slots_RK, arrived_RB[:, hidden:], expert, self._num_slots)
+        hidden, num_slots = x_TH.shape[1], self.expert_map.num_slots(self.comm.rank)
+        y_RH = _at_experts(arrived_RB[:, :hidden], slots_RK, arrived_RB[:, hidden:], expert, num_slots)
         summed_XH = _all_to_all(y_RH, self.comm, received, sent, "combine")
         return torch.zeros_like(x_TH, dtype=wide).index_add(0, token_X, summed_XH).to(x_TH.dtype)
-
-    @property
-    def _num_slots(self) -> int:
-        return self.expert_map.num_slots(self.comm.rank)
 
     def _ranks_and_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Rank and slot of every choice, -1 for nowhere."""
