@@ -71,15 +71,6 @@ def test_a_rank_leaves_the_rest_go_on_without_it_and_it_joins_again() -> None:
     go(model, (0, 1, 2, 3), 50)
 
 
-@pytest.mark.row(79)
-def test_any_rank_may_be_masked_and_taken_back() -> None:
-    model = Model(NAME, layers=1, ranks=3)
-    assert change(model, "mask", (0, 2), (1,)) == [(0, 2)] * 2
-    go(model, (0, 2), 0, away=(1,))
-    assert change(model, "unmask", (0, 2), (1,)) == [(0, 1, 2)] * 2
-    go(model, (0, 1, 2), 10)
-
-
 def test_membership_changes_between_steps_and_names_other_ranks() -> None:
     model = Model(NAME, layers=2, ranks=2)
     layer = model.layers[0][0].prepare_finalize

@@ -15,16 +15,6 @@ def test_slots_come_in_fours_whatever_the_experts() -> None:
     assert [t._numbers.total for t in Ranks(NAME, ExpertMap.linear(6, 2)).transports] == [8, 8]
 
 
-def test_all_layers_of_a_process_share_the_workspaces() -> None:
-    ranks = Ranks(NAME)
-
-    def shared(transport: NvlinkTwoSided) -> bool:
-        one, other = NvlinkTwoSided(transport.context), NvlinkTwoSided(transport.context)
-        return all(a is b for a, b in zip(one._session.buffer, other._session.buffer, strict=True))
-
-    assert ranks.each(shared, ranks.transports) == [True, True]
-
-
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     # H200, EP8: 132 multiprocessors, half for channels of 1 block each way: 33 channels. 8 * 33 FIFOs of 2 MiB + 256 B
     # for rows, 8 of 1 MiB + 256 B for ids.

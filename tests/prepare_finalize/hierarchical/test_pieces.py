@@ -9,18 +9,14 @@ from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.communicator import Communicator
-from moe_mk.config import load_config
-from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.cases import hostile_routings
-from moe_mk.lab.testing.transports import virtual_groups, yield_points_of
+from moe_mk.lab.testing.transports import yield_points_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.tokens import Routing
-from tests.support.layers import HIDDEN as LAYER_HIDDEN
-from tests.support.layers import layer
 from tests.support.one_sided_ranks import there_and_back
 from tests.support.problems import problem
 from tests.support.tiers import thorough
@@ -150,21 +146,6 @@ def test_a_pipeline_of_tokens_takes_little_more_than_the_longer_level() -> None:
         assert time_of(alone[way], 1) == pytest.approx(46.3)
         assert time_of(whole[way], 16) == pytest.approx(CROSSING_US + RELAYING_US / 16)
         assert CROSSING_US < time_of(whole[way], 16) < 41.7
-
-
-def test_a_layer_takes_the_size_of_a_piece_from_its_settings() -> None:
-    x = [torch.randn((count, LAYER_HIDDEN), generator=torch.Generator().manual_seed(count)) for count in (5, 0, 1, 8)]
-    combined = {}
-    for pieces in (None, 3):
-        settings = {"prepare_finalize": "hierarchical", "ranks_per_node": 2, "experts": "reference"}
-        settings |= {"relay_tokens": pieces, "max_num_tokens": 8}
-        layers = [layer(8, 2, groups, **settings) for groups in virtual_groups(4)]
-        assert layers[0].kernel.prepare_finalize.context.relay_tokens == pieces  # type: ignore[union-attr]
-        combined[pieces] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
-    for ours, theirs in zip(combined[3], combined[None], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
-    with pytest.raises(ConfigError, match="kernel.relay_tokens"):
-        load_config("deepseek_v3").with_(relay_tokens=0)
 
 
 def test_the_plan_knows_a_pipeline() -> None:

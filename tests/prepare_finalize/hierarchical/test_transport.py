@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, Nodes
+from moe_mk.config import load_config
 from moe_mk.config.problem import Problem
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import interleave, wait
 from moe_mk.lab.plan.exchange import Flow, RowBytes, all_gather_flow, all_to_all_flow, hierarchical_flow, one_sided_flow
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
@@ -196,13 +197,18 @@ def test_a_layer_over_two_nodes_computes_what_it_does_over_one() -> None:
     draw = torch.Generator().manual_seed(0)
     x = [torch.randn((count, LAYER_HIDDEN), generator=draw) for count in (5, 0, 1, 9)]
     combined = {}
-    for name in ("hierarchical", "all_to_all"):
+    for name, pieces in (("hierarchical", None), ("hierarchical", 3), ("all_to_all", None)):
         settings = {"prepare_finalize": name, "ranks_per_node": 2, "experts": "reference", "num_shared_experts": 1}
+        settings |= {"relay_tokens": pieces, "max_num_tokens": 9}
         layers = [layer(8, 2, groups, **settings) for groups in virtual_groups(4)]
         assert layers[0].decision.chosen.prepare_finalize == name
-        combined[name] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
-    for ours, theirs in zip(combined["hierarchical"], combined["all_to_all"], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert layers[0].kernel.prepare_finalize.context.relay_tokens == pieces  # type: ignore[union-attr]
+        combined[name, pieces] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
+    for outputs in zip(*combined.values(), strict=True):
+        for y_TH in outputs[1:]:
+            torch.testing.assert_close(y_TH, outputs[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match="kernel.relay_tokens"):
+        load_config("deepseek_v3").with_(relay_tokens=0)
 
 
 # Processes.
