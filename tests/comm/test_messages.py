@@ -106,6 +106,18 @@ def test_what_failed_calls_left_under_way_is_never_received(world: RankWorld) ->
     assert world.call(many_recoveries) == [[], []]
 
 
+def two_calls_that_end_in_another_order(rank: int) -> list[list[int]]:
+    """Headers of the first call arrive while the second is awaited."""
+    comm = DistributedCommunicator(dist.new_group(), timeout_s=20.0)
+    first, second = (comm.exchange_counts([10 * call + rank] * 2, "counts") for call in range(2))
+    next(first), next(second)
+    return [wait(second), wait(first)]
+
+
+def test_a_header_that_comes_before_it_is_awaited_is_kept(world: RankWorld) -> None:
+    assert world.call(two_calls_that_end_in_another_order) == [[[10, 11], [0, 1]]] * 2
+
+
 def late_for_its_peer(rank: int) -> list[str]:
     """Rank 1 makes its second call after rank 0 has given up; both then try to go on."""
     comm, texts = DistributedCommunicator(dist.new_group(), timeout_s=1.0), []
