@@ -233,6 +233,8 @@ def test_a_tuned_file_is_used_in_its_range_and_changes_no_bit(folder: Path, monk
     experts, inner = CpuNativeExperts(CONTEXT), CpuNativeExperts._mode
     experts.relayout(stack)
     assert experts.parameters().startswith("as measured by moe-mk tune at 2 numbers of rows; ")
+    held, fixed = experts.tuned, experts.tuned_with(parameters(NARROW))
+    assert held is experts.tuned != fixed.tuned == Tuned.fixed(NARROW), "a choice is made for a copy"
     monkeypatch.setattr(CpuNativeExperts, "_mode", lambda *a: used.append(inner(*a)) or used[-1])
     for count, y in wanted.items():
         assert torch.equal(experts.run(rows(count), weights).y, y)
@@ -242,18 +244,6 @@ def test_a_tuned_file_is_used_in_its_range_and_changes_no_bit(folder: Path, monk
         rows(4).x_RH, torch.tensor([1, 0, 2, 1]), torch.arange(4), torch.ones(4), 4
     )  # one row an expert
     assert experts.run(grouped, weights).y.shape == (4, HIDDEN) and used[-1].tuning == NARROW
-
-
-@compiled
-def test_every_candidate_gives_the_same_bits() -> None:
-    experts = CpuNativeExperts(CONTEXT)
-    weights = experts.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")))
-    for count in (1, 3, 40):
-        experts.tuned = UNTUNED
-        wanted = experts.run(rows(count), weights).y
-        for each in candidates(CONTEXT, count):
-            assert torch.equal(experts.tuned_with(each).run(rows(count), weights).y, wanted), each
-    assert experts.tuned == UNTUNED, "a choice is made for a copy"
 
 
 def tuned_here(path: Path, stop: int | None = None) -> TuneResult:

@@ -16,11 +16,7 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 }
 
 
-def test_every_activation_has_a_formula_here() -> None:
-    assert FORMULAS.keys() == ACTIVATIONS.keys()
-
-
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_is_its_formula(name: str) -> None:
     gate = torch.linspace(-6, 6, 49, dtype=torch.float64).view(7, 7)
     up = torch.linspace(2, -1, 49, dtype=torch.float64).view(7, 7)
