@@ -19,6 +19,7 @@ from moe_mk.kernels.native.exchange import (
 )
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.reference.quantize import quantize_rows
+from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.exchange_windows import (
     RANK_OF_P,
     SLOT_OF_P,
@@ -29,8 +30,6 @@ from tests.kernels.native.exchange_windows import (
     visits,
     windows,
 )
-
-IsaHere = tuple[Native, Isa]
 
 
 def sent(

@@ -13,7 +13,6 @@ from moe_mk.kernels.triton.align import SMALL, STEP, align
 from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.gate_logits import MOST_TOKENS, gate_logits
 from moe_mk.kernels.triton.gate_logits import serves as gate_serves
-from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.permute import first_kept
 from moe_mk.kernels.triton.quantize_rows import (
     activation_quantize,
@@ -71,10 +70,6 @@ def test_the_kept_assignments_of_a_row_come_first() -> None:
     assert found.tolist() == [[4, 0], [3, -1], [-1, -1], [1, 2]]
     assert shares.tolist() == [[1.0, 3.0], [5.0, 0.0], [0.0, 0.0], [18.0, 19.0]]
     assert first_kept(ids[:0], weights[:0], 2)[0].shape == (0, 2)
-
-
-def test_kernels_run_in_the_interpreter() -> None:
-    assert INTERPRETED
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -143,6 +138,7 @@ ROUTERS = [
     pytest.param(4, 2, "sigmoid", True, True, torch.bfloat16, id="scores in bf16"),
     pytest.param(3, 1, "softmax", False, False, torch.float32, id="DeepSeek-V2, three groups"),
     pytest.param(12, 5, "sigmoid", True, False, torch.float32, id="groups of one"),
+    pytest.param(1, 1, "softmax", True, True, torch.float32, id="no groups"),
 ]
 
 
@@ -162,6 +158,7 @@ def test_routing_equals_the_reference(
     expected_weights, expected_ids = reference_grouped_topk(*given)
     assert ids.tolist() == expected_ids.tolist()
     assert ids[2].unique().tolist() == [-1]
+    assert grouped_topk(logits[:0], *given[1:])[1].shape == (0, given[1])
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
 
 
@@ -176,16 +173,6 @@ def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bo
         expected = expected / expected.sum(1, keepdim=True) if renormalize else expected
         unit = torch.nextafter(expected.float(), torch.tensor(torch.inf)) - expected.float()
         assert float(((weights.double() - expected).abs() / unit).max()) <= 1
-
-
-def test_routing_without_groups() -> None:
-    logits, bias = torch.randn(3, 6), torch.randn(6)
-    given = (2, 1, 1, "softmax", bias, True, 1.0, torch.float32)
-    weights, ids, _ = grouped_topk(logits, *given)
-    expected_weights, expected_ids = reference_grouped_topk(logits, *given)
-    assert ids.tolist() == expected_ids.tolist()
-    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
-    assert grouped_topk(logits[:0], *given)[1].shape == (0, 2)
 
 
 @pytest.mark.parametrize("groups,kept,scoring,biased,renormalize,dtype", ROUTERS)
