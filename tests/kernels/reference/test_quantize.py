@@ -18,6 +18,7 @@ from moe_mk.kernels.reference.quantize import (
     linear_scales,
     power_of_two_scales,
     quantize_rows,
+    round_up_to_power_of_two,
     scales_of,
 )
 from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
@@ -146,6 +147,13 @@ def check_scale(amax: float) -> None:
     as_byte = torch.tensor([scale]).to(torch.float8_e8m0fnu)
     assert float(as_byte.float()) == scale
     assert int(as_byte.view(torch.uint8)) == int(np.array([scale]).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)[0])
+
+
+@pytest.mark.row(97)
+@given(st.floats(2.0**-149, 2.0**127, width=32))
+def test_rounding_up_to_a_power_of_two_is_exact(number: float) -> None:
+    rounded = float(round_up_to_power_of_two(torch.tensor([number], dtype=torch.float32))[0])
+    assert math.frexp(rounded)[0] == 0.5 and rounded / 2 < number <= rounded
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
