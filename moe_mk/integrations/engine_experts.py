@@ -147,7 +147,8 @@ class RankExperts:
         Raises UnsupportedError with every reason if no backend is eligible.
         """
         self.name, self.grid, ep = model["name"], grid, grid.ep
-        self.hidden_size, self.num_routed = model["hidden_size"], model["num_experts"] * ep.size
+        self.hidden_size, self.num_experts = model["hidden_size"], model["num_experts"]
+        self.num_routed = self.num_experts * ep.size
         described = {
             "model": dict(model) | {"num_experts": self.num_routed},
             "router": {"top_k": min(top_k, self.num_routed)},
@@ -167,8 +168,7 @@ class RankExperts:
         unmoved = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
         self._routed = layer_call(kernel, self.weights, dtype=dtype) if unmoved else None
         """The experts as one call on routed tokens; None where these move, are quantised, or the backend has none."""
-        exchanged = ep.size > 1 and not kernel.is_partial
-        self._exchange = layer_call(kernel, self.weights, dtype=dtype) if exchanged else None
+        self._exchange = None if ep.size == 1 or kernel.is_partial else layer_call(kernel, self.weights, dtype=dtype)
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         if (

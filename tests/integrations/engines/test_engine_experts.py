@@ -41,7 +41,7 @@ def test_it_computes_what_loops_do_and_swapped_halves_would_show(experts: str) -
     tiny, tokens = Tiny.drawn(), call()
     here = made(tiny, experts=experts)
     assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE
-    assert experts in ("auto", here.backend)
+    assert experts in ("auto", here.backend) and (here.num_experts, here.hidden_size) == (EXPERTS, HIDDEN)
     swapped = Tiny(torch.cat(tiny.w13.chunk(2, dim=1)[::-1], dim=1), tiny.w2)
     assert error(made(swapped, experts=experts)(*tokens), tiny.loops(*tokens)) > 0.1
 
