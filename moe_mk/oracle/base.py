@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from moe_mk.config.problem import Problem
+from moe_mk.config.quant import QuantConfig
 from moe_mk.experts.base import ExpertsTraits
-from moe_mk.oracle.fallback import WeightFormat, as_stored, in_fp8, in_layer_dtype
+from moe_mk.oracle.fallback import in_fp8, in_layer_dtype
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.quant.wire import Timing, WireSupport, when_to_round
+from moe_mk.quant.wire import Timing, when_to_round
 from moe_mk.registry import Registry
 
 FINER_THAN_FP8 = {n for n, s in GGUF.items() if s.blocks.bits > 4} | {n for n, s in GROUPED.items() if s.bits > 4}
@@ -55,22 +56,21 @@ class Oracle:
         activations, wish = problem.activations, problem.config.kernel.wire
         if activations is None or wish == "plain":
             return problem.dtype
-        carries = WireSupport(transport.wire, whole_scale=transport.gathers)
         asked = wish in ("fp8", "checkpoint") or compute == activations
-        timing = when_to_round(activations, carries, experts_read=asked).timing
+        timing = when_to_round(activations, transport.wire, gathers=transport.gathers, experts_read=asked)
         return activations if timing in (Timing.BEFORE, Timing.EITHER) else problem.dtype
 
     @classmethod
-    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
+    def formats(cls, problem: Problem) -> tuple[QuantConfig, ...]:
         """Formats in which weights may be held, best first.
 
         The stored one. Of quantised weights then FP8, unless it is stored or would round visibly; the layer's dtype.
         """
         quant = problem.config.model.quant
         if quant.kind == "plain":
-            return (as_stored(problem),)
+            return (quant,)
         fine = quant.weights.startswith("fp8") or {quant.weights, quant.down} & FINER_THAN_FP8
-        return as_stored(problem), *(() if fine else (in_fp8(problem),)), in_layer_dtype(problem)
+        return quant, *(() if fine else (in_fp8(problem),)), in_layer_dtype(problem)
 
 
 ORACLES: Registry[type[Oracle]] = Registry("oracle", Oracle, group="moe_mk.oracles")

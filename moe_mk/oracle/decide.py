@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.quant import QuantConfig
 from moe_mk.config.traits import runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
@@ -18,7 +19,7 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
-from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of, in_native_form
+from moe_mk.oracle.fallback import RejectedFormat, effect_of, held_in, in_native_form
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
@@ -129,8 +130,8 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     check_pins(problem.config.kernel)
     _check_type(problem, oracle)
     attempts: list[Attempt] = []
-    for weight_format in _allowed_formats(problem, oracle):
-        attempts.append(_try(weight_format, problem, oracle))
+    for quant in _allowed_formats(problem, oracle):
+        attempts.append(_try(problem, held_in(quant, problem), oracle))
         if any(not candidate.traits.definition for _, candidate in attempts[-1].able):
             break
     serving = attempts[-1] if any(not c.traits.definition for _, c in attempts[-1].able) else None
@@ -143,10 +144,10 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
     decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
     passed = tuple(_rejected_format(each) for each in attempts if each is not chosen)
-    return replace(decision, effect=effect_of(chosen.weight_format, problem), passed_over=passed)
+    return replace(decision, effect=effect_of(problem, chosen.problem), passed_over=passed)
 
 
-def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightFormat, ...]:
+def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[QuantConfig, ...]:
     """Formats to try. Requantised weights have no activation scheme, so activations = checkpoint allows no fallback."""
     formats, kernel = oracle.formats(problem), problem.config.kernel
     insists = kernel.rounds and problem.activations is not None
@@ -157,20 +158,18 @@ def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightForm
 class Attempt:
     """The verdicts on all pairs for one format of the weights."""
 
-    weight_format: WeightFormat
     problem: Problem
     verdicts: list[Verdict]
     able: list[tuple[Verdict, Candidate]]
 
 
-def _try(weight_format: WeightFormat, problem: Problem, oracle: type[Oracle]) -> Attempt:
-    held = weight_format.of(problem)
+def _try(stored: Problem, held: Problem, oracle: type[Oracle]) -> Attempt:
     candidates = _candidates(held, oracle)
     verdicts = [_verdict(candidate, held) for candidate in candidates]
     able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, held)]
-    if not weight_format.is_stored:  # monolithic kernels support only the stored format
+    if held.config.model.quant != stored.config.model.quant:  # monolithic kernels support only the stored format
         able = [(v, c) for v, c in able if v.prepare_finalize != INSIDE]
-    return Attempt(weight_format, held, verdicts, able)
+    return Attempt(held, verdicts, able)
 
 
 def _rejected_format(attempt: Attempt) -> RejectedFormat:

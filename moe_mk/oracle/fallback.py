@@ -22,25 +22,6 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class WeightFormat:
-    """A format in which the weights of a problem may be held."""
-
-    quant: QuantConfig
-    stored: QuantConfig
-
-    @property
-    def is_stored(self) -> bool:
-        return self.quant == self.stored
-
-    def of(self, problem: Problem) -> Problem:
-        """The same problem with the weights in this format."""
-        if self.is_stored:
-            return problem
-        model = problem.config.model.model_copy(update={"quant": self.quant})
-        return replace(problem, config=problem.config.model_copy(update={"model": model}))
-
-
-@dataclass(frozen=True)
 class RejectedFormat:
     """A weight format that no backend reads, or that only the reference does, and the reasons."""
 
@@ -75,13 +56,13 @@ class Effect:
         }  # fmt: skip
 
 
-def as_stored(problem: Problem) -> WeightFormat:
-    """The stored format: nothing is requantised."""
-    quant = problem.config.model.quant
-    return WeightFormat(quant, quant)
+def held_in(quant: QuantConfig, problem: Problem) -> Problem:
+    """The same problem with the weights in this format."""
+    model = problem.config.model.model_copy(update={"quant": quant})
+    return replace(problem, config=problem.config.model_copy(update={"model": model}))
 
 
-def in_native_form(problem: Problem) -> tuple[WeightFormat, ...]:
+def in_native_form(problem: Problem) -> tuple[QuantConfig, ...]:
     """Types of GGUF in others that hold the same values, or on a CPU in bf16, for a backend that reads only those."""
     stored = problem.config.model.quant
     kinds: tuple[str, str] = stored.weights, stored.down or stored.weights
@@ -89,41 +70,39 @@ def in_native_form(problem: Problem) -> tuple[WeightFormat, ...]:
     if not held or (problem.device.kind != "cpu" and "bf16" in held.values()):
         return ()
     first, down = (held.get(kind, kind) for kind in kinds)
-    found = WeightFormat(QuantConfig.parse({"weights": first, "down": down, "activations": "none"}, "held"), stored)
-    pin, same = problem.config.kernel.experts, found.of(problem)
+    found = QuantConfig.parse({"weights": first, "down": down, "activations": "none"}, "held")
+    pin, same = problem.config.kernel.experts, held_in(found, problem)
     able = (each for name, each in EXPERTS.items() if pin in ("auto", name) and not each.traits.weights >= held.keys())
     return () if all(each.reasons_against(same) for each in able) else (found,)
 
 
-def in_fp8(problem: Problem) -> WeightFormat:
+def in_fp8(problem: Problem) -> QuantConfig:
     """FP8 in blocks of 128 x 128 with power-of-two scales; activations stay in the layer's dtype.
 
     Smaller blocks where 128 would not divide the slice of a tensor-parallel rank.
     """
     side = gcd(BLOCK, problem.intermediate) if problem.config.parallel.tp > 1 else BLOCK
-    quant = QuantConfig(weights="fp8_block", block=(side, side), scale="ue8m0", activations="none")
-    return WeightFormat(quant, problem.config.model.quant)
+    return QuantConfig(weights="fp8_block", block=(side, side), scale="ue8m0", activations="none")
 
 
-def in_layer_dtype(problem: Problem) -> WeightFormat:
+def in_layer_dtype(problem: Problem) -> QuantConfig:
     """Weights dequantised to the layer's dtype at load, for experts that read plain weights."""
-    return WeightFormat(QuantConfig.parse({"weights": problem.dtype.name}, "a fallback"), problem.config.model.quant)
+    return QuantConfig.parse({"weights": problem.dtype.name}, "a fallback")
 
 
-def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
-    """The cost of a format for a problem with the stored weights; None for the stored format."""
-    if weight_format.is_stored:
+def effect_of(problem: Problem, held: Problem) -> Effect | None:
+    """The cost of holding the weights of a problem as in `held`; None if that is the stored format."""
+    before, after = (each.config.model.quant for each in (problem, held))
+    if before == after:
         return None
-    held = weight_format.of(problem)
-    quants = (each.config.model.quant for each in (problem, held))
-    stored, name = (" and ".join(dict.fromkeys((q.weight_scheme.name, q.down_scheme.name))) for q in quants)
+    stored, name = (" and ".join(dict.fromkeys((q.weight_scheme.name, q.down_scheme.name))) for q in (before, after))
     memory = expert_bytes(held) / expert_bytes(problem)
     if memory <= 1:
         speed = "decode reads no more bytes than in the stored format"
     else:
         speed = f"memory-bound decode takes up to {memory:.2f}x the time of a kernel for {stored}"
-    rounding = added_rounding(problem.weights, held.weights)
-    rounding = max(rounding, added_rounding(weight_format.stored.down_scheme, weight_format.quant.down_scheme))
+    down = added_rounding(before.down_scheme, after.down_scheme)
+    rounding = max(added_rounding(problem.weights, held.weights), down)
     return Effect(stored, name, memory, rounding, speed)
 
 

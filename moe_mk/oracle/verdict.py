@@ -195,10 +195,8 @@ class Verdict:
             "reasons": [{"code": r.code, "text": r.text, "fix": r.fix} for r in self.reasons],
         }
 
-    def line(self, transport_width: int = 0, experts_width: int = 0) -> str:
-        """One line of an explanation. Widths: columns of the two names."""
-        if self.cost_us is None:
-            return f"  refused  {self.name}: {'; '.join(map(str, self.reasons))}"
+    def line(self, transport_width: int, experts_width: int) -> str:
+        """One line of an explanation, of an eligible pair. Widths: columns of the two names."""
         emulated = ", emulated" if self.emulated else ""
         mark, names = "*" if self.chosen else " ", f"{self.prepare_finalize:<{transport_width}} + "
         return f"{mark} {names}{self.experts:<{experts_width}} {self.cost_us:9,.0f} us  {self.cost_source}{emulated}"

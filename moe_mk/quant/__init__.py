@@ -16,7 +16,7 @@ from moe_mk.quant.microscaling import MXFP4, MXFP8, Microscaled
 from moe_mk.quant.nvfp4 import NVFP4, NVFP4_TOKENS, Nvfp4, nvfp4_tokens
 from moe_mk.quant.plain import BF16, FP16, FP32, Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import Timing, WhenToRound, WireSupport, when_to_round
+from moe_mk.quant.wire import Timing, when_to_round
 
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
@@ -31,6 +31,6 @@ __all__ = [
     "BF16", "FP16", "FP32", "FP8_1x128", "FP8_1x128_UE8M0", "FP8_128x128", "FP8_128x128_UE8M0", "FP8_CHANNEL",
     "FP8_DYNAMIC_TENSOR", "FP8_TENSOR", "FP8_TOKEN", "INT8_128x128", "INT8_CHANNEL", "INT8_TOKEN", "MXFP4", "MXFP8",
     "NVFP4", "NVFP4_TOKENS", "SCHEMES", "WHOLE", "BlockedScheme", "Element", "Fp8Block", "Fp8Static", "Int8Block",
-    "Microscaled", "Nvfp4", "Plain", "QuantScheme", "QuantTensor", "Timing", "WhenToRound", "WireSupport",
-    "activation_scheme", "fp8_static", "nvfp4_tokens", "plain", "weight_scheme", "when_to_round",
+    "Microscaled", "Nvfp4", "Plain", "QuantScheme", "QuantTensor", "Timing", "activation_scheme",
+    "fp8_static", "nvfp4_tokens", "plain", "weight_scheme", "when_to_round",
 ]  # fmt: skip

@@ -78,47 +78,19 @@ class Timing(Enum):
     """Both give the same result, because every rank sees every row."""
 
 
-@dataclass(frozen=True)
-class WireSupport:
-    """The quantised rows a transport can send."""
-
-    families: frozenset[str]
-    """Families of schemes, "plain" included."""
-    whole_scale: bool = False
-    """Whether every rank receives every row (all-gather), so that one scale for all rows is valid on both sides."""
-
-
-@dataclass(frozen=True)
-class WhenToRound:
-    """The decision and its reason."""
-
-    timing: Timing
-    because: str
-
-
-def when_to_round(activations: QuantScheme | None, transport: WireSupport, *, experts_read: bool) -> WhenToRound:
+def when_to_round(
+    activations: QuantScheme | None, families: frozenset[str], *, gathers: bool, experts_read: bool
+) -> Timing:
     """Decide whether activations of a scheme are quantised before or after dispatch; None and plain ones never are.
 
     A row with its own scales can be quantised before dispatch: fewer bytes, same result. A scale over all rows of a
-    call is known only at the experts. experts_read: whether the experts multiply activations of this scheme.
+    call is known only at the experts, unless every rank receives every row. families: of schemes whose rows the
+    transport sends. gathers: whether every rank receives every row. experts_read: whether the experts multiply
+    activations of this scheme.
     """
     if not isinstance(activations, BlockedScheme):
-        return WhenToRound(Timing.NEVER, "the experts take the layer's dtype")
-    name = activations.name
-    if not experts_read:
-        return WhenToRound(Timing.AFTER, f"the experts do not read {name} rows; they round for themselves, if at all")
-    if activations.is_static:
-        return _supported(activations, transport, "its scale is known everywhere")
-    if activations.rows == WHOLE:
-        if transport.whole_scale:
-            return WhenToRound(Timing.EITHER, "every rank sees all rows: one scale means the same on both sides")
-        return WhenToRound(Timing.AFTER, "its scale depends on rows of other ranks, and does not travel with a row")
-    return _supported(activations, transport, "each row carries its own scales")
-
-
-def _supported(activations: BlockedScheme, transport: WireSupport, reason: str) -> WhenToRound:
-    if activations.family not in transport.families:
-        return WhenToRound(Timing.AFTER, f"the transport does not carry {activations.family} rows")
-    if transport.whole_scale:
-        return WhenToRound(Timing.EITHER, f"{reason}, and all rows are everywhere; before is fewer bytes")
-    return WhenToRound(Timing.BEFORE, f"{reason}; fewer bytes travel and nothing changes")
+        return Timing.NEVER
+    travels = activations.is_static or activations.rows != WHOLE or gathers
+    if not (experts_read and travels and activations.family in families):
+        return Timing.AFTER
+    return Timing.EITHER if gathers else Timing.BEFORE

@@ -46,7 +46,7 @@ WORDS = {
     "told_once": Word(r"\btold_once\b", "group_refusals"),
     "PassedOver": Word(r"\bPassedOver\b", "RejectedFormat"),
     "Tried": Word(rf"\bTried\b{NAME}", "Attempt"),
-    "Form": Word(rf"\bForm\b{NAME}", "WeightFormat in oracle, KernelFormat in triton"),
+    "Form": Word(rf"\bForm\b{NAME}", "RejectedFormat in oracle, KernelFormat in triton"),
     "RoomyWeights": Word(r"\bRoomyWeights\b", "PaddedStack"),
     "FormedWeights": Word(r"\bFormedWeights\b", "PackedWeights"),
     ".lies": Word(r"\.lies\b", ".format"),

@@ -11,7 +11,7 @@ from moe_mk.experts.held import held_as
 from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.oracle import fallback
 from moe_mk.oracle.base import ORACLES
-from moe_mk.oracle.fallback import added_rounding, effect_of, in_fp8
+from moe_mk.oracle.fallback import added_rounding, effect_of, held_in, in_fp8
 from moe_mk.oracle.formats import select_gguf_moe_backend, select_int_wna16_moe_backend
 from moe_mk.quant import BF16, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
@@ -93,7 +93,7 @@ def test_no_rounding_is_added_exactly_where_every_stored_value_is_one_of_the_new
 def test_blocks_of_a_fallback_fit_the_slices_of_tensor_parallel_ranks() -> None:
     for inner, tp, side in ((768, 1, 128), (192, 1, 128), (384, 2, 64), (768, 4, 64), (768, 2, 128), (160, 2, 16)):
         asked = problems.problem("tiny", moe_intermediate_size=inner, tp=tp)
-        assert in_fp8(asked).quant.block == (side, side), (inner, tp)
+        assert in_fp8(asked).block == (side, side), (inner, tp)
 
 
 def test_mixed_types_are_counted_in_bytes_and_refused_where_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,5 +174,5 @@ def test_a_format_of_as_many_bytes_reads_no_more(held: float, speed: str, monkey
     stored = problem("int4_g32")
     sizes = {id(stored): 2.0}
     monkeypatch.setattr(fallback, "expert_bytes", lambda asked: sizes.get(id(asked), held))
-    effect = effect_of(in_fp8(stored), stored)
+    effect = effect_of(stored, held_in(in_fp8(stored), stored))
     assert effect is not None and speed in effect.speed and effect.memory == held / 2

@@ -14,44 +14,39 @@ from moe_mk.quant import (
     FP8_1x128_UE8M0,
     QuantScheme,
     Timing,
-    WireSupport,
     fp8_static,
     when_to_round,
 )
 
-DEEP_EP = WireSupport(frozenset({"plain", "fp8"}))
-EXCHANGE = WireSupport(frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}))
-GATHER = WireSupport(frozenset({"plain", "fp8"}), whole_scale=True)
+DEEP_EP = frozenset({"plain", "fp8"})
+EXCHANGE = DEEP_EP | {"int8", "mxfp8", "nvfp4"}
 
 
 @pytest.mark.row(100)
 @pytest.mark.parametrize(
-    "scheme,transport,expected",
+    "scheme,families,alone,gathered",
     [
-        (FP8_1x128, DEEP_EP, Timing.BEFORE),
-        (FP8_1x128_UE8M0, DEEP_EP, Timing.BEFORE),
-        (FP8_TOKEN, DEEP_EP, Timing.BEFORE),
-        (FP8_DYNAMIC_TENSOR, DEEP_EP, Timing.AFTER),
-        (FP8_DYNAMIC_TENSOR, GATHER, Timing.EITHER),
-        (FP8_1x128, GATHER, Timing.EITHER),
-        (fp8_static(0.1), DEEP_EP, Timing.BEFORE),
-        (INT8_TOKEN, DEEP_EP, Timing.AFTER),
-        (INT8_TOKEN, EXCHANGE, Timing.BEFORE),
-        (MXFP8, EXCHANGE, Timing.BEFORE),
-        (NVFP4_TOKENS, EXCHANGE, Timing.BEFORE),
-        (NVFP4_TOKENS, DEEP_EP, Timing.AFTER),
-        (BF16, EXCHANGE, Timing.NEVER),
-        (None, EXCHANGE, Timing.NEVER),
+        (FP8_1x128, DEEP_EP, Timing.BEFORE, Timing.EITHER),
+        (FP8_1x128_UE8M0, DEEP_EP, Timing.BEFORE, Timing.EITHER),
+        (FP8_TOKEN, DEEP_EP, Timing.BEFORE, Timing.EITHER),
+        (FP8_DYNAMIC_TENSOR, DEEP_EP, Timing.AFTER, Timing.EITHER),
+        (fp8_static(0.1), DEEP_EP, Timing.BEFORE, Timing.EITHER),
+        (INT8_TOKEN, DEEP_EP, Timing.AFTER, Timing.AFTER),
+        (INT8_TOKEN, EXCHANGE, Timing.BEFORE, Timing.EITHER),
+        (MXFP8, EXCHANGE, Timing.BEFORE, Timing.EITHER),
+        (NVFP4_TOKENS, EXCHANGE, Timing.BEFORE, Timing.EITHER),
+        (NVFP4_TOKENS, DEEP_EP, Timing.AFTER, Timing.AFTER),
+        (BF16, EXCHANGE, Timing.NEVER, Timing.NEVER),
+        (None, EXCHANGE, Timing.NEVER, Timing.NEVER),
     ],
 )
-def test_the_tree_by_its_leaves(scheme: QuantScheme | None, transport: WireSupport, expected: Timing) -> None:
-    answer = when_to_round(scheme, transport, experts_read=True)
-    assert answer.timing is expected and answer.because
-
-
-def test_experts_that_do_not_read_the_scheme_round_for_themselves() -> None:
-    answer = when_to_round(FP8_1x128, DEEP_EP, experts_read=False)
-    assert answer.timing is Timing.AFTER and "do not read fp8_1x128" in answer.because
+def test_the_tree_by_its_leaves(
+    scheme: QuantScheme | None, families: frozenset[str], alone: Timing, gathered: Timing
+) -> None:
+    assert when_to_round(scheme, families, gathers=False, experts_read=True) is alone
+    assert when_to_round(scheme, families, gathers=True, experts_read=True) is gathered
+    unread = Timing.NEVER if alone is Timing.NEVER else Timing.AFTER
+    assert when_to_round(scheme, families, gathers=True, experts_read=False) is unread
 
 
 @pytest.mark.row(100)
