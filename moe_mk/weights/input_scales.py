@@ -31,9 +31,6 @@ class InputScales:
     """The largest scale of all gates and ups."""
     hidden: float
     """The largest scale of all downs."""
-    num_experts: int
-    spread: float
-    """Ratio of the largest to the smallest scale of gates and ups: the range lost by sharing one."""
 
 
 def read_input_scales(
@@ -70,7 +67,7 @@ def read_input_scales(
     down = {name for name in wanted if (part := convention.parse(name)) and part.projection == "down"}
     tokens = [float(scale) for name, scale in scales.items() if name not in down]
     hidden = [float(scale) for name, scale in scales.items() if name in down]
-    return InputScales(max(tokens), max(hidden), len(experts), max(tokens) / min(tokens))
+    return InputScales(max(tokens), max(hidden))
 
 
 def has_input_scales(source: TensorSource, layer: int, prefix: str | None = None) -> bool:

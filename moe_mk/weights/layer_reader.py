@@ -70,8 +70,8 @@ class LayerReader:
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
-        shared = self._mlp(Role.SHARED, None) if self.spec.num_shared_experts else None
-        slots = {e: self._mlp(Role.EXPERT, e) for e in dict.fromkeys(owned)}
+        shared = self.mlp(None) if self.spec.num_shared_experts else None
+        slots = {e: self.mlp(e) for e in dict.fromkeys(owned)}
         facts = LoadFacts(
             self.source.where, layer, self.prefix, self.convention.name, tuple(owned), self.tp_rank, self.tp_size,
             self.contents.num_bytes, tuple(self.names),
@@ -83,17 +83,19 @@ class LayerReader:
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read every opened tensor once and list NaN codes and invalid scales."""
-        return self._table_problems() + self.contents.problems(on_progress)
+        problems = self.contents.problems(on_progress)
+        if self.table is not None:
+            wrong = int(((self.table < -1) | (self.table >= self.spec.num_experts)).sum())
+            name, experts = self.convention.spell(Part(Role.TABLE)), self.spec.num_experts
+            problems[:0] = [f"{wrong} entries of {name} name experts outside [-1, {experts})"] if wrong else []
+        return problems
 
-    def _table_problems(self) -> list[str]:
-        if self.table is None:
-            return []
-        wrong = int(((self.table < -1) | (self.table >= self.spec.num_experts)).sum())
-        name, experts = self.convention.spell(Part(Role.TABLE)), self.spec.num_experts
-        return [f"{wrong} entries of {name} name experts outside [-1, {experts})"] if wrong else []
+    def mlp(self, expert: int | None) -> SlotWeights:
+        """An expert; None: all shared experts as one MLP.
 
-    def _mlp(self, role: Role, expert: int | None) -> SlotWeights:
-        """An expert. Where packed columns of down are ordered by activation, so are rows of gate and up."""
+        Where packed columns of down are ordered by activation, so are rows of gate and up.
+        """
+        role = Role.SHARED if expert is None else Role.EXPERT
         width = self.spec.intermediate_size if role is Role.EXPERT else self.spec.shared_intermediate_size
         share = self.spec.slice_of(width, self.tp_rank, self.tp_size)
         found = {projection: self._whole(role, projection, expert) for projection in (*self.spec.wide, "down")}
@@ -155,13 +157,6 @@ class LayerReader:
             return q
         wanted = scheme if isinstance(scheme, Plain) else plain(torch.bfloat16)
         return wanted.quantize(q.dequantize(wanted.dtype))
-
-    def expert(self, expert: int) -> SlotWeights:
-        return self._mlp(Role.EXPERT, expert)
-
-    def shared_experts(self) -> SlotWeights:
-        """All shared experts as one MLP."""
-        return self._mlp(Role.SHARED, None)
 
     @property
     def _order(self) -> str:

@@ -177,7 +177,7 @@ class LayerLoader:
         slots: dict[int | None, SlotWeights] = {}
         for each in parts:
             if each.expert not in slots:
-                slots[each.expert] = reader.shared_experts() if each.expert is None else reader.expert(each.expert)
+                slots[each.expert] = reader.mlp(each.expert)
             yield each, _of_slot(slots[each.expert], each)
 
     def _parts_of(self, part: Part) -> list[Part]:

@@ -164,14 +164,14 @@ class FileSource(TensorSource):
         return found
 
     def open(self, name: str) -> Tensor:
-        file, entry = self._file_of[name], self.entry(name)
+        file, entry = self._file_of[name], FileSource.entry(self, name)
         if file not in self._maps:
             self._maps[file] = MappedFile(file, self.header(file).num_bytes)
         return self._maps[file].view(entry)
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Request the bytes from the system's page cache, if supported and not yet cached."""
-        entry = self.entry(name)
+        entry = FileSource.entry(self, name)
         if hasattr(os, "posix_fadvise"):
             first = entry.start + start
             size = entry.num_bytes - start if num_bytes is None else num_bytes
@@ -184,9 +184,6 @@ class FileSource(TensorSource):
     def files(self) -> list[Path]:
         """All files that hold tensors, in order."""
         return sorted(set(self._file_of.values()))
-
-    def file_of(self, name: str) -> Path:
-        return self._file_of[name]
 
     def header(self, file: Path) -> Header:
         """The header of one file, read once."""
@@ -289,8 +286,7 @@ class RenamedSource(SafetensorsSource):
 
     def __init__(self, path: str | os.PathLike[str], names: TensorNames) -> None:
         super().__init__(path)
-        self._inner = SafetensorsSource(path)
-        self._views = {name: _View(name) for name in self._inner.names()}
+        self._views = {name: _View(name) for name in super().names()}
         for name, rest in itertools.product(tuple(self._views), ("", r"\.[^.]+")):  # gate.bias may be a part itself
             parts = names.parts.items() if name in self._views else ()
             found = {made: view for key, part in parts for made, view in self._named(names, key, part, name, rest)}
@@ -304,7 +300,7 @@ class RenamedSource(SafetensorsSource):
 
     def entry(self, name: str) -> TensorEntry:
         view = self._views[name]
-        whole = self._inner.entry(view.name)
+        whole = super().entry(view.name)
         shape = view.shape_of(whole.shape)
         return replace(
             whole,
@@ -315,16 +311,13 @@ class RenamedSource(SafetensorsSource):
 
     def open(self, name: str) -> Tensor:
         view = self._views[name]
-        return view.of(self._inner.open(view.name))
+        return view.of(super().open(view.name))
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Of whole tensors only."""
         view = self._views[name]
         if view == _View(view.name):
-            self._inner.read_ahead(view.name, start, num_bytes)
-
-    def file_of(self, name: str) -> Path:
-        return self._inner.file_of(self._views[name].name)
+            super().read_ahead(view.name, start, num_bytes)
 
     def _named(
         self, names: TensorNames, key: str, part: str | TensorPart, name: str, rest: str
@@ -342,7 +335,7 @@ class RenamedSource(SafetensorsSource):
         if isinstance(part, str):
             yield made.replace("{e}", groups.get("e", "")), _View(name)
         elif "{e}" in key and "{e}" not in path:
-            for expert in range(self._inner.entry(name).shape[0]):
+            for expert in range(super().entry(name).shape[0]):
                 yield made.replace("{e}", str(part.first + expert)), _View(name, expert, part.rows, part.transposed)
         else:
             number = str(part.first + int(groups.get("e", 0)))

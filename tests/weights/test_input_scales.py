@@ -62,19 +62,6 @@ def checkpoint(tmp_path: Path) -> Callable[[dict[str, Tensor]], Path]:
     return write
 
 
-def test_the_largest_scale_of_all_experts_counts() -> None:
-    found = read_input_scales(MappingSource(tensors()), 3)
-    assert found is not None
-    assert (found.tokens, found.hidden, found.num_experts, found.spread) == (
-        4 / 64,
-        pytest.approx(4 / 300),
-        EXPERTS,
-        4.0,
-    )
-    without = {name: tensor for name, tensor in tensors().items() if "input" not in name}
-    assert read_input_scales(MappingSource(without), 3) is None
-
-
 def test_broken_and_missing_scales_are_refused() -> None:
     content = tensors()
     del content[PREFIX + "experts.2.up_proj.input_scale"]

@@ -239,7 +239,7 @@ class _Conversion:
 
     def _converted(self, block: _Block, part: Part) -> tuple[SlotWeights, ExpertError]:
         shared = part.expert is None
-        old = block.reader.shared_experts() if part.expert is None else block.reader.expert(part.expert)
+        old = block.reader.mlp(part.expert)
         _check(block.reader, f"layer {block.layer}, {'shared experts' if shared else f'expert {part.expert}'}")
         new = slot_held_as(old, self.shared_scheme if shared and self.shared_scheme is not None else self.scheme)
         moved = {p: _distance(old.matrices[p], new.matrices[p]) for p in ("gate", "up", "down")}
@@ -281,7 +281,7 @@ class _ToGguf:
         new = replace(spec, scheme=self.scheme, down_scheme=self.down, shared_scheme=None)
 
         def matrix(part: Part) -> QuantTensor:
-            slot = reader.shared_experts() if part.expert is None else reader.expert(part.expert)
+            slot = reader.mlp(part.expert)
             _check(reader, f"layer {layer.layer}, expert {part.expert}")
             old = slot.matrices[part.projection]
             found = requantised(old, new.scheme_of(part.role, part.projection))
@@ -293,8 +293,7 @@ class _ToGguf:
 
         def vector(part: Part) -> Tensor:
             if part.extra == "bias":
-                assert part.expert is not None
-                bias = reader.expert(part.expert).bias(part.projection)
+                bias = reader.mlp(part.expert).bias(part.projection)
                 assert bias is not None
                 return bias
             return self.source.open(layer.prefix + convention.spell(part))
