@@ -149,21 +149,11 @@ class Budget:
     move_cost: float
 
 
-@dataclass
-class _Option:
-    """One way to change some layers: the placement, what each layer would gain, and the arrivals it needs."""
-
-    layers: Ints
-    placed: SlotPlacement
-    gain: Doubles
-    arrivals: Ints
-
-
 def changed(
     old: Ints, old_shares: Doubles | None, name: Policy, policy: EplbPolicy, request: PlacementRequest, budget: Budget
 ) -> SlotPlacement:
     """Start from the old slots [X, P] (-1: empty): new shares everywhere, new weights only where they pay."""
-    base, forced = _kept(old, old_shares, request)
+    base = _kept(old, old_shares, request)
     times = request.times(base.experts, base.shares)
     speed_W = request.sites.speed_W
     # Not with BLAS: its rounding depends on the processor, and plans are the same on all.
@@ -185,25 +175,27 @@ def changed(
     enough = time[layers] - 1.02 * budget.min_gain * ideal[layers]
     mended = _mended(current, np.minimum(best * (1 + budget.min_gain), enough), policy, part, budget)
     aligned = _aligned(current, renewed, policy, part)
-    options = [_option(layers, each, current, part, ideal[layers]) for each in (mended, aligned)]
-    _take_best(base, options, budget, int(forced.sum()))
+    offers: list[Offer] = []
+    for placed in (mended, aligned):
+        gain = (time[layers] - part.times(placed.experts, placed.shares).max(1)) / ideal[layers]
+        arrivals = num_arrivals(current.experts, placed.experts, request.sites)
+        net = gain - budget.move_cost * arrivals
+        for at in np.flatnonzero((net > 0) & (gain >= budget.min_gain)).tolist():
+            offers.append((int(layers[at]), float(net[at]), int(arrivals[at]), at, placed))
+    _take_best(base, offers, budget, int(num_arrivals(old, base.experts, request.sites).sum()))
     return base
 
 
-def _kept(old: Ints, old_shares: Doubles | None, request: PlacementRequest) -> tuple[SlotPlacement, Ints]:
+def _kept(old: Ints, old_shares: Doubles | None, request: PlacementRequest) -> SlotPlacement:
     """The old slots with experts that lost their last copies restored, and shares for today's load."""
     experts = old.copy()
-    forced = np.zeros(len(old), np.int64)
     method = ["kept, shares re-solved"] * len(old)
     for layer in range(len(old)):
         bench = Bench(old[layer], request.load[layer], request.sites, least=request.least)
         if (bench.count < request.least).any():
             bench.restore()
             experts[layer], method[layer] = bench.placed, "lost experts restored"
-    if not np.array_equal(experts, old):
-        forced = num_arrivals(old, experts, request.sites)
-    shares = split_shares(experts, request, old_shares)
-    return SlotPlacement(experts, shares, method, np.zeros(len(old))), forced
+    return SlotPlacement(experts, split_shares(experts, request, old_shares), method, np.zeros(len(old)))
 
 
 def _rows(placed: SlotPlacement, layers: Ints) -> SlotPlacement:
@@ -240,29 +232,19 @@ def _aligned(
     return SlotPlacement(experts, shares, [f"new: {name}" for name in new.method], new.exported)
 
 
-def _option(
-    layers: Ints, placed: SlotPlacement, current: SlotPlacement, request: PlacementRequest, ideal: Doubles
-) -> _Option:
-    before, after = (request.times(each.experts, each.shares).max(1) for each in (current, placed))
-    return _Option(
-        layers, placed, (before - after) / ideal, num_arrivals(current.experts, placed.experts, request.sites)
-    )
+Offer = tuple[int, float, int, int, SlotPlacement]
+"""A layer, what changing it gains after its arrivals are paid for, those arrivals, and its row of a placement."""
 
 
-def _take_best(base: SlotPlacement, options: list[_Option], budget: Budget, used: int) -> None:
-    """Give every layer its best paying option, most gain per move first, until the moves are used up."""
-    offers = []
-    for option in options:
-        net = option.gain - budget.move_cost * option.arrivals
-        for at in np.flatnonzero((net > 0) & (option.gain >= budget.min_gain)).tolist():
-            offers.append((int(option.layers[at]), float(net[at]), int(option.arrivals[at]), at, option))
+def _take_best(base: SlotPlacement, offers: list[Offer], budget: Budget, used: int) -> None:
+    """Give every layer its best paying offer, most gain per move first, until the moves are used up."""
     best_net = {layer: max(net for other, net, *_ in offers if other == layer) for layer, *_ in offers}
     done: set[int] = set()
-    # A layer's best option first; when it does not fit the budget any more, its smaller one may.
+    # A layer's best offer first; when it does not fit the budget any more, its smaller one may.
     offers.sort(key=lambda offer: (offer[1] < best_net[offer[0]], -offer[1] / max(offer[2], 1)))
-    for layer, _, arrivals, index, option in offers:
+    for layer, _, arrivals, row, placed in offers:
         if layer in done or (budget.max_moves is not None and used + arrivals > budget.max_moves):
             continue
         done.add(layer)
         used += arrivals
-        base.replace(np.array([layer]), option.placed, np.array([index]))
+        base.replace(np.array([layer]), placed, np.array([row]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
+from moe_mk.placement.balance.shares import holders
 from moe_mk.placement.balance.topology import Sites, Topology
 
 
@@ -47,27 +48,18 @@ def aligned_slots(old: Ints, new: Ints, sites: Sites, *, whole_nodes: bool) -> I
     GPUs trade names only with GPUs of the same speed and slots; with whole_nodes only inside a node, and whole nodes
     with nodes of the same GPUs.
     """
-    overlaps = [_overlap(*layers, sites) for layers in zip(old, new, strict=True)]
+    before, after = (held.astype(np.float64) for held in _held_by_both(old, new, sites))
+    overlap_XWW = before.transpose(0, 2, 1) @ after  # experts that GPU a holds now and GPU b would hold
     if whole_nodes:
-        gpu_XW = [_by_nodes(overlap, sites) for overlap in overlaps]
+        gpu_XW = [_by_nodes(overlap, sites) for overlap in overlap_XWW]
     else:
-        gpu_XW = [*_by_kind(np.stack(overlaps), _kinds(sites))]
+        gpu_XW = [*_by_kind(overlap_XWW, _kinds(sites))]
     source = np.empty(old.shape, np.int64)
     for layer, gpus in enumerate(gpu_XW):
         for mine, theirs in enumerate(gpus):
             count = sites.slots_W[mine]
             source[layer, sites.cell_WS[mine, :count]] = sites.cell_WS[theirs, :count]
     return _stay_in_slot(old, new, source, sites)
-
-
-def _overlap(old: Ints, new: Ints, sites: Sites) -> Doubles:
-    """Experts that GPU a holds now and GPU b would hold, [W, W]."""
-    width = int(max(old.max(), new.max())) + 2
-    before, after = np.zeros((sites.num_gpus, width)), np.zeros((sites.num_gpus, width))
-    before[sites.site_P, old], after[sites.site_P, new] = 1.0, 1.0
-    before[:, -1] = after[:, -1] = 0.0  # empty slots
-    overlap: Doubles = before @ after.T
-    return overlap
 
 
 def _kinds(sites: Sites) -> Ints:
@@ -188,13 +180,15 @@ def _stay_in_slot(old: Ints, new: Ints, source: Ints, sites: Sites) -> Ints:
 
 def num_arrivals(old: Ints, new: Ints, sites: Sites) -> Ints:
     """Weights of each layer [X] that must arrive on a GPU that does not hold them."""
-    layers = len(old)
-    width = int(max(old.max(initial=0), new.max(initial=0))) + 2
-    row = np.arange(layers)[:, None]
-    before, after = np.zeros((layers, sites.num_gpus, width), bool), np.zeros((layers, sites.num_gpus, width), bool)
-    before[row, sites.site_P, old], after[row, sites.site_P, new] = True, True
-    arrivals: Ints = (after & ~before)[..., :-1].sum((1, 2))
+    before, after = _held_by_both(old, new, sites)
+    arrivals: Ints = (after & ~before).sum((1, 2))
     return arrivals
+
+
+def _held_by_both(old: Ints, new: Ints, sites: Sites) -> tuple[Bools, Bools]:
+    experts = int(max(old.max(initial=0), new.max(initial=0))) + 1
+    before, after = (holders(each, sites.site_P, experts, sites.num_gpus) for each in (old, new))
+    return before, after
 
 
 def plan_moves(old: Ints, new: Ints, topology: Topology) -> Moves:

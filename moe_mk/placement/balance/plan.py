@@ -19,8 +19,8 @@ from moe_mk.placement.balance.change import Budget, changed
 from moe_mk.placement.balance.moves import Moves, plan_moves
 from moe_mk.placement.balance.policy import Policy, SlotPlacement, fresh, resolve
 from moe_mk.placement.balance.request import PlacementRequest, Split, balance, best_balance, split_shares
-from moe_mk.placement.balance.shares import PER_TOKEN, Cost, at_slots, copies_of
-from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology, check_divisions
+from moe_mk.placement.balance.shares import PER_TOKEN, Cost, at_slots, copies_of, holders
+from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites, Topology, check_divisions
 
 Small = NDArray[np.int16 | np.int32]
 
@@ -60,10 +60,7 @@ def dense_of_csr(offsets: Small, slots: Small) -> Ints:
 
 def lost_with_gpu(phy2log: Ints, load: Doubles, gpu_P: Ints, num_gpus: int) -> Doubles:
     """Part of each layer's load that would go with a GPU, [X, W]: its experts exist nowhere else."""
-    layers, num_experts = load.shape
-    holds = np.zeros((layers, num_experts + 1, num_gpus), bool)
-    holds[np.arange(layers)[:, None], phy2log, gpu_P] = True  # empty slots land in the extra row
-    holds = holds[:, :num_experts]
+    holds = holders(phy2log, gpu_P, load.shape[1], num_gpus)
     alone = holds & (holds.sum(2, keepdims=True) == 1)
     total = load.sum(1)
     part = np.einsum("xe,xew->xw", load, alone.astype(np.float64))
@@ -160,7 +157,7 @@ def plan(
     """
     load_XE = _checked_load(load, seed)
     sites = topology.live_sites()
-    _check_feasible(load_XE.shape[1], topology, groups, min_copies, min_gain, move_cost, max_moves)
+    _check_feasible(load_XE.shape[1], sites, groups, min_copies, min_gain, move_cost, max_moves)
     request = PlacementRequest(load_XE, sites, groups, len(np.unique(sites.node_W)), split, cost, min_copies, target)
     chosen, way, why = resolve(policy, request)
     before = np.full(len(load_XE), np.nan)
@@ -217,22 +214,21 @@ def _checked_load(load: Load, seed: int | None) -> Doubles:
 
 
 def _check_feasible(
-    experts: int, topology: Topology, groups: int, copies: int, min_gain: float, move_cost: float, max_moves: int | None
+    experts: int, sites: Sites, groups: int, copies: int, min_gain: float, move_cost: float, max_moves: int | None
 ) -> None:
     check_divisions(("experts", experts, "groups", groups))
-    living = int((topology.alive_W & (topology.slots_W > 0)).sum())
+    living, slots, needed = sites.num_gpus, sites.num_slots, experts * copies
     if copies < 1 or copies > living:
         raise InfeasiblePlacement(
             f"min_copies={copies} needs as many different living GPUs, there are {living}",
             asked=copies, limit=living, next_feasible=min(max(copies, 1), living),
         )  # fmt: skip
-    if topology.live_slots < experts * copies:
-        needed = experts * copies
+    if slots < needed:
         per_gpu = -(-needed // living)
         raise InfeasiblePlacement(
-            f"{topology.live_slots} slots on {living} living GPUs cannot hold {experts} experts x {copies} copies"
+            f"{slots} slots on {living} living GPUs cannot hold {experts} experts x {copies} copies"
             f" = {needed}; {per_gpu} slots a GPU would do",
-            asked=topology.live_slots, limit=needed, next_feasible=per_gpu * living,
+            asked=slots, limit=needed, next_feasible=per_gpu * living,
         )  # fmt: skip
     if min_gain < 0 or move_cost < 0 or (max_moves is not None and max_moves < 0):
         raise ConfigError(f"min_gain={min_gain}, move_cost={move_cost} and max_moves={max_moves} must not be negative")

@@ -25,7 +25,7 @@ from moe_mk.placement.balance.compat import rebalance_experts
 from moe_mk.placement.balance.greedy import pack, replicate
 from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, SlotPlacement
 from moe_mk.placement.balance.request import PlacementRequest, split_shares
-from moe_mk.placement.balance.shares import at_slots, balance_of, equal_shares, gpu_time
+from moe_mk.placement.balance.shares import at_slots, balance_of, equal_shares, gpu_time, holders
 from moe_mk.placement.balance.spread import (
     fill_empty,
     fill_limit,
@@ -356,7 +356,7 @@ class Hybrid(EplbPolicy):
 
     def reasons_against(self, request: PlacementRequest) -> list[str]:
         """The reasons for which groups cannot be kept on one node."""
-        experts, nodes = request.load.shape[1], len(np.unique(request.sites.node_W))
+        experts, nodes = request.load.shape[1], request.nodes
         limit = int((request.sites.slots_W - 1).sum()) + nodes  # a slot of each node for pieces from elsewhere
         wrong = []
         if nodes < 2:
@@ -402,10 +402,8 @@ def _compat(request: PlacementRequest, groups: int, nodes: int) -> SlotPlacement
 
 def _check_copies(experts: Ints, request: PlacementRequest) -> None:
     """Raise InfeasiblePlacement where an expert found fewer different GPUs than asked for."""
-    layers, num_experts = request.load.shape
-    holds = np.zeros((layers, num_experts, request.sites.num_gpus), bool)
-    holds[np.arange(layers)[:, None], experts, request.sites.site_P] = True
-    fewest = int(holds.sum(2).min())
+    held = holders(experts, request.sites.site_P, request.load.shape[1], request.sites.num_gpus)
+    fewest = int(held.sum(2).min())
     if fewest < request.least:
         raise InfeasiblePlacement(
             f"min_copies={request.least}: with slots {sorted(set(request.sites.slots_W.tolist()))} a GPU some expert "
@@ -419,9 +417,7 @@ def _flat_compat(request: PlacementRequest) -> SlotPlacement:
     plain = _compat(request, 1, 1)
     held = at_slots(request.load, plain.experts) * equal_shares(plain.experts, request.load.shape[1])
     experts, _ = swap_refined(plain.experts, held, request.sites)
-    shares = split_shares(experts, request)
-    swapped = SlotPlacement(experts, shares, ["flat: compat packed and swapped"] * len(experts), plain.exported)
-    plain.keep_better(swapped, request)
+    plain.keep_better(SlotPlacement.of(experts, request, "flat: compat packed and swapped"), request)
     return plain
 
 

@@ -40,6 +40,13 @@ def copies_of(phy2log: Ints, num_experts: int) -> Ints:
     return counted.reshape(layers, num_experts)
 
 
+def holders(phy2log: Ints, gpu_P: Ints, num_experts: int, num_gpus: int) -> Bools:
+    """Whether an expert lies on a GPU, [X, E, W]; empty slots do not count."""
+    holds = np.zeros((len(phy2log), num_experts + 1, num_gpus), bool)
+    holds[np.arange(len(phy2log))[:, None], phy2log, gpu_P] = True  # empty slots are -1, the last row
+    return holds[:, :num_experts]
+
+
 def at_slots(values_XE: NDArray[np.generic], phy2log: Ints) -> Doubles:
     """The value of the expert in each slot, 0 in empty slots."""
     found = np.take_along_axis(values_XE, np.maximum(phy2log, 0), 1).astype(np.float64)

@@ -18,18 +18,14 @@ import numpy as np
 from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.greedy import descending, pack, replicate
 from moe_mk.placement.balance.shares import by_gpu
-from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
+from moe_mk.placement.balance.topology import Sites
 
 
 def copy_counts(load: Doubles, num_slots: int, *, least: int, most: int) -> Ints:
     """Copies of every expert [X, E] so that the heaviest copy is as light as it can be, within least and most."""
     rows, num_experts = load.shape
     extra = num_slots - num_experts * least
-    if extra < 0:
-        raise InfeasiblePlacement(
-            f"{num_slots} slots cannot hold {num_experts} experts x {least} copies",
-            asked=num_slots, limit=num_experts * least, next_feasible=num_experts * least,
-        )  # fmt: skip
+    assert extra >= 0, (num_slots, num_experts, least)  # `plan` has checked it
     if least == 1 and extra > 0:
         _, _, count = replicate(load, extra)
         if (count <= most).all():

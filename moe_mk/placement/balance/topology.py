@@ -140,16 +140,6 @@ class Topology:
         """Slots of all GPUs, dead ones included: the width of phy2log."""
         return int(self.slots_W.sum())
 
-    @property
-    def live_slots(self) -> int:
-        """Slots that can hold an expert."""
-        return int(self.slots_W[self.alive_W].sum())
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all GPUs live, with equal speeds and slots."""
-        return bool(self.alive_W.all() and np.ptp(self.slots_W) == 0 and np.ptp(self.speed_W) == 0)
-
     def live_sites(self) -> Sites:
         """The GPUs that can hold an expert, renumbered from 0."""
         kept = np.flatnonzero(self.alive_W & (self.slots_W > 0))
