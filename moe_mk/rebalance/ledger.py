@@ -35,10 +35,7 @@ class Ledger:
                 f"{sorted(sizes)[:4]}; give each kind of layer a manager of its own"
             )
         num_experts, slots = sizes.pop()
-        empty = np.empty((0, 0))
-        return cls(
-            Topology(len(slots), nodes, slots, speeds), num_experts, empty.astype(np.int64), empty.astype(np.float32)
-        ).placed(maps)
+        return cls.of_rows(Topology(len(slots), nodes, slots, speeds), num_experts, []).placed(maps)
 
     @property
     def living(self) -> list[int]:
@@ -54,18 +51,19 @@ class Ledger:
         lost = frozenset(range(self.num_experts)) - held
         return ExpertMap(rows, self.num_experts, shares, lost)
 
-    def regrouped(self, topology: Topology, rows_XWL: Sequence[Sequence[Sequence[int]]]) -> Ledger:
-        """The same layers on other machines. rows_XWL: experts of each living rank; copies of one share evenly.
+    @classmethod
+    def of_rows(cls, topology: Topology, num_experts: int, rows_XWL: Sequence[Sequence[Sequence[int]]]) -> Ledger:
+        """Layers on these machines. rows_XWL: experts of each living rank; copies of one share evenly.
 
         Slots of a rank beyond its row hold -1: they are not allocated yet, and always its last ones.
         """
         phy2log = np.full((len(rows_XWL), topology.num_slots), -1, np.int64)
-        made = Ledger(topology, self.num_experts, phy2log, np.zeros(phy2log.shape, np.float32))
+        made = cls(topology, num_experts, phy2log, np.zeros(phy2log.shape, np.float32))
         for x, rows_WL in enumerate(rows_XWL):
             for rank, row in zip(made.living, rows_WL, strict=True):
                 first = made.first_slot(rank)
                 phy2log[x, first : first + len(row)] = row
-            copies_E = np.bincount(phy2log[x][phy2log[x] >= 0], minlength=self.num_experts)
+            copies_E = np.bincount(phy2log[x][phy2log[x] >= 0], minlength=num_experts)
             made.share[x] = np.where(phy2log[x] >= 0, 1.0 / np.maximum(copies_E[np.maximum(phy2log[x], 0)], 1), 0.0)
         return made
 
@@ -77,7 +75,8 @@ class Ledger:
         slots_W, living = self.topology.slots_W.copy(), self.living
         needed_L = np.max([list(map(len, m.experts_of_rank)) for m in maps], axis=0)
         slots_W[living] = np.maximum(needed_L, slots_W[living] if any(m.lost for m in maps) else 0)
-        made = self.regrouped(replace(self.topology, slots=slots_W.tolist()), [m.experts_of_rank for m in maps])
+        machine = replace(self.topology, slots=slots_W.tolist())
+        made = self.of_rows(machine, self.num_experts, [m.experts_of_rank for m in maps])
         for x, each in enumerate(maps):
             held_P = np.flatnonzero(made.phy2log[x] >= 0)
             for expert, replicas in enumerate(each.physical_of_logical):

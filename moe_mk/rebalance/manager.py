@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Self
 
 import numpy as np
@@ -41,6 +42,7 @@ from moe_mk.rebalance.planner import PlacementPlanner, Planner
 from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, RebalanceWarning, State
+from moe_mk.rebalance.transfer import ExpertBytes
 
 
 class RebalanceManager:
@@ -77,7 +79,7 @@ class RebalanceManager:
         self._load_flight: Flight[Tensor] | None = None
         self._epochs = self.peers.epochs
         self._step = self._plan_id = self._flips = 0
-        self._predicted_bytes = self._received_bytes = self._read_bytes = 0
+        self._predicted_bytes, self._counts = 0, ExpertBytes()
         self._reason, self._halted, self._sync_now, self._closed = "no plan yet", False, False, False
         self._initial_slots_W: list[int] = self.ledger.topology.slots_W.tolist()
         """Initial slots of each rank; slots added after a loss are released when ranks join."""
@@ -243,14 +245,14 @@ class RebalanceManager:
             return
         self._planner.announced(full=message.full)
         self._plan_id, self._reason = message.plan_id, message.reason
-        self._migration = Migration(message, self.ledger, self.layers, self.peers, self.settings, self.journal)
+        self._migration = Migration(
+            message, self.ledger, self.layers, self.peers, self.settings, self.journal, self._counts
+        )
         self._predicted_bytes += self._migration.predicted_bytes
 
     def _migrate(self, migration: Migration) -> Flight[None]:
         self._flips += yield from migration.steps(self._step)
         if migration.finished:
-            self._received_bytes += migration.received_bytes
-            self._read_bytes += migration.read_bytes
             self._migration = None
             self.balance = measure_balance(self.history.load(self.settings.phase), self.ledger)
 
@@ -347,14 +349,8 @@ class RebalanceManager:
         facts: dict[str, str],
         target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]],
     ) -> Flight[Regrouping]:
-        topology, serves = self.ledger.topology, bool(members) or facts["call"] == "rank_lost"
-        machine = {
-            "gpus": topology.gpus,
-            "nodes": topology.nodes,
-            "slots": topology.slots_W.tolist(),
-            "speeds": topology.speed_W.tolist(),
-            "alive": topology.alive_W.tolist(),
-        }
+        serves = bool(members) or facts["call"] == "rank_lost"
+        machine = {"topology": asdict(self.ledger.topology), "initial_slots": self._initial_slots_W}
         rank_state = RankState(
             member=self.ledger.living[self.comm.rank] if serves else None,
             members=members,
@@ -370,9 +366,11 @@ class RebalanceManager:
             flips=self._flips,
             plan_id=self._plan_id,
             epochs=[layer.epoch for layer in self.layers],
-            machine={"topology": machine, "initial_slots": self._initial_slots_W} if serves else None,
+            machine=machine if serves else None,
         )
-        work = Regrouping(self.layers, Peers(group, self.peers.tp), self.settings, rank_state, self._follow, target)
+        work = Regrouping(
+            self.layers, Peers(group, self.peers.tp), self.settings, rank_state, self._follow, target, self._counts
+        )
         yield from work.steps()
         return work
 
@@ -405,8 +403,6 @@ class RebalanceManager:
         self._step = max(each.step for each in work.rank_states)
         self._flips = max(each.flips for each in work.rank_states) + 1
         self._plan_id = max(each.plan_id for each in work.rank_states) + 1
-        self._received_bytes += work.received_bytes
-        self._read_bytes += work.read_bytes
         self.balance = None
         self._planner.restart()
         self._sync_now = True
@@ -455,8 +451,8 @@ class RebalanceManager:
             reason=self._planner.reason or self._reason,
             layers_left=sum(map(len, migration.batches)) if migration else 0,
             predicted_bytes=self._predicted_bytes,
-            received_bytes=self._received_bytes + (migration.received_bytes if migration else 0),
-            read_bytes=self._read_bytes + (migration.read_bytes if migration else 0),
+            received_bytes=self._counts.received,
+            read_bytes=self._counts.read,
             retries=migration.retries if migration else 0,
             resumes_at=migration.resumes_at if migration and self._step < migration.resumes_at else None,
             balance=(self.balance.as_dict() if self.balance else {}) | self._lost_numbers(),

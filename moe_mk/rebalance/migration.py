@@ -25,7 +25,7 @@ from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog
-from moe_mk.rebalance.transfer import ExpertTransfer, LayerMoves, Link
+from moe_mk.rebalance.transfer import ExpertBytes, ExpertTransfer, LayerMoves, Link
 from moe_mk.weights.expert_weights import SlotWeights
 
 
@@ -48,15 +48,15 @@ class Migration:
         peers: Peers,
         settings: RebalanceSettings,
         journal: IncidentLog,
+        counts: ExpertBytes,
     ) -> None:
         self.message, self.ledger, self.layers, self.peers = message, ledger, layers, peers
-        self.settings, self.journal = settings, journal
+        self.settings, self.journal, self.counts = settings, journal, counts
         self.moves = moves_of(ledger, message)
         self.batches = self._batches()
         """Layers that flip together, first those for which no weights move."""
         self.retries, self.resumes_at, self.waited = 0, 0, 0
         self.dropped = False
-        self.received_bytes = self.read_bytes = 0
         self.staged: list[tuple[int, Any]] | None = None
         """(layer, state) of the present batch once it is built."""
         self._begun_at: list[tuple[tuple[int, int], ExpertMap]] = []
@@ -108,9 +108,6 @@ class Migration:
         for x, state in self.staged:
             self.layers[x].live.flip(state)
             self.ledger.phy2log[x], self.ledger.share[x] = self.message.phy2log[x], self.message.share[x]
-        if self._transfer is not None:
-            self.received_bytes += self._transfer.received_bytes
-            self.read_bytes += self._transfer.read_bytes
         self.batches, self.staged, self._transfer = self.batches[1:], None, None
         self.retries = self.waited = 0
 
@@ -124,8 +121,9 @@ class Migration:
         layer = self.batches[0][0]
         moves = self.moves.get(layer, LayerMoves(layer))
         self._transfer = ExpertTransfer(
-            self.peers.ep, self.layers[layer], moves, self.message.plan_id, self.settings.bytes_per_step, self._reader
-        )
+            self.peers.ep, self.layers[layer], moves, self.message.plan_id, self.settings.bytes_per_step, self._reader,
+            self.counts,
+        )  # fmt: skip
         self._begun_at = self._generations()
         return self._transfer
 

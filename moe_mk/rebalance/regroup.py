@@ -30,7 +30,7 @@ from moe_mk.rebalance.migration import moves_of
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.transfer import ExpertTransfer, LayerMoves
+from moe_mk.rebalance.transfer import ExpertBytes, ExpertTransfer, LayerMoves
 from moe_mk.weights.expert_weights import SlotWeights
 
 PHASE = "regroup"
@@ -161,11 +161,10 @@ class Regrouping:
     """Given the flips of the furthest rank: flips the layers that all ranks had voted for before the loss."""
     target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]]
     """From what all ranks state and hold: the machines that go on, and what each shall hold."""
+    counts: ExpertBytes
     ledger: Ledger | None = None
     staged_states: list[Any] = field(default_factory=list)
     rank_states: list[RankState] = field(default_factory=list)
-    read_bytes: int = 0
-    received_bytes: int = 0
 
     def steps(self) -> Flight[None]:
         """Agree, place, move, stage and try out. Raises RegroupError on every rank, CommError if a peer is lost."""
@@ -229,11 +228,8 @@ class Regrouping:
         for group_rank, rank in enumerate(living):
             slots[rank] = max(slots[rank], *(len(layer_rows[group_rank]) for layer_rows in rows))
         wide = replace(topology, slots=tuple(slots.tolist()))
-        nothing = Ledger(
-            wide, num_experts, np.zeros((0, wide.num_slots), np.int64), np.zeros((0, wide.num_slots), np.float32)
-        )
-        base, after = nothing.regrouped(wide, rows), nothing.regrouped(wide, wanted)
-        self.ledger = nothing.regrouped(topology, wanted)
+        base, after = (Ledger.of_rows(wide, num_experts, each) for each in (rows, wanted))
+        self.ledger = Ledger.of_rows(topology, num_experts, wanted)
         plan_id = max(each.plan_id for each in self.rank_states) + 1
         return base, PlanMessage(plan_id, 0, after.phy2log, after.share, "another group")
 
@@ -244,9 +240,9 @@ class Regrouping:
             reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
                 "expert reader", limit_s=float("inf"), inline=True
             )
-            problem, transfer = None, None
+            problem, transfer, size = None, None, self.settings.bytes_per_step
             try:
-                transfer = ExpertTransfer(self.peers.ep, self.layers[x], each, x, self.settings.bytes_per_step, reader)
+                transfer = ExpertTransfer(self.peers.ep, self.layers[x], each, x, size, reader, self.counts)
                 transfer.waits_for_reading()
             except Exception as error:
                 problem = error
@@ -260,8 +256,6 @@ class Regrouping:
                 yield from self._vote("moving experts", None, transfer.trouble)
                 transfer.accept()
             arrived[x] = transfer.arrived
-            self.read_bytes += transfer.read_bytes
-            self.received_bytes += transfer.received_bytes
         return arrived
 
     def _stage(self, arrived: dict[int, dict[int, SlotWeights]]) -> None:

@@ -53,6 +53,14 @@ class LayerMoves:
 
 
 @dataclass
+class ExpertBytes:
+    """Bytes of experts that this rank has received from others and accepted, and that it has read."""
+
+    received: int = 0
+    read: int = 0
+
+
+@dataclass
 class ExpertTransfer:
     """One attempt at one layer."""
 
@@ -62,10 +70,9 @@ class ExpertTransfer:
     plan_id: int
     bytes_per_step: int
     reader: BackgroundJob[dict[int, SlotWeights]]
+    counts: ExpertBytes
     arrived: dict[int, SlotWeights] = field(default_factory=dict)
     """By slot of this rank: experts received completely and verified."""
-    received_bytes: int = 0
-    read_bytes: int = 0
     trouble: str = ""
     """The problem of this rank; empty if there is none."""
 
@@ -102,7 +109,7 @@ class ExpertTransfer:
             self.trouble = f"reading {self.layer.name!r} failed: {type(error).__name__}: {error}"
         else:
             self.arrived |= outcome.result()
-            self.read_bytes += sum(slot.num_bytes for slot in outcome.result().values())
+            self.counts.read += sum(slot.num_bytes for slot in outcome.result().values())
         return False
 
     def post(self) -> None:
@@ -131,7 +138,7 @@ class ExpertTransfer:
         """Advance to the next chunk: all ranks have accepted theirs."""
         for link in self._links:
             if link.dst == self.comm.rank and self._incoming is not None:
-                self.received_bytes += self._chunk_size
+                self.counts.received += self._chunk_size
                 if self._incoming.received == self._size:
                     self.arrived[link.to_slot], self._incoming = self._incoming.slot, None
         self._offset += self._chunk_size

@@ -162,7 +162,8 @@ def test_a_ledger_takes_slots_that_a_caller_has_added_and_keeps_those_of_lost_ra
     old = Ledger.of([ExpertMap.from_physical(PLACEMENT, RANKS, EXPERTS)] * 2, 1, None)
     more = ExpertMap(((0, 1, 4, 6), (2, 3, 5), (4, 5, 0), (6, 7, 1)), EXPERTS)
     assert old.placed([old.map_of(old.phy2log[0], old.share[0]), more]).topology.slots_W.tolist() == [4, 3, 3, 3]
-    two = old.regrouped(type(old.topology)(RANKS, slots=3, alive=[True, False, True, True]), [((0,), (1,), (2,))])
+    machine = type(old.topology)(RANKS, slots=3, alive=[True, False, True, True])
+    two = Ledger.of_rows(machine, EXPERTS, [((0,), (1,), (2,))])
     placed = two.placed([ExpertMap(((0, 1), (1,), (2,)), EXPERTS, (1.0, 0.25, 0.75, 1.0), frozenset(range(3, 8)))])
     assert placed.topology.slots_W.tolist() == [3, 3, 3, 3] and placed.living == [0, 2, 3]
     assert placed.phy2log.tolist() == [[0, 1, -1, -1, -1, -1, 1, -1, -1, 2, -1, -1]]
