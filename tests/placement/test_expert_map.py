@@ -75,22 +75,6 @@ def test_ids_go_to_a_replica_of_their_expert_on_one_rank_alone(
             assert placement.local_to_global(rank)[slot] == table2[physical]
 
 
-def test_local_slots_of_any_shape() -> None:
-    tables = ExpertMap.round_robin(4, 2).tables(CPU)  # rank 0: physical 0 1 (experts 0 2), rank 1: physical 2 3
-    physical = torch.tensor([[[0, 1], [2, 3]], [[-1, 3], [1, -1]]], dtype=torch.int32)
-    assert tables.local_slots(physical, 0).tolist() == [[[0, 1], [-1, -1]], [[-1, -1], [1, -1]]]
-    assert tables.local_slots(physical, 1).tolist() == [[[-1, -1], [0, 1]], [[-1, 1], [-1, -1]]]
-    assert tables.local_slots(torch.empty(0, dtype=torch.int32), 0).shape == (0,)
-
-
-def test_any_permutation_comes_from_its_physical_order() -> None:
-    placement = ExpertMap.from_physical((3, 1, 0, 2), 2, 4)
-    assert placement.experts_of_rank == ((3, 1), (0, 2)) and placement.global_to_physical() == [2, 1, 3, 0]
-    assert ExpertMap.from_physical(range(8), 4, 8) == ExpertMap.linear(8, 4)
-    replicated = ExpertMap.from_physical([0, 1, 2, 0], 2, 3)
-    assert replicated.has_replicas and replicated.physical_of_logical == ((0, 3), (1,), (2,))
-
-
 @pytest.mark.parametrize("make", [ExpertMap.linear, ExpertMap.round_robin])
 @pytest.mark.parametrize("experts, ranks", [(3, 4), (0, 1), (4, 0)])
 def test_a_rank_without_experts_is_refused(make: Callable[[int, int], ExpertMap], experts: int, ranks: int) -> None:

@@ -18,6 +18,8 @@ from moe_mk.placement.eplb import Topology, balanced_packing, plan, rebalance_ex
         (np.array([["a"]]), "must be an array of numbers"),
         ([[1, 2], [3]], "must be an array of numbers"),
         (np.ones((1, 4), complex), "complex128"),
+        (np.ones(4), r"shape \(4,\)"),
+        (np.array([[1.0, -1.0, 1.0, 1.0]]), "values from -1"),
     ],
 )
 def test_a_load_that_cannot_be_packed_is_refused(load: Any, words: str) -> None:
@@ -26,6 +28,8 @@ def test_a_load_that_cannot_be_packed_is_refused(load: Any, words: str) -> None:
 
 
 def test_packing_in_double_has_the_limit_of_doubles() -> None:
+    with pytest.raises(ShapeError, match="nan"):
+        balanced_packing(torch.tensor([[1.0, float("nan")]]), 1)
     with pytest.raises(ShapeError, match="adds up to inf"):
         balanced_packing(torch.full((1, 4), 1e308, dtype=torch.float64), 2)
     packs, _ = balanced_packing(torch.tensor([[1e30, 1e30, 1.0, 1.0]], dtype=torch.float64), 2)
