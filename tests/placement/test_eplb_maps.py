@@ -1,14 +1,12 @@
 """Maps from experts to slots."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.placement.balance.plan import csr_maps, dense_of_csr, small_type
 
 
-@pytest.mark.row(135)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 10_000))
 def test_compact_and_padded_maps_of_any_placement_are_those_of_plain_loops(experts: int, num_slots: int, seed: int):
     phy2log = np.random.default_rng(seed).integers(-1, experts, (2, num_slots))

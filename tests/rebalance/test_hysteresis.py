@@ -27,15 +27,6 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.row(133)
-@pytest.mark.parametrize("period", [1, 2, 5, 49, 50, 51])
-def test_a_square_wave_fires_at_most_once_per_dwell_time(period: int) -> None:
-    wave = [2.0 if (step // period) % 2 == 0 else 1.0 for step in range(1000)]
-    steps = fired(wave, Thresholds(1.2, 1.1, dwell=50))
-    assert len(steps) >= 2  # it does react
-    assert all(later - earlier >= 50 for earlier, later in pairwise(steps))
-
-
-@pytest.mark.row(133)
 @given(st.lists(st.floats(1.0, 3.0), max_size=60), st.integers(1, 20))
 def test_any_load_fires_at_most_once_per_dwell_time_and_only_when_hot(values: list[float], dwell: int) -> None:
     steps = fired(values, Thresholds(1.5, 1.2, dwell))

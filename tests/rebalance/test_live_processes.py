@@ -68,27 +68,6 @@ def slow_planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[n
     return plan(load, topology, old=slots)
 
 
-def with_delays(number: int) -> Report:
-    rank, draw = served(), random.Random(number)
-    rank.manager = RebalanceManager(rank.layers, settings(inline=False), planner=slow_planner)
-    serve_until(
-        rank, lambda: rank.manager.status().epochs == (1, 1), lambda: time.sleep(draw.choice([0.0, 0.0, 0.002, 0.01]))
-    )
-    return story(rank)
-
-
-@pytest.mark.row(109, 120, 123)
-def test_weights_move_while_four_processes_serve_with_delays(world: RankWorld) -> None:
-    reported = world.call(with_delays)
-    assert [each["wrong"] for each in reported] == [[]] * RANKS
-    assert all(each["epochs"] == reported[0]["epochs"] for each in reported)
-    # Rank 0 planned beside serving, so that some forwards came before the plan and some between the two flips.
-    epochs = reported[0]["epochs"]
-    assert isinstance(epochs, list) and epochs[0] == [0, 0] and epochs[-1] == [1, 1]
-    assert all(each["right"] and each["incidents"] == [] for each in reported)
-    assert sum(int(str(each["received"])) for each in reported) == reported[0]["predicted"] != 0
-
-
 def sliced_with_delays(number: int) -> Report:
     """Ranks 0 1 and 2 3 hold slices of the same experts; 0 2 and 1 3 share them out."""
     torch.set_grad_enabled(False)
@@ -155,26 +134,6 @@ def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, s
         assert each["wrong"] == each["incidents"] == [] and each["right"] and each["state"] != "halted", each
         assert each["epochs"] == reported[0]["epochs"], reported
     assert max(map(max, reported[0]["epochs"])) > 0  # type: ignore[call-overload]
-
-
-def with_damage(number: int) -> Report:
-    rank = served()
-    if number == 0:
-        touch_chunks(rank, damage_first())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RebalanceWarning)
-        serve_until(rank, lambda: rank.manager.status().epochs == (1, 1))
-    return story(rank)
-
-
-@pytest.mark.row(120)
-def test_a_damaged_chunk_between_processes_is_sent_again(world: RankWorld) -> None:
-    reported = world.call(with_damage)
-    assert [each["wrong"] for each in reported] == [[]] * RANKS
-    assert all(each["epochs"] == reported[0]["epochs"] and each["right"] for each in reported)
-    assert "were damaged on their way" in str(reported[0]["incidents"]) and "ranks [0] refuse" in str(
-        reported[1]["incidents"]
-    )
 
 
 def with_a_death(number: int, victim: int) -> Report:

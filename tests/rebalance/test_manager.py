@@ -16,7 +16,6 @@ from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning, Thresholds
 from tests.support.rebalance_world import (
-    LAYERS,
     PLACEMENT,
     RANKS,
     Rank,
@@ -28,7 +27,6 @@ from tests.support.rebalance_world import (
     serve,
     settings,
 )
-from tests.support.tiers import quick_where
 
 
 def world(hot: tuple[int, ...] = (6,), **changes: object) -> list[Rank]:
@@ -138,50 +136,6 @@ def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
-@pytest.mark.thorough
-@pytest.mark.row(129)
-def test_a_second_plan_moves_less_than_placing_anew_and_is_as_even() -> None:
-    ranks = world(thresholds=Thresholds(1.1, 1.05, dwell=1))
-    serve(ranks, 40)
-    first = ranks[0].manager.status().received_bytes
-    for rank in ranks:
-        rank.turn_to((6, 7))
-    serve(ranks, 60)
-    status, ledger = ranks[0].manager.status(), ranks[0].manager.ledger
-    load = ranks[0].manager.history.load("all")
-    anew = plan(load, Topology(RANKS, slots=3))
-    full = int((anew.phy2log != ledger.phy2log).sum())
-    again = plan(load, Topology(RANKS, slots=3), old=ledger.phy2log)
-    assert first >= 0 and again.moves.transfers <= full
-    assert again.balance_X.min() >= anew.balance_X.min() - 0.03
-    assert status.balance["balance.step_over_ideal"] <= 1.06
-    assert [rank.wrong for rank in ranks] == [[]] * RANKS
-
-
-@pytest.mark.thorough
-def test_a_planner_that_raises_is_reported_and_tried_again_later() -> None:
-    calls: list[int] = []
-
-    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
-        calls.append(1)
-        if len(calls) <= 2:
-            raise ArithmeticError("the planner lost its way")
-        return plan(load, topology, old=slots)
-
-    ranks = world(backoff=4)
-    for rank in ranks:
-        rank.manager = RebalanceManager(rank.layers, settings(backoff=4), planner=planner)
-    with pytest.warns(RebalanceWarning, match="planning failed: ArithmeticError: the planner lost its way"):
-        serve(ranks, 5)
-    status = ranks[0].manager.status()
-    assert status.epochs == (0, 0) and "the next plan is tried at step" in status.incidents[0].then
-    with pytest.warns(RebalanceWarning):
-        serve(ranks, 50)
-    assert len(calls) == 3 and ranks[0].manager.status().epochs == (1, 1)
-    assert ranks[0].manager.status().plan_id == 1 and ranks[1].manager.status().incidents == ()
-    assert [rank.wrong for rank in ranks] == [[]] * RANKS
-
-
 def test_a_planner_that_returns_nonsense_changes_nothing() -> None:
     def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
         return plan(load[:1], topology)  # one layer of two
@@ -193,20 +147,6 @@ def test_a_planner_that_returns_nonsense_changes_nothing() -> None:
         serve(ranks, 10)
     assert ranks[0].manager.status().epochs == (0, 0)
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
-
-
-@pytest.mark.thorough
-def test_a_plan_damaged_on_its_way_is_refused_by_all() -> None:
-    ranks = world()
-    planner = ranks[0].manager._planner
-    while planner.outbox is None:
-        serve(ranks, 1)
-    planner.outbox[50] ^= 1
-    with pytest.warns(RebalanceWarning, match="does not have the digest it was sent with"):
-        serve(ranks, 3)
-    assert ranks[3].manager.status().epochs == (0, 0)
-    serve(ranks, 40)
-    assert ranks[3].manager.status().epochs == (1, 1) and [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
 @pytest.mark.parametrize("under_way", ["plan", "migration"])
@@ -231,35 +171,6 @@ def test_a_halted_manager_rests_until_its_ranks_recover_and_then_plans_anew(unde
     assert [rank.wrong for rank in ranks] == [[]] * RANKS and ranks[0].epochs[-1] == (1, 1)
     assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
     assert {len(rank.manager.status().incidents) for rank in ranks} == {1} and first.status().state == "watching"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dead", quick_where((1).__eq__, [0, 1, 3]))
-def test_a_dead_rank_loses_its_shares_at_once_and_its_experts_are_repaired(dead: int) -> None:
-    ranks = world()
-    serve(ranks, 40)
-    alone = [
-        {e for e, where in enumerate(layer.expert_map.physical_of_logical)
-         if {layer.expert_map.rank_of_physical[p] for p in where} == {dead}}
-        for layer in ranks[0].layers
-    ]  # fmt: skip
-    with pytest.warns(RebalanceWarning, match=rf"ranks \[{dead}\] are lost and with them the only"):
-        left = lose(ranks, dead)
-    status = left[0].manager.status()
-    assert [set(status.lost_experts.get(f"layer {x}", ())) for x in range(LAYERS)] == alone
-    for rank in left:
-        assert all(layer.expert_map.num_ranks == RANKS - 1 and layer.ep.size == RANKS - 1 for layer in rank.layers)
-        rank.wrong.clear()
-    serve(left, 60)
-    status = left[0].manager.status()
-    assert status.lost_experts == {} and sum(r.manager.status().read_bytes for r in left) > 0
-    assert all(holds_right_weights(layer, x) for rank in left for x, layer in enumerate(rank.layers))
-    # Repaired for good: outputs are what they should be again.
-    for rank in left:
-        rank.wrong.clear()
-    serve(left, 3)
-    assert [rank.wrong for rank in left] == [[]] * (RANKS - 1)
-    assert all(rank.epochs[-1] == left[0].epochs[-1] for rank in left)
 
 
 def test_until_they_are_repaired_lost_experts_add_nothing_and_others_are_untouched() -> None:

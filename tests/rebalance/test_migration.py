@@ -113,23 +113,6 @@ def test_a_rank_that_cannot_send_states_why() -> None:
     assert ranks[0].manager.status().epochs == (1, 1)
 
 
-def test_a_rank_that_cannot_stage_keeps_all_on_the_old_map() -> None:
-    ranks = world()
-    stage, failures = ranks[1].layers[1].live.stage, []
-
-    def out_of_memory(*args: object, **kwargs: object) -> object:
-        if len(failures) < 1:
-            failures.append(1)
-            raise MemoryError("no room for a second half")
-        return stage(*args, **kwargs)  # type: ignore[arg-type]
-
-    failed = pytest.warns(RebalanceWarning, match="staging failed: MemoryError: no room for a second half")
-    with failed, live_method(ranks[1].layers[1], "stage", out_of_memory):
-        serve(ranks, 40)
-    check_that_all_is_well(ranks)
-    assert ranks[0].manager.status().epochs == (1, 1)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("steps", range(4))
 def test_weights_that_are_loaded_during_a_move_serve_afterwards(steps: int) -> None:

@@ -44,12 +44,6 @@ def test_a_second_copy_on_a_rank_takes_nothing() -> None:
     assert doubled.share.tolist() == [[0.75, 0.0, 1.0, 0.25]]
 
 
-def test_slots_of_a_dead_rank_stay_empty() -> None:
-    sent = message(Topology(gpus=3, slots=2, alive=(True, True, False)))
-    assert (sent.phy2log[:, 4:] == -1).all() and (sent.share[:, 4:] == 0).all()
-    assert all(sorted(set(row[:4])) == [0, 1, 2, 3] for row in sent.phy2log.tolist())
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_whatever_a_plan_leaves_empty_every_expert_keeps_its_tokens_once_a_rank(data: st.DataObject) -> None:

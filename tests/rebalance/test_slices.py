@@ -17,10 +17,8 @@ from tests.support.rebalance_world import (
     SLICED,
     Rank,
     check_that_all_is_well,
-    damage_first,
     serve,
     settings,
-    touch_chunks,
 )
 
 HOT = (6, 7)
@@ -58,20 +56,6 @@ def test_every_slice_moves_and_no_output_differs_by_a_bit() -> None:
     assert status[0].predicted_bytes % 768 == 0
     assert [each.received_bytes for each in status[0::TP]] == [each.received_bytes for each in status[1::TP]]
     assert all(each.incidents == () and each.plan_id == 1 for each in status)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("victim", [1, 2])
-@pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
-def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> None:
-    ranks = grid()
-    chunks = touch_chunks(ranks[victim], damage_first())
-    serve(ranks, 60)
-    stories_agree(ranks)
-    assert ranks[0].epochs[-1] == (1, 1) and chunks  # every rank of the grid gets an expert
-    reported = [rank.manager.status().incidents for rank in ranks]
-    assert "were damaged on their way" in reported[victim][0].what
-    assert all(len(each) == 1 and each[0].step == reported[victim][0].step for each in reported)
 
 
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
