@@ -141,11 +141,3 @@ def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
 def test_values_that_cannot_be_are_refused_by_key(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         MoEConfig.from_hf(written(tmp_path, deepseek_v3(**changes)))
-
-
-def test_overrides_are_placed_and_checked(tmp_path: Path) -> None:
-    folder = written(tmp_path, deepseek_v3())
-    config = MoEConfig.from_hf(folder / "config.json", experts="torch_cpu", router_dtype="model", ep=8)
-    assert (config.kernel.experts, config.router.router_dtype, config.parallel.ep) == ("torch_cpu", "model", 8)
-    with pytest.raises(ConfigError, match="unknown setting 'backend'"):
-        MoEConfig.from_hf(folder, backend="torch_cpu")

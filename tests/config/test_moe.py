@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from moe_mk.config import ModelConfig, MoEConfig, QuantConfig, load_config
 from moe_mk.errors import ConfigError
@@ -73,12 +73,6 @@ def test_all_problems_across_groups_are_reported_at_once() -> None:
         ),
         ({"moe_intermediate_size": 6}, {"tp": 4}, r"parallel.tp=4 does not divide .*=6; possible: 1, 2, 3, 6$"),
         (
-            {"quant": {"weights": "fp8_block"}, "moe_intermediate_size": 1408},
-            {"tp": 2},
-            r"parallel.tp=2 does not divide model.moe_intermediate_size=1408 at the edges of 128x128 blocks; "
-            r"possible: 1, 11$",
-        ),
-        (
             {"quant": {"weights": "fp8_block"}, "moe_intermediate_size": 2048, "num_shared_experts": 1,
              "shared_intermediate_size": 768},
             {"tp": 4},
@@ -110,8 +104,6 @@ def test_degrees_that_do_not_fit_are_refused_by_field(
         ({}, {"ep": 16}),
         ({}, {"ep": 5}),  # uneven ranks are fine
         ({}, {"ep": 20, "placement": [*range(16), *range(4)]}),  # more ranks than experts, with replicas
-        ({"moe_intermediate_size": 100, "quant": {"weights": "fp8_block"}}, {"tp": 1}),  # ragged, but whole
-        ({"moe_intermediate_size": 1408, "quant": {"weights": "fp8_block"}}, {"tp": 11}),
         ({"num_shared_experts": 2}, {"tp": 8}),
     ],
 )
@@ -194,13 +186,6 @@ def test_no_key_stands_in_two_groups() -> None:
     groups = [field.annotation for field in MoEConfig.model_fields.values()]
     keys = [key for cls in groups if isinstance(cls, type) and issubclass(cls, BaseModel) for key in cls.model_fields]
     assert len(keys) == len(set(keys)) > 20
-
-
-def test_a_config_is_frozen_and_a_value() -> None:
-    made = config()
-    with pytest.raises(ValidationError, match="frozen"):
-        made.router.top_k = 1
-    assert hash(made) == hash(config()) and made == config() != config(router={"top_k": 2})
 
 
 @pytest.mark.parametrize(

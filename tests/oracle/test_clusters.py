@@ -8,11 +8,9 @@ import pytest
 
 from moe_mk import Problem, oracle
 from moe_mk.experts import EXPERTS
-from moe_mk.lab.cli.explain import Question, decide_on
 from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.cost import transport_us
 from moe_mk.oracle.decide import judge
-from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import BF16
@@ -100,21 +98,6 @@ def test_the_fewer_nodes_a_token_may_visit_the_better_is_a_relay(kept: int, chea
         for n in ("all_to_all", "hierarchical")
     }
     assert min(us, key=lambda name: us[name]) == cheaper
-
-
-@pytest.mark.parametrize("device,ranks,nodes", [("h200", 32, 4), ("h200", 8, 1), ("mi300x", 8, 1)])
-def test_explain_ranks_all_registered_transports_with_reasons(device: str, ranks: int, nodes: int) -> None:
-    overrides = {"ep": ranks, "max_num_tokens": 128}
-    question = Question("deepseek_v3", device, 128, nodes, libraries=",".join(LIBRARIES), overrides=overrides)
-    decision = decide_on(question)
-    assert {v.prepare_finalize for v in decision.verdicts} == {*dict(PREPARE_FINALIZE.items()), "inside"}
-    assert all((v.cost_us is None) == bool(v.reasons) for v in decision.verdicts)
-    times = [v.cost_us for v in decision.verdicts if v.cost_us is not None]
-    assert times == sorted(times) and decision.verdicts[0].chosen
-    stated = decision.text()
-    for verdict in decision.verdicts:
-        elsewhere = [reason for reason in verdict.reasons if reason.code in OTHER_DEVICE]
-        assert all(reason.text in stated for reason in elsewhere or verdict.reasons)
 
 
 @pytest.mark.row(80)

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from moe_mk import oracle
-from moe_mk.errors import ConfigError
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.lab.cli.explain import memory_lines
@@ -53,12 +52,6 @@ def test_every_workspace_is_counted_by_hand() -> None:
     }
     by_hand["reference_monolithic"] = by_hand["reference"] + 10 * (256 + 2 * 8) * 4  # logits, ids and weights
     assert {name: found[name] for name in by_hand} == by_hand
-
-
-def test_a_call_may_have_as_many_tokens_as_the_limit() -> None:
-    assert problem(ep=32, num_tokens=100, max_num_tokens=100).num_tokens == 100
-    with pytest.raises(ConfigError, match="num_tokens=101 exceeds kernel.max_num_tokens=100"):
-        problem(ep=32, num_tokens=101, max_num_tokens=100)
 
 
 def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for() -> None:

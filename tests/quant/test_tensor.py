@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0
+from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_128x128, FP8_128x128_UE8M0
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -17,25 +17,6 @@ from tests.support.strides import restrided
 
 ALL = [*SCHEMES.values(), *GROUPED.values(), *GGUF.values()]
 PARTS = ("values", "scales", "global_scale", "zeros")
-
-
-@pytest.mark.parametrize("scheme", [BF16, FP8_128x128, FP8_128x128_UE8M0], ids=lambda s: s.name)
-def test_an_expert_of_a_stack_is_a_view(scheme: QuantScheme) -> None:
-    stack = scheme.quantize(normal(3, 130, 200))
-    for expert in range(3):
-        one = stack[expert]
-        assert one.shape == (130, 200) and one.values.data_ptr() == stack.values[expert].data_ptr()
-        assert torch.equal(one.dequantize(torch.float32), stack.dequantize(torch.float32)[expert])
-
-
-@pytest.mark.parametrize("scheme", [FP8_1x128, FP8_1x128_UE8M0], ids=lambda s: s.name)
-@pytest.mark.parametrize("rows", [[], [2], [4, 0, 4, 1]])
-def test_rows_are_picked_with_their_scales(scheme: QuantScheme, rows: list[int]) -> None:
-    q = scheme.quantize(normal(5, 200) * torch.arange(1, 6)[:, None])
-    index = torch.tensor(rows, dtype=torch.int64)
-    picked = q[index]
-    assert picked.shape == (len(rows), 200) and picked.scheme == scheme
-    assert torch.equal(picked.dequantize(torch.float32), q.dequantize(torch.float32)[index])
 
 
 def test_a_row_of_a_block_cannot_be_picked() -> None:

@@ -7,15 +7,10 @@ from hypothesis import strategies as st
 
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.flight import interleave
-from moe_mk.quant import BF16, FP16, FP32, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
+from moe_mk.quant import BF16, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, Plain, QuantScheme
 from moe_mk.quant.wire import as_bytes, decode_rows, encode_rows, from_bytes, row_bytes
 
-SCHEMES = [BF16, FP16, FP32, FP8_1x128, FP8_1x128_UE8M0]
-
-
-def test_bytes_of_a_deepseek_v3_row() -> None:
-    # bf16: 7168 * 2. FP8: 7168 values, and 7168 / 128 = 56 scales of 4 bytes or of 1.
-    assert [row_bytes(scheme, 7168) for scheme in (BF16, FP8_1x128, FP8_1x128_UE8M0)] == [14_336, 7_392, 7_224]
+ROWS = [s for s in SCHEMES.values() if isinstance(s, Plain) or (s.rows == 1 and s.name != "nvfp4")]  # type: ignore[attr-defined]
 
 
 @pytest.mark.row(99)
@@ -46,8 +41,9 @@ def test_a_row_is_its_values_then_its_scales() -> None:
     assert encode_rows(BF16.quantize(row)).tolist() == [[0xE0, 0x43, 0xE0, 0xC3]]
 
 
-@given(st.sampled_from(SCHEMES), st.integers(0, 4), st.integers(1, 300), st.integers(0, 5))
+@given(st.sampled_from(ROWS), st.integers(0, 4), st.integers(1, 300), st.integers(0, 5))
 def test_encoding_and_decoding_is_the_identity(scheme: QuantScheme, rows: int, hidden: int, tail: int) -> None:
+    hidden *= 16 if scheme.family in ("nvfp4", "mxfp4", "mxfp8") else 1
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(hidden))
     sent = scheme.quantize(x)
     encoded = encode_rows(sent)

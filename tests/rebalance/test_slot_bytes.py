@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.quant.fp8_block import FP8_128x128_UE8M0, weight_scheme
+from moe_mk.quant.grouped import grouped
+from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights import SlotWeights
 from moe_mk.weights.expert_weights import SlotBiases
 
-SCHEMES = [BF16, weight_scheme((16, 8)), FP8_128x128_UE8M0]
+SCHEMES = [BF16, weight_scheme((16, 8)), FP8_128x128_UE8M0, NVFP4, grouped(4, 32, zeros=True)]
 
 
 def expert(scheme: QuantScheme, *, gated: bool = True, biased: bool = False, seed: int = 0) -> SlotWeights:

@@ -14,7 +14,7 @@ from moe_mk.quant import BF16, NVFP4, weight_scheme
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, SafetensorsSource, load_layer
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import describe_block
-from tests.weights.one_layer import ALL, PREFIX, StateDict, load
+from tests.weights.one_layer import PREFIX, StateDict, load
 
 
 @pytest.mark.row(97)
@@ -77,15 +77,6 @@ def test_a_fused_tensor_whose_blocks_span_gate_and_up_is_refused() -> None:
     state = {"model.layers.3.mlp.experts.gate_up_proj": torch.zeros((2, 48, 64), dtype=torch.float8_e4m3fn)}
     with pytest.raises(ConfigError, match="gate_up_proj of intermediate size 24 has scale blocks of 16 rows"):
         load(state, LayerSpec(2, 64, 24, weight_scheme((16, 16))), owned=[0])
-
-
-def test_bf16_checkpoints_load_as_they_are(tmp_path: Path, tiny: Shape) -> None:
-    shape = replace(tiny, quant="bf16")
-    write_checkpoint(tmp_path, shape)
-    weights = load_layer(SafetensorsSource(tmp_path), 3, shape.layer_spec(), owned=ALL, tp_rank=1, tp_size=4)
-    assert weights.experts.scheme == BF16
-    assert weights.experts.slot(0).down_HI.values.dtype == torch.bfloat16
-    assert weights.experts.slot(0).down_HI.shape == (64, 8)
 
 
 def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(tiny: Shape, tiny_state: StateDict) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_mk.weights.names import CONVENTIONS, Part, Role, block_prefixes, layer_of, recognise
+from moe_mk.weights.names import CONVENTIONS, Part, Role, block_prefixes, layer_of
 
 GATE_7 = Part(Role.EXPERT, "gate", 7)
 DOWN_SCALE_7 = Part(Role.EXPERT, "down", 7, "scale")
@@ -49,13 +49,6 @@ def test_every_part_of_a_convention_has_its_own_name(convention) -> None:
 @pytest.mark.parametrize("name", ["shared_mlp.gate_proj.weight", "experts.x.up_proj.weight", "gate.weight.extra", ""])
 def test_foreign_names_mean_nothing(name: str) -> None:
     assert [convention.parse(name) for convention in CONVENTIONS.values()] == [None] * len(CONVENTIONS)
-
-
-def test_conventions_are_reported_apart_by_the_names_of_experts() -> None:
-    assert recognise(["gate.weight", "experts.0.up_proj.weight"]).name == "official"
-    assert recognise(["gate.weight", "experts.gate_up_proj", "shared_experts.up_proj.weight"]).name == "fused"
-    assert recognise(["gate.weight", "experts.0.w1.weight"]).name == "mixtral"
-    assert recognise(["gate.weight", "gate.bias", "experts.0.w1.weight", "experts.0.w1.scale"]).name == "converted"
 
 
 def test_blocks_are_found_by_their_experts_in_order_of_layer() -> None:

@@ -30,29 +30,6 @@ def test_one_nan_at_each_end_of_a_tensor_larger_than_a_job() -> None:
     assert count_non_finite([("x", x.view(torch.float8_e4m3fn))], threads=2) == {"x": 3}
 
 
-def test_a_slice_of_columns_is_scanned_without_its_neighbours() -> None:
-    codes = torch.zeros((5, 8), dtype=torch.uint8, device="cpu")
-    codes[2, 3], codes[4, 4] = 0x7F, 0xFF
-    x = codes.view(torch.float8_e4m3fn)
-    assert count_non_finite([("left", x[:, :4]), ("right", x[:, 4:])], threads=1) == {"left": 1, "right": 1}
-    assert count_non_finite([("inner", x[:, 5:])], threads=1) == {}
-
-
-def test_empty_tensors_have_no_nan() -> None:
-    empty = torch.empty((0, 4), dtype=torch.bfloat16, device="cpu")
-    assert count_non_finite([("a", empty), ("b", empty.T), ("c", empty.reshape(-1))], threads=1) == {}
-    assert count_non_finite([], threads=1) == {}
-
-
-def test_progress_grows_to_the_number_of_bytes() -> None:
-    reported: list[tuple[str, int, int]] = []
-    x = torch.zeros((3, 1024), dtype=torch.bfloat16, device="cpu")
-    count_non_finite([("a", x), ("b", x[:1])], threads=2, on_progress=lambda *stated: reported.append(stated))
-    assert [what for what, _, _ in reported] == ["check", "check"]
-    assert {total for _, _, total in reported} == {8192}
-    assert sorted(done for _, done, _ in reported)[-1] == 8192
-
-
 def test_an_error_in_the_progress_callback_reaches_the_caller() -> None:
     x = torch.zeros(16, dtype=torch.float32, device="cpu")
     with pytest.raises(KeyboardInterrupt):

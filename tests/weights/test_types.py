@@ -1,7 +1,6 @@
 """Every type of experts from a file and back: written, described, read, sliced, stacked, moved."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
-from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, SlotWeights, inspect_checkpoint, load_layer
-from moe_mk.weights.expert_weights import SlotBiases
 from tests.weights.one_layer import load_written, wide
 
 CPU = torch.device("cpu")
@@ -86,20 +83,6 @@ def test_a_slice_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(
     config = MoEConfig.from_hf(written(quant))
     with pytest.raises(ConfigError, match=rf"parallel\.tp={size} .*; possible: {legal}"):
         config.with_(tp=size)
-
-
-@pytest.mark.parametrize("quant", QUANTISED)
-def test_an_expert_moves_as_bytes_and_arrives_bit_for_bit(quant: str, written: Callable[[str], Path]) -> None:
-    slot = load_written(written(quant)).experts.slots[2]
-    slot = replace(slot, biases=SlotBiases(torch.rand(INNER), torch.rand(INNER).bfloat16(), torch.rand(HIDDEN)))
-    incoming, size = ReceivedExpert(slot), slot.num_bytes
-    for start in range(0, size, 10_000):
-        incoming.write(read_bytes(slot, start, min(start + 10_000, size)))
-    assert incoming.received == size == slot.num_bytes
-    assert checksum(read_bytes(incoming.slot, 0, size)) == checksum(read_bytes(slot, 0, size))
-    pairs = zip(wide(incoming.slot), wide(slot), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert len(incoming.slot.tensors) == len(slot.tensors)
 
 
 @pytest.mark.parametrize("quant", QUANTISED)
