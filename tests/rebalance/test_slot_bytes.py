@@ -10,7 +10,7 @@ from moe_mk.quant.grouped import grouped
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, read_bytes
+from moe_mk.rebalance.transfer import ReceivedExpert, checksum, read_bytes
 from moe_mk.weights import SlotWeights
 from moe_mk.weights.expert_weights import SlotBiases
 
