@@ -179,8 +179,8 @@ class ExpertTransfer:
             self._incoming.write(data)
 
 
-# One expert as bytes and back: every tensor it has, values and scales, in one fixed order. A backend's own layout is made
-# anew from what arrives, so that nothing derived from old weights can be left behind.
+# One expert as bytes and back: every tensor it has, values and scales, in one fixed order. A backend's own layout is
+# made anew from what arrives, so that nothing derived from old weights can be left behind.
 
 
 def read_bytes(slot: SlotWeights, start: int, stop: int) -> Tensor:
