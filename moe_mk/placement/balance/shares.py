@@ -41,7 +41,7 @@ def copies_of(phy2log: Ints, num_experts: int) -> Ints:
 
 
 def holders(phy2log: Ints, gpu_P: Ints, num_experts: int, num_gpus: int) -> Bools:
-    """Whether an expert lies on a GPU, [X, E, W]; empty slots do not count."""
+    """Whether an expert is on a GPU, [X, E, W]; empty slots do not count."""
     holds = np.zeros((len(phy2log), num_experts + 1, num_gpus), bool)
     holds[np.arange(len(phy2log))[:, None], phy2log, gpu_P] = True  # empty slots are -1, the last row
     return holds[:, :num_experts]
