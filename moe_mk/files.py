@@ -83,10 +83,13 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def resolved(path: Path) -> Path:
     """Where a file is after symbolic links; raises OSError for links in a circle, and for what no path can be."""
     try:
-        return path.resolve()
+        real = path.resolve()
     except unless_signalled(RuntimeError, ValueError) as problem:
         number = errno.ELOOP if isinstance(problem, RuntimeError) else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path)) from problem
+    if os.path.islink(real):  # from Python 3.13 on, a link in a circle is returned as it is
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return real
 
 
 @contextmanager

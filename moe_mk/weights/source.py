@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_mk.config.equation import VECTORS, TensorNames, TensorPart
 from moe_mk.errors import WeightError, unless_signalled
-from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json
+from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json, resolved
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
 
@@ -257,8 +257,8 @@ def is_inside(folder: Path, name: str) -> bool:
     root = folder.resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     try:
-        real = (root / name).resolve()
-    except unless_signalled(OSError, RuntimeError, ValueError):  # circular links and invalid file names
+        real = resolved(root / name)
+    except unless_signalled(OSError):  # circular links and invalid file names
         return False
     return real.is_relative_to(root) or real.is_relative_to(blobs)
 
