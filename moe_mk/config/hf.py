@@ -1,6 +1,6 @@
 """From a transformers `config.json` to our settings: one table of names, families as rows.
 
-Key names as of transformers 5.23 configurations of DeepSeek V2, V3 and V4, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and
+Key names as of transformers 5.24 configurations of DeepSeek V2, V3 and V4, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and
 gpt-oss. The first layers of DeepSeek-V4 have the sizes of the others and choose experts by token id: `router.hashed`.
 A key that is absent or null has the default of the family's class, except scale and groups, which models of one family
 have different values of; what no table of `config.keys` lists is refused.
@@ -281,7 +281,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     }
     biased = hf.get("use_routing_bias", _TABLE[family].get("biased", False))
     scoring = _TABLE[family].get("scoring", "softmax")
-    scoring = hf.get("scoring_func" if family == "bailing_moe" else "expert_selection_fn") or scoring
+    scoring = hf.get("scoring_func" if family in ("bailing_moe", "sarvam_moe") else "expert_selection_fn") or scoring
     router |= {"scoring_func": scoring, "has_correction_bias": biased, "weight_on_input": family == "llama4"}
     # The softmax over the chosen logits is that over all of them, renormalised.
     router |= {"has_logit_bias": family == "gpt_oss", "has_expert_scale": family == "gemma4"}

@@ -2,7 +2,7 @@
 
 A key that no table lists is refused where its name suggests that it changes the layer, and in a quantisation section
 wherever it has a value. What is read of a config.json depends on the family: `config.hf` holds that table.
-Names as of transformers 5.23, compressed-tensors 0.15, modelopt 0.45, AutoGPTQ, AutoAWQ and llama.cpp.
+Names as of transformers 5.24, compressed-tensors 0.15, modelopt 0.45, AutoGPTQ, AutoAWQ and llama.cpp.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_mk")
     print(explain(model))
 
-Tested with transformers 5.16 and 5.23; features are detected, versions are not compared. Inference only: a backward
+Tested with transformers 5.16 and 5.24; features are detected, versions are not compared. Inference only: a backward
 pass through the experts raises.
 """
 
@@ -150,7 +150,7 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 def _warn_where_it_is_ignored() -> None:
     """Warn where a model with experts is built with an implementation that its class never calls.
 
-    transformers 5.23 checks the name for every model, but dispatches only experts with @use_experts_implementation;
+    transformers 5.24 checks the name for every model, but dispatches only experts with @use_experts_implementation;
     those of Llama 4 have none.
     """
     chosen = getattr(PreTrainedModel, "get_correct_experts_implementation", None)

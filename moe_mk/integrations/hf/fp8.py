@@ -2,7 +2,7 @@
 
 Without them transformers converts an FP8 checkpoint to bf16 on a machine without a GPU, twice the memory. Each product
 rounds activations to FP8 per token and group of columns, as the checkpoint was made for, and decodes the weight a block
-row at a time. Names as of transformers 5.23: they are not public, so their existence is checked first.
+row at a time. Names as of transformers 5.24: they are not public, so their existence is checked first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _parts() -> tuple[ModuleType, type]:
     if missing:
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot run FP8 on a CPU this way",
-            [f"it has no {', '.join(missing)}; known to work with 5.16 and 5.23"],
+            [f"it has no {', '.join(missing)}; known to work with 5.16 and 5.24"],
         )
     return layers, quantizer
 

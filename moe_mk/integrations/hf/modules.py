@@ -1,6 +1,6 @@
 """Facts about an experts module of transformers: sizes, layout, weights, and reasons against it.
 
-Flags and parameter names as of `transformers.integrations.moe` and `.finegrained_fp8` of transformers 5.23. Shapes are
+Flags and parameter names as of `transformers.integrations.moe` and `.finegrained_fp8` of transformers 5.24. Shapes are
 read from the parameters, never from attributes: under tensor parallelism those keep the global sizes.
 
 The activation of a module is determined by a test, because its name and flags may be misleading.
@@ -208,7 +208,7 @@ def facts_of(module: nn.Module) -> ModuleFacts:
 
 
 def reasons_against(module: nn.Module) -> list[str]:
-    """All unsupported features of a module; empty for all classes of transformers 5.23 in bf16."""
+    """All unsupported features of a module; empty for all classes of transformers 5.24 in bf16."""
     first, down = (getattr(module, name, None) for name in (_first_name(module), "down_proj"))
     if not isinstance(first, Tensor) or not isinstance(down, Tensor):
         return [f"it has no {_first_name(module)} and down_proj"]

@@ -1,7 +1,7 @@
 """Communication of transformers' expert parallelism with the transports of this library.
 
 `DistributedConfig(ep_implementation="moe_mk")` builds one of these for each experts module. The rank's experts are
-computed by the same plan as without expert parallelism. Interface as of transformers 5.23.
+computed by the same plan as without expert parallelism. Interface as of transformers 5.24.
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ CLAMPED: Mapping[str, Callable[[Tensor, Tensor, float, float | None], Tensor]] =
 """SwiGLU with limits: clamped before SiLU (DeepSeek-V4), with a slope in the sigmoid and one added to up (gpt-oss),
 clamped after SiLU (Step-3.7), and with soft limits by tanh, alpha of the gate and limit of up (Kimi-K3).
 
-Source: DeepseekV4MLP, GptOssExperts and Step3p7Experts of transformers 5.23, SituAndMul of vLLM.
+Source: DeepseekV4MLP, GptOssExperts and Step3p7Experts of transformers 5.24, SituAndMul of vLLM.
 """

@@ -53,7 +53,7 @@ _NAMES = {
     "qwen3_vl_moe": "fused", "gpt_oss": "gpt_oss", "kimi_linear": "kimi_linear", "llama4": "llama4",
     "gemma4": "gemma4", "step3p5": "step", "step3p7": "step", "bailing_hybrid": "ling", "bailing_moe": "ling",
     "longcat_flash": "longcat", "longcat_flash_ngram": "longcat", "arctic": "mixtral", "phimoe": "mixtral",
-    "step3": "step", "xverse": "xverse",
+    "step3": "step", "xverse": "xverse", "sarvam_moe": "ling", "lara_mini": "fused_one_shared",
 }  # fmt: skip
 """The convention of plain and FP8 experts by family, if it is not the official one."""
 _SCALED = {

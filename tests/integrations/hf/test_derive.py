@@ -172,13 +172,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "dots1": {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    "lara_mini": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 8},
+    "sarvam_moe": {}, "sarvam_mla": {},
 }  # fmt: skip
-for family in ("deepseek_v2", "dots1"):
+for family in ("deepseek_v2", "dots1", "sarvam_moe", "sarvam_mla"):
     FAMILIES[family] |= {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3,
                          "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5}  # fmt: skip
 BLOCKS: dict[str, dict[str, Any]] = {
     "inkling_text": {"moe_intermediate_size": 48, "n_routed_experts": 8, "n_shared_experts": 2},
-    "inkling2_text": {"moe_intermediate_size": 48, "n_routed_experts": 8},
+    "inkling2_text": {"moe_intermediate_size": 48, "n_routed_experts": 8, "unpadded_vocab_size": 32},
+    "inkling2_loop_text": {"moe_intermediate_size": 48, "n_routed_experts": 8, "unpadded_vocab_size": 32,
+                           "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2},
     "longcat_flash": {"expert_ffn_hidden_size": 48, "n_routed_experts": 8, "zero_expert_num": 4, "num_layers": 2},
     "nemotron_h": {"moe_latent_size": 56, "layers_block_type": ["moe", "attention"], "n_routed_experts": 8},
     "deepseek_v4": {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_hash_layers": 1},
@@ -275,7 +279,7 @@ def test_quantised_experts_of_a_derived_family_are_read_under_its_names(case: tu
 WHOLE = (
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "glm4_moe_lite", "mimo_v2_flash", "solar_open",
     "qwen3_5_moe_text", "qwen3_next", "glm5_next_text", "hy_v4", "bailing_hybrid", "kimi_linear", "llama4_text",
-    "longcat_flash", "deepseek_v4",
+    "longcat_flash", "deepseek_v4", "hy_v4_vl_text",
 )  # fmt: skip
 """With the default configuration of their class."""
 

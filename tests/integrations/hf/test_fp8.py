@@ -107,7 +107,7 @@ def test_outside_of_it_transformers_is_as_it_was(fp8_folder: Path) -> None:
 
 def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(finegrained_fp8, "FineGrainedFP8")
-    with pytest.raises(UnsupportedError, match=r"has no FineGrainedFP8; known to work with 5.16 and 5.23"), cpu_fp8():
+    with pytest.raises(UnsupportedError, match=r"has no FineGrainedFP8; known to work with 5.16 and 5.24"), cpu_fp8():
         pass
 
 
