@@ -1,10 +1,8 @@
 """Bounded readers of files that come from outside, and writers that leave a file whole or as it was.
 
-Readers compare sizes with limits before anything is read.
-
 Text is bounded in bytes and in nesting, YAML also in values, where every use of an alias counts all values behind it.
-A header of safetensors is bounded before a library parses it. What is refused is a ValueError with the size and the
-limit, or an OSError; the caller wraps both in an error of its kind that names the file.
+Sizes are compared before anything is read or parsed. What is refused is a ValueError with the size and the limit, or an
+OSError; the caller wraps both in an error of its kind that names the file.
 
     what                       bytes      files
     settings, YAML             1 MiB      configurations, link and device profiles; 100 levels, 100,000 values
@@ -36,8 +34,7 @@ MIB = 1 << 20
 YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 4 * MIB, 64 * MIB, 16 * MIB, 16 * MIB
 NO_HEADER = 1 << 40
 """First eight bytes of a file that are a larger number than this are not the size of a header."""
-MOST_LEVELS = 100
-MOST_VALUES = 100_000
+MOST_LEVELS, MOST_VALUES = 100, 100_000
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
@@ -83,13 +80,13 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def resolved(path: Path) -> Path:
     """Where a file is after symbolic links; raises OSError for links in a circle, and for what no path can be."""
     try:
-        real = path.resolve()
-    except unless_signalled(RuntimeError, ValueError) as problem:
-        number = errno.ELOOP if isinstance(problem, RuntimeError) else errno.EINVAL
-        raise OSError(number, os.strerror(number), str(path)) from problem
-    if os.path.islink(real):  # from Python 3.13 on, a link in a circle is returned as it is
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    return real
+        real = os.path.realpath(path)
+        number = errno.ELOOP if os.path.islink(real) else 0  # realpath returns a link in a circle as it is
+    except unless_signalled(ValueError):
+        number = errno.EINVAL
+    if number:
+        raise OSError(number, os.strerror(number), str(path))
+    return Path(real)
 
 
 @contextmanager

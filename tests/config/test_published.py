@@ -68,10 +68,8 @@ def written(folder: Path, name: str) -> Path:
         made = transformers.AutoConfig.for_model(name).to_dict()
         made = made.get("text_config") or made
         files = {"config": json.loads(json.dumps(made, default=str)) | GROUPS.get(name, {})}
-    for stem, content in files.items():
-        if stem == "source":  # where the facts are from
-            continue
-        content = {**content, **MORE.get(name, {})} if stem == "config" else content
+    for stem in files.keys() - {"source"}:  # where the facts are from
+        content = {**files[stem], **MORE.get(name, {})} if stem == "config" else files[stem]
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return folder / "config.json"
 
@@ -84,23 +82,18 @@ def test_a_layer_that_is_not_computed_is_refused_with_its_reason(name: str, tmp_
     assert not (tmp_path / "small").exists()
 
 
-def test_every_other_published_configuration_is_read_in_its_format(tmp_path: Path) -> None:
-    for name in sorted(PUBLISHED.keys() - REFUSED.keys()):
-        (tmp_path / name).mkdir()
-        quant = MoEConfig.from_hf(written(tmp_path / name, name), layer=3 if name in MORE else None).model.quant
-        assert quant.weights == next((kind for part, kind in FORMATS.items() if part in name), "bf16"), name
-
-
-def test_layers_that_are_declared_to_be_those_of_a_family_are_read_like_them(tmp_path: Path) -> None:
+def test_every_other_published_configuration_is_read_in_its_format_and_as_declared(tmp_path: Path) -> None:
     for name in sorted(PUBLISHED.keys() - REFUSED.keys()):
         (tmp_path / name).mkdir()
         file, layer = written(tmp_path / name, name), 3 if name in MORE else None
         expected = MoEConfig.from_hf(file, layer=layer)
+        kind = next((kind for part, kind in FORMATS.items() if part in name), "bf16")
+        assert expected.model.quant.weights == kind, name
         file.write_text(re.sub(r'"model_type": "\w+"', '"model_type": "never_seen"', file.read_text()))
         with pytest.raises(ConfigError, match="'never_seen'.*--as FAMILY"):
             MoEConfig.from_hf(file)
-        equation = declared(file, expected.model.name, layer)
-        (tmp_path / name / "layer_equation.json").write_text(equation.model_dump_json())
+        equation = declared(file, expected.model.name, layer).model_dump_json()
+        (tmp_path / name / "layer_equation.json").write_text(equation)
         assert MoEConfig.from_hf(file, layer=layer) == expected, name
     like = tmp_path / "MiniMaxAI--MiniMax-M2.5" / "config.json"
     like.write_text(like.read_text().replace('["gate", ', '["w2", '))
