@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from moe_mk.errors import StoreError, WeightError
-from moe_mk.experts.cpu_native.paged import HUGE_PAGE
 from moe_mk.weights import expert_store
 from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore, write_store
 
@@ -37,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 def record() -> memoryview:
     """Memory on a page, for direct reads."""
-    whole = torch.empty(SIZE + HUGE_PAGE, dtype=torch.uint8)
+    whole = torch.empty(SIZE + ALIGNMENT, dtype=torch.uint8)
     start = -whole.data_ptr() % ALIGNMENT
     return memoryview(whole[start : start + SIZE].numpy())
 
