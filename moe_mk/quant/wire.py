@@ -84,8 +84,8 @@ def when_to_round(
     """Decide whether activations of a scheme are quantised before or after dispatch; None and plain ones never are.
 
     A row with its own scales can be quantised before dispatch: fewer bytes, same result. A scale over all rows of a
-    call is known only at the experts, unless every rank receives every row. families: of schemes whose rows the
-    transport sends. gathers: whether every rank receives every row. experts_read: whether the experts multiply
+    call is known only at the experts, unless every rank receives every row. families: those of schemes
+    that the transport sends. gathers: whether every rank receives every row. experts_read: whether the experts multiply
     activations of this scheme.
     """
     if not isinstance(activations, BlockedScheme):

@@ -1,4 +1,4 @@
-"""Layers whose output is known without a router: one expert, all experts, none but the shared ones; one by its name."""
+"""Layers with outputs that need no router to compute: one expert, all experts, only shared experts."""
 
 import math
 from pathlib import Path

@@ -20,7 +20,7 @@ LABEL = 12
 
 
 def table_of(heads: Iterable[str], left: Container[str] = (), **options: Any) -> Table:
-    """A table without a frame, whose columns are aligned to the right but for those of `left`."""
+    """A table without borders; columns are right-aligned, except those in `left`."""
     table = Table(**{"box": None, "title_justify": "left", "padding": (0, 2, 0, 0), **options})
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right")

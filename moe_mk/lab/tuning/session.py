@@ -10,9 +10,9 @@ round, so that slowdowns of the machine affect both; the ratio of the two times 
 replaces the built-in parameters if the upper end of a confidence interval of the median ratio is below 1 - MARGIN, in
 its first rounds and in a second set of rounds, because the best of many candidates looks better than it is.
 
-A candidate whose result differs from that of the built-in parameters by more than AGREES, or that raises, is left out
-and named. On a GPU runs are captured in graphs, where the backend allows it, so that no launch from Python counts; a
-candidate during which a session there ended is not tried again.
+A candidate is skipped and listed if it raises, or if its result differs from that of the built-in parameters by more
+than AGREES. On a GPU runs are captured in CUDA graphs, where the backend allows it, to exclude the time of Python
+launches; a candidate that ended an earlier session is skipped.
 
 The interval is that of order statistics: from the k-th smallest to the k-th largest of n ratios, with the largest k for
 which the median is above it with a probability of at most 2.5 %. It only assumes that rounds are alike.

@@ -247,7 +247,7 @@ def test_no_tokens_one_token_and_dropped_assignments(name: str) -> None:
         assert module(x_TH[:0], ids_TK[:0], weights_TK[:0]).shape == (0, HIDDEN)
         whole = module(x_TH, ids_TK, weights_TK)
         assert torch.allclose(module(x_TH[:1], ids_TK[:1], weights_TK[:1]), whole[:1], atol=1e-5)
-        # Hosts mark "not here" with E or -1; what the weight beside it states must not matter.
+        # Hosts mark "not here" with E or -1; the weight at such a place is ignored.
         kept = module(x_TH, ids_TK, weights_TK.clone().index_fill_(1, torch.tensor([1]), 0.0))
         for nowhere in (EXPERTS, -1, 2**31 - 1):
             ids = ids_TK.clone().index_fill_(1, torch.tensor([1]), nowhere)
