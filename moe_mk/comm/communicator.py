@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
 from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
-from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, MoEMKError, Suppress, UnsupportedError
 from moe_mk.flight import Flight, InFlight, wait
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class Communicator(ABC):
 
     def _end_calls(self, failure: Failure) -> None:
         self.status.failure = failure
-        self._report(failure)
-        for resource in list(self.status.resources):
-            resource.abort(failure)
+        for report in (self._report, *(resource.abort for resource in list(self.status.resources))):
+            with Suppress(Exception):  # memory that one of them lacks keeps the others from nothing
+                report(failure)
 
     def abort_on_error(self, *, drops: bool = True) -> AbortOnError:
         """A context that reports exceptions raised inside to the peers, see `fail`.

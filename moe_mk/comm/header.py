@@ -6,6 +6,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -189,6 +190,7 @@ class RowHeaders:
         return count, num_bytes, tuple(who)
 
 
+@cache
 def host_number() -> int:
     """A number of this host since it was started, in 63 bits; 0 where it cannot be read.
 
@@ -196,7 +198,7 @@ def host_number() -> int:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except unless_signalled(OSError):
+    except unless_signalled(FileNotFoundError, PermissionError):
         return 0
     return int.from_bytes(hashlib.sha256(boot).digest()[:8], "big") >> 1
 

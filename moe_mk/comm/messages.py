@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.failure import RECOVERED, Exclusive, Failure, GroupStatus
-from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
     ANY,
     EAGER_BYTES,
@@ -62,7 +61,7 @@ from moe_mk.comm.header import (
 )  # fmt: skip
 from moe_mk.errors import CommError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
-from moe_mk.process import Process
+from moe_mk.process import FORKED, Process, WatchedProcess, in_child
 from moe_mk.trace.clock import now
 
 PULSE_S = 0.05
@@ -144,7 +143,7 @@ class GroupMessages:
         self.lock = threading.RLock()
         """Held by the thread that is in a call over the group."""
         self._process, self._host = Process.this(), host_number()
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, WatchedProcess] = {}
         """Of peers on this host."""
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._epoch = self._call = self._layers = 0
@@ -172,7 +171,8 @@ class GroupMessages:
         self._notices: dict[int, _Receive] = {}
         self._wait: _Wait | None = None
         self._awake = threading.Event()
-        self._watched = False
+        self._watcher: threading.Thread | None = None
+        """Looks after long waits; None until the system has given a thread."""
         in_child(self, GroupMessages._leave_to_parent)
 
     def _leave_to_parent(self) -> None:
@@ -332,7 +332,7 @@ class GroupMessages:
         self._open.clear()
         self._row_headers.clear()
         self._spare.clear()
-        self._stand_by()
+        self._await_peers()
 
     # One call.
 
@@ -354,7 +354,7 @@ class GroupMessages:
         if self.closed:
             raise self._error(caller, phase, None, self.closed)
         with self._exclusive(caller, phase):
-            if not self._headers:
+            if self._watcher is None:
                 self._stand_by()
             self._posted.clear()  # kept by what waits for them
             self._call += 1
@@ -462,7 +462,7 @@ class GroupMessages:
     def _note_process(self, peer: int, header: Header) -> None:
         """Keep the process of a peer on this host, whose end is looked for in long waits."""
         if header.process is not None and header.host == self._host != 0:
-            self._processes[peer] = header.process
+            self._processes[peer] = WatchedProcess.of(header.process, self._process)
 
     def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
         """Let go of headers that a peer has read long ago.
@@ -555,14 +555,14 @@ class GroupMessages:
         return self._error(caller, phase, peer, text)
 
     def _ended(self, peer: int) -> str:
-        return f"its process {self._processes[peer].number} has ended"
+        return f"its process {self._processes[peer].process.number} has ended"
 
     def _ended_processes(self, patience_s: float = 0.0) -> list[int]:
         """Peers whose process has ended. patience_s: a process loses its connections a moment before it ends."""
         until = now() + patience_s
         while True:
             known = [(peer, process) for peer, process in list(self._processes.items()) if peer not in self.left_out]
-            gone = [peer for peer, process in known if process.is_gone(self._process)]
+            gone = [peer for peer, process in known if process.is_gone()]
             if gone or now() >= until:
                 return gone
             threading.Event().wait(PULSE_S / 5)
@@ -596,6 +596,15 @@ class GroupMessages:
             return problem
 
     def _stand_by(self) -> None:
+        """Await messages of every peer, and start the thread; while the system has none, calls go on without it."""
+        if not self._headers:
+            self._await_peers()
+        watcher = threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True)
+        with Suppress(RuntimeError, MemoryError):
+            watcher.start()
+            self._watcher = watcher
+
+    def _await_peers(self) -> None:
         largest = HEADER_BYTES + EAGER_BYTES
         self._headers = {
             peer: deque(self._receive(peer, HEADER_TAGS + self._epoch, largest) for _ in range(self._depth))
@@ -603,16 +612,13 @@ class GroupMessages:
         }
         self._read_headers = {peer: [] for peer in self._peers}
         self._notices = {peer: self._receive(peer, NOTICE_TAGS + self._epoch) for peer in self._peers}
-        if not self._watched:
-            self._watched = True
-            threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True).start()
 
     def _notify(self, header: Header) -> None:
         """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
         tags = [NOTICE_TAGS + self._epoch] + [HEADER_TAGS + self._epoch] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
-                with Suppress(RuntimeError):
+                with Suppress(RuntimeError, MemoryError):
                     send = self._open_group().send
                     self._unfinished.extend(map(send, ([header.message()],), (peer,), (tag,)))
 
@@ -625,8 +631,8 @@ class GroupMessages:
             return False
         if gone := self._ended_processes():
             if wait.ends_at is None:
-                wait.ends_at = now() + FORKED_S
                 self.report(Failure(self._ended(gone[0]), gone[0]))
+                wait.ends_at = now() + FORKED_S
             elif now() > wait.ends_at and wait.peer in gone and self._wait is wait:
                 # Close all connections: whoever waits in the group goes on with an error. A peer that lives may come
                 # late, and go on over them.
@@ -634,8 +640,8 @@ class GroupMessages:
                 with Suppress(RuntimeError):
                     self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
         elif now() > wait.late_at and not wait.noted:
-            wait.noted = True
             self._notify(Header(Kind.WAITING, self._epoch, 0, "", peer=wait.peer, process=self._process))
+            wait.noted = True
         return True
 
     def park(self) -> threading.Event | None:
@@ -650,16 +656,20 @@ def _message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytear
 
 
 def _watch(of: ref[GroupMessages]) -> None:
-    """Look after waits while there are any, until the group is gone; waits are long only where peers are late."""
-    idle = 0
+    """Look after waits while there are any, until the group is gone; waits are long only where peers are late.
+
+    Whatever a look lacks for a moment, memory or a descriptor, the next one may have: nothing else would notice that a
+    peer has died before the timeout.
+    """
+    idle, pulse = 0, threading.Event()
     while (messages := of()) is not None:
-        idle = 0 if messages.look() else idle + 1
-        parked = messages.park() if idle * PULSE_S > 1.0 else None
+        parked = None
+        with suppress(Exception):
+            idle = 0 if messages.look() else idle + 1
+            parked = messages.park() if idle * PULSE_S > 1.0 else None
         del messages
-        if parked is None:
-            threading.Event().wait(PULSE_S)
-        else:
-            parked.wait(PARKED_S)
+        with suppress(Exception):
+            (pulse if parked is None else parked).wait(PULSE_S if parked is None else PARKED_S)
 
 
 # Connections belong to the process group, whoever builds layers over it; so does what is under way over them.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from moe_mk.errors import unless_signalled
 from moe_mk.trace.clock import now
 
 X = TypeVar("X")
@@ -33,8 +34,11 @@ class BackgroundJob(Generic[X]):
         self._future, self._since = future, now()
         if self.inline:
             _run(job, future)
-        else:
+            return
+        try:
             threading.Thread(target=_run, args=(job, future), name=self.name, daemon=True).start()
+        except unless_signalled(RuntimeError, MemoryError) as problem:  # the system has no thread now
+            future.set_exception(problem)
 
     def poll(self) -> Future[X] | None:
         """The outcome of the job, returned once; None while it runs or if there is none. Never blocks."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.failure import Failure
-from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.heap import NetworkHeap
 from moe_mk.comm.symmetric.heap import SymmetricHeap
 from moe_mk.comm.symmetric.memory import create, unlink
@@ -22,6 +21,7 @@ from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
+from moe_mk.process import in_child
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm

@@ -1,7 +1,13 @@
 """Headers of messages, and whom a long wait may blame."""
 
+import errno
+import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +19,8 @@ from moe_mk.comm.header import ANY, EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTE
 from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
-from moe_mk.lab.testing.on_ranks import RankWorld
-from moe_mk.process import Process
+from moe_mk.lab.testing.on_ranks import RankError, RankWorld
+from moe_mk.process import Process, WatchedProcess
 from tests.support.worlds import world_of
 
 world = world_of(2)
@@ -158,3 +164,45 @@ def test_receives_of_headers_stand_at_every_peer_at_all_times(world: RankWorld) 
     for standing in world.call(receives_that_stand):
         assert {sum(each) for each in standing} == {MOST_RECEIVES}
         assert {ready for ready, _ in standing} == set(range(MOST_RECEIVES // 2, MOST_RECEIVES))
+
+
+def fails_at_first(times: int, error: Exception, action: Callable[..., Any]) -> Callable[..., Any]:
+    left = iter(range(times))
+    return lambda *given: action(*given) if next(left, None) is None else Mock(side_effect=error)()
+
+
+def dies_while_the_watch_lacks(rank: int, what: str) -> dict[str, Any]:
+    """Rank 1 stops for so long that rank 0 lacks threads, descriptors or memory while it waits, then it ends."""
+    comm, start = DistributedCommunicator(dist.new_group(), timeout_s=30.0), threading.Thread.start
+    lacking = {
+        "threads": (threading.Thread, "start", RuntimeError("can't start new thread")),
+        "memory to look": (GroupMessages, "look", MemoryError()),
+        "memory to report": (GroupMessages, "_notify", MemoryError()),
+        "descriptors": (WatchedProcess, "_has_ended", OSError(errno.EMFILE, "Too many open files")),
+    }
+    if rank == 0:
+        where, name, error = lacking[what]
+        setattr(where, name, fails_at_first(3, error, getattr(where, name)))
+    try:
+        for _ in range(4):
+            wait(comm.gather_count(1, "counts"))
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(1.0)
+        os._exit(3)
+    try:
+        wait(comm.gather_count(1, "counts"))
+    except CommError as error:
+        return {"peer": error.peer, "seconds": time.monotonic() - began, "watch": comm._messages._watcher.is_alive()}  # type: ignore[union-attr]
+    return {}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lacks", ["threads", "memory to look", "memory to report", "descriptors"])
+def test_the_watch_of_a_group_lives_through_what_it_lacks_and_notices_a_death(lacks: str) -> None:
+    with RankWorld(2) as mortal, pytest.raises(RankError) as died:
+        mortal.call(dies_while_the_watch_lacks, lacks)
+    found: Any = died.value.results[0]
+    assert found["peer"] == 1 and found["watch"] and 1.0 <= found["seconds"] < 5.0, found

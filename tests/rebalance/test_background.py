@@ -46,3 +46,16 @@ def test_a_job_that_hangs_is_given_up_and_the_next_one_runs() -> None:
     thread.start(lambda: 7)
     release.set()
     assert wait_for(thread).result() == 7
+
+
+@pytest.mark.parametrize("lacks", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_job_without_a_thread_is_reported_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, lacks: Exception
+) -> None:
+    thread: BackgroundJob[int] = BackgroundJob("waiter", limit_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=lacks))
+        thread.start(lambda: 7)
+    assert wait_for(thread).exception() is lacks
+    thread.start(lambda: 7)
+    assert wait_for(thread).result() == 7

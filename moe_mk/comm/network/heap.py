@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.failure import Failure
-from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.command import Op, TransferCommand
 from moe_mk.comm.network.proxy import Proxy
 from moe_mk.comm.symmetric.flags import PULSE_S, WORD_BYTES, Clock, WaitingForProcess, Words, word_of
 from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.errors import ShapeError
-from moe_mk.process import Process
+from moe_mk.process import WatchedProcess, in_child
 
 ENDED = "its process has ended"
 GRACE_S = 0.5
@@ -79,7 +78,7 @@ class WaitingForHosts(WaitingForProcess):
     """Wait for the proxy to bring something from another host, and for processes of this one as before."""
 
     def __init__(
-        self, rank: int, phase: str, epoch: int, layer: str, *, peers: Sequence[Process], timeout_s: float,
+        self, rank: int, phase: str, epoch: int, layer: str, *, peers: Sequence[WatchedProcess], timeout_s: float,
         clock: Clock, far: frozenset[int], proxy: Proxy,
     ) -> None:  # fmt: skip
         super().__init__(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
@@ -104,8 +103,7 @@ class WaitingForHosts(WaitingForProcess):
 
     def _first_dead(self) -> int | None:
         """A rank with an ended process, if there is one; those of other hosts cannot be seen."""
-        own = self._peers[self.rank]
-        return next((number for number, each in enumerate(self._peers) if each.is_gone(own)), None)
+        return next((number for number, each in enumerate(self._peers) if each.is_gone()), None)
 
     def _look_far(self, peer: int) -> None:
         lost = self._proxy.lost

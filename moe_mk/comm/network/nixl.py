@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkEnded, LinkError
 from moe_mk.comm.network.link import LINKS, NOTHING, Link, LinkKey, Links, LinksContext, OnSent, Pipe, PipeLink, Place
 from moe_mk.comm.network.tcp import own_addresses
+from moe_mk.process import in_child
 
 PLUGIN = "UCX"
 MEMORY = "DRAM"

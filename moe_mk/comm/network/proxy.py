@@ -25,7 +25,6 @@ from threading import Event, Lock, Thread
 
 import torch
 
-from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.network.channel import Channel
 from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
 from moe_mk.comm.network.events import OnStep, Step, Watch
@@ -35,7 +34,8 @@ from moe_mk.comm.network.link import Links
 from moe_mk.comm.network.tcp import WELCOME_BYTES, Acceptor, Address, Hello, TcpPipe, call, welcome
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.network.worker import Worker
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, Suppress
+from moe_mk.process import FORKED, in_child
 
 HANDSHAKE_S = 10.0
 RESUME_S = 4.0
@@ -73,6 +73,8 @@ class Outage:
     cause: str
     attempt: str = ""
     """Why the last attempt to resume it failed."""
+    has_caller: bool = False
+    """Whether a thread of this rank calls the peer."""
 
 
 class Proxy:
@@ -257,13 +259,20 @@ class Proxy:
                 self._lost.setdefault(peer, f"{self._names(key)} was lost: {problem}")
             elif key in self._joined and not self._closing.is_set():  # before, the peer calls until it has an answer
                 # One that ends again before it is adopted has no more time for that.
-                self._outages.setdefault(key, Outage(self._clock(), str(problem)))
-                if peer < self.rank:
-                    Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
+                outage = self._outages.setdefault(key, Outage(self._clock(), str(problem)))
+                self._call_again(key, outage)
             self._count_awaited()
         if self._workers:
             self._workers[0].doorbell.ring()  # whose door may have to open or close
         self.window.arrived.set()
+
+    def _call_again(self, key: tuple[int, int], outage: Outage) -> None:
+        """Resume a link to a peer below this rank, on a thread; while the system has none, at a later look."""
+        outage.has_caller |= key[0] >= self.rank
+        if not outage.has_caller:
+            with Suppress(RuntimeError, MemoryError):
+                Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
+                outage.has_caller = True
 
     def _resume(self, peer: int, channel: int) -> None:
         while not self._closing.is_set() and (outage := self._outages.get((peer, channel))) is not None:
@@ -273,8 +282,8 @@ class Proxy:
             try:
                 self._call(peer, channel, left_s)
                 return
-            except LinkError as problem:
-                outage.attempt = str(problem)
+            except Exception as problem:  # of the peer, or memory and descriptors that this process lacks for a moment
+                outage.attempt = str(problem) or type(problem).__name__
             self._closing.wait(RETRY_S)
 
     def _give_up_late_ones(self) -> None:
@@ -287,6 +296,9 @@ class Proxy:
                         text = f"{self._names(key)} was lost {text}: its process has ended or cannot be reached"
                         self._lost.setdefault(key[0], text)
                         self._count_awaited()
+            elif not outage.has_caller:
+                with self._changing:
+                    self._call_again(key, outage)
 
     def _is_futile(self, key: tuple[int, int]) -> bool:
         stream = self.channels[key[1]].streams[key[0]]

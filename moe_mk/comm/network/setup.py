@@ -37,7 +37,7 @@ from moe_mk.comm.symmetric.setup import PHASE, Opening
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError, unless_signalled
-from moe_mk.process import Process
+from moe_mk.process import Process, WatchedProcess
 
 MOST_RANKS = 1 << FIELD_BITS["peer"]
 MOST_METADATA_BYTES = 1 << 20
@@ -154,12 +154,12 @@ class _Opening(Opening):
                 self._links.close()
             raise
 
-    def _processes(self, notes: list[dict[str, Any]]) -> list[Process]:
+    def _processes(self, notes: list[dict[str, Any]]) -> list[WatchedProcess]:
         """The processes of all ranks; those that another kernel runs get a namespace in which nothing can be seen."""
         own = notes[self.comm.rank]["kernel"]
         processes = [Process(**note["process"]) for note in notes]
         return [
-            each if note["kernel"] == own != 0 or peer in self.near else replace(each, namespace=0)
+            WatchedProcess.of(each if note["kernel"] == own != 0 or peer in self.near else replace(each, namespace=-1))
             for peer, (each, note) in enumerate(zip(processes, notes, strict=True))
         ]
 
@@ -229,7 +229,7 @@ class _Opening(Opening):
             counter_flags=range(self.num_flags, shape.num_flags),
         )
 
-    def _heap(self, proxy: Proxy, memory: Memory, words: Words, peers: list[Process]) -> NetworkHeap:
+    def _heap(self, proxy: Proxy, memory: Memory, words: Words, peers: list[WatchedProcess]) -> NetworkHeap:
         staging_bytes = self.shape.data_bytes - self.data_bytes
         channels = proxy.channels
         staging = Staging(self.data_bytes, staging_bytes, lambda channel, place: channels[channel].ring.tail > place)

@@ -23,10 +23,10 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.frames import LinkEnded, LinkError
 from moe_mk.comm.network.link import Pipe
 from moe_mk.errors import ConfigError, unless_signalled
+from moe_mk.process import in_child
 
 LOOPBACK = "127.0.0.0/8"
 MAGIC = b"moe-mk proxy 1\0\0"
@@ -43,6 +43,8 @@ PATIENCE_S = 1.0
 """How long a caller may take to say who it is."""
 HELD_PER_PEER = 2
 """Callers that may be held for each missing peer."""
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+"""Of this process or its system, for a moment."""
 AT_ONCE = 64
 """Calls that are taken before others have their turn."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -138,7 +140,7 @@ def call(
         connected = socket.create_connection((address.host, address.port), timeout=timeout_s)
     except unless_signalled(OSError) as problem:
         text = f"no answer at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
-        again = isinstance(problem, TimeoutError) or problem.errno in (errno.EMFILE, errno.ENFILE)
+        again = isinstance(problem, TimeoutError) or problem.errno in OUT_OF_RESOURCES
         raise (LinkEnded if again else LinkError)(text) from problem
     in_child(connected, socket.socket.close)
     try:

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from threading import Event, Lock, Thread
 
-from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.events import Step
 from moe_mk.comm.network.exchange import Exchange
 from moe_mk.comm.network.frames import Frame, LinkError
 from moe_mk.comm.network.link import Links, Pipe
 from moe_mk.comm.network.tcp import Acceptor
 from moe_mk.errors import unless_signalled
+from moe_mk.process import in_child
 
 
 class Doorbell:

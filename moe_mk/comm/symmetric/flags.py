@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
-from moe_mk.process import Process
+from moe_mk.process import WatchedProcess
 
 WORD_BYTES = 8
 COUNT_BITS = 32
@@ -171,7 +171,15 @@ class WaitingForProcess(Waiting):
     """Spin, then offer the core to others, then sleep for longer and longer; look after the peer meanwhile."""
 
     def __init__(
-        self, rank: int, phase: str, epoch: int, layer: str, *, peers: Sequence[Process], timeout_s: float, clock: Clock
+        self,
+        rank: int,
+        phase: str,
+        epoch: int,
+        layer: str,
+        *,
+        peers: Sequence[WatchedProcess],
+        timeout_s: float,
+        clock: Clock,
     ) -> None:
         super().__init__(rank, phase, epoch, layer)
         self._peers, self._timeout_s, self._clock = peers, timeout_s, clock
@@ -204,5 +212,5 @@ class WaitingForProcess(Waiting):
             self._verdict = self._late
         elif now - self._looked > PULSE_S:
             self._looked = now
-            if self._peers[peer].is_gone(self._peers[self.rank]):
-                self._verdict = f"its process {self._peers[peer].number} has ended"
+            if self._peers[peer].is_gone():
+                self._verdict = f"its process {self._peers[peer].process.number} has ended"

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.failure import Failure
-from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric.flags import COUNT_MASK, FAILED, WORD_BYTES, Waiting, Words, is_behind, is_failure, word_of
 from moe_mk.comm.symmetric.memory import Memory, free_bytes
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, MoEMKError, ShapeError, unless_signalled
+from moe_mk.process import FORKED, in_child
 
 FLAG_BYTES = 128
 """Two cache lines: processors fetch lines in pairs, and neighbours must not share one."""

@@ -25,8 +25,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from moe_mk.comm.fork import in_child
 from moe_mk.errors import Suppress
+from moe_mk.process import in_child
 
 FOLDER = Path("/dev/shm")
 OURS_ALONE = 0o600

@@ -27,7 +27,7 @@ from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
 from moe_mk.errors import CommError, UnsupportedError, unless_signalled
 from moe_mk.flight import wait
-from moe_mk.process import Process
+from moe_mk.process import Process, WatchedProcess
 
 PHASE = "window set-up"
 NOTE_BYTES = 512
@@ -60,7 +60,7 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
         notes = opening.agreed({"name": opening.name, "problem": problem})
         opening.agreed({"problem": opening.tried(lambda: opening.attach(notes))[1]})
     assert opening.memory is not None
-    peers = [Process(**note["process"]) for note in notes]
+    peers = [WatchedProcess.of(Process(**note["process"])) for note in notes]
     # Numbers, so that the heap keeps no group alive.
     waits = partial(WaitingForProcess, comm.rank, peers=peers, timeout_s=comm.timeout_s, clock=clock)
     return SymmetricHeap(opening.memory, words_of(opening.memory.bytes), shape, comm.rank, waits, comm.layer)

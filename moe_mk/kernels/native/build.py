@@ -41,7 +41,7 @@ from moe_mk.kernels.native.toolchain import (
     object_commands,
     record_digest,
 )
-from moe_mk.process import Process
+from moe_mk.process import Process, WatchedProcess
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
@@ -208,7 +208,7 @@ class _Holder:
 
     def is_gone(self) -> bool:
         """Whether it has ended, reaped or not; False if it is not visible from this process."""
-        return self.host == platform.node() and self.process.is_gone(Process.this())
+        return self.host == platform.node() and WatchedProcess.of(self.process).is_gone()
 
 
 @contextmanager
