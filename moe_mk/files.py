@@ -6,10 +6,13 @@ OSError; the caller wraps both in an error of its kind that names the file.
 
     what                       bytes      files
     settings, YAML             1 MiB      configurations, link and device profiles; 100 levels, 100,000 values
-    settings, JSON             4 MiB      the same, config.json, tuned files, certificates
-    indices and counts, JSON   64 MiB     model.safetensors.index.json, recorded loads
+    settings, JSON             64 MiB     the same, config.json, tuned files, certificates
+    indices and counts, JSON   512 MiB    model.safetensors.index.json, recorded loads
     a line of JSON             16 MiB     traces of Megatron-LM, trials of a tuning session
-    header of safetensors      16 MiB     checkpoints, traces, loads, rows
+    header of safetensors      100 MB     checkpoints, traces, loads, rows: the limit of the safetensors library
+
+An index of 896 experts in 92 layers with four tensors a matrix has 96 MB, and a list of their modules in config.json
+25 MB. Limits are a multiple of what models have, and keep a file from taking the memory of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import yaml
 from moe_mk.errors import unless_signalled
 
 MIB = 1 << 20
-YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 4 * MIB, 64 * MIB, 16 * MIB, 16 * MIB
+YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 64 * MIB, 512 * MIB, 16 * MIB, 100_000_000
 NO_HEADER = 1 << 40
 """First eight bytes of a file that are a larger number than this are not the size of a header."""
 MOST_LEVELS, MOST_VALUES = 100, 100_000
