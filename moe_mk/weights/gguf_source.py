@@ -22,7 +22,7 @@ from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import GGUF_NAMES
-from moe_mk.weights.safetensors_header import Header, TensorEntry
+from moe_mk.weights.safetensors_header import Header, TensorEntry, expect_no_pointer
 from moe_mk.weights.source import FileSource, RenamedSource, SafetensorsSource
 
 SUFFIX = ".gguf"
@@ -90,6 +90,7 @@ def read_gguf(path: Path) -> Header:
             infos.extend((start_offs, field) for field in fields)
 
     try:
+        expect_no_pointer(path)
         reader, num_bytes = Reader(path), path.stat().st_size
         entries, end = [_entry(gguf, start, field, num_bytes) for start, field in infos], reader.data_offset
         for entry in entries:  # as llama.cpp: without gaps but those of the alignment, in this order

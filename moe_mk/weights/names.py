@@ -360,25 +360,23 @@ def recognise(
 ) -> Convention:
     """The convention that defines most of the local names of a block; in a tie one that fits, then the earlier one.
 
-    among: () is all.
+    among: () is all. GPTQ without g_idx has the names of AWQ: see `completeness.recognise_block`.
     """
-    found = Counter(map(_template, local_names))
-
-    def defined(convention: Convention) -> tuple[int, bool]:
-        parts = _parts(convention.name)
-        return sum(number for name, number in found.items() if name in parts), fits(convention)
-
-    return max(among or CONVENTIONS.values(), key=defined)
+    found, conventions = Counter(map(_template, local_names)), among or tuple(CONVENTIONS.values())
+    defined = [sum(found[name] for name in found.keys() & _parts(each.name).keys()) for each in conventions]
+    tied = [each for each, count in zip(conventions, defined, strict=True) if count == max(defined)]
+    return next(filter(fits, tied), tied[0])
 
 
 def block_prefixes(names: Iterable[str]) -> list[str]:
     """The prefixes of all MoE blocks among the names of a checkpoint, in order of layer."""
-    found = {
-        match[1]
+    # Up to "experts." few names differ: an index may have a million.
+    heads = {
+        name[: at + len("experts.")] if (at := name.find("experts.")) >= 0 else name
         for name in names
         if any(word in name for word in ("experts.", "switch_mlp.", "_exps.", "moe."))
-        and (match := _PREFIX.match(name))
     }
+    found = {match[1] for head in heads if (match := _PREFIX.match(head))}
     return sorted(found, key=lambda prefix: (-1 if (layer := layer_of(prefix)) is None else layer, prefix))
 
 

@@ -17,6 +17,8 @@ import torch
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.files import HEADER_BYTES, NO_HEADER, parse_json
 
+POINTER, POINTER_BYTES = "version https://git-lfs.github.com/spec/", 1024
+"""How a pointer of git-LFS begins, and more than its size."""
 LARGEST = 2**62
 """Upper limit of sizes and offsets."""
 
@@ -82,6 +84,7 @@ def _text_of(path: Path) -> tuple[bytes, int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > NO_HEADER:
+                expect_no_pointer(path)
                 raise WeightError(f"{path.name} is not a safetensors file: it does not begin with the size of a header")
             if num_bytes < 8 or length > num_bytes - 8:
                 raise WeightError(f"{path.name} is truncated: {num_bytes} bytes, its header alone has {8 + length}")
@@ -93,6 +96,19 @@ def _text_of(path: Path) -> tuple[bytes, int]:
             return file.read(length), num_bytes
     except unless_signalled(OSError) as problem:
         raise WeightError(f"{path.name} cannot be read: {problem.strerror}") from problem
+
+
+def expect_no_pointer(path: Path) -> None:
+    """Raise WeightError for a pointer of git-LFS, which a clone without git-lfs has in place of a large file."""
+    if not path.is_file() or path.stat().st_size >= POINTER_BYTES:
+        return
+    lines = path.read_bytes().decode("utf-8", "replace").splitlines()
+    if lines and lines[0].startswith(POINTER):
+        size = next((line[5:] for line in lines if line.startswith("size ")), "?")
+        raise WeightError(
+            f"{path.name} is a git-LFS pointer to {size} bytes, not the file itself: run git lfs pull in {path.parent} "
+            "(or hf download)"
+        )
 
 
 def is_text(name: str) -> bool:

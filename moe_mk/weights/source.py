@@ -25,7 +25,14 @@ from moe_mk.config.equation import VECTORS, TensorNames, TensorPart
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json, resolved
 from moe_mk.shapes import expect_dense
-from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
+from moe_mk.weights.safetensors_header import (
+    DTYPE_NAMES,
+    Header,
+    TensorEntry,
+    expect_no_pointer,
+    is_text,
+    read_header,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -210,7 +217,7 @@ class SafetensorsSource(FileSource):
             return self._files_of_index()
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise WeightError(f"{self.path} holds no {INDEX} and no *.safetensors file")
+            raise WeightError(f"{self.path} holds no {INDEX} and no *.safetensors file{_instead(self.path)}")
         return self._files_of_headers(files)
 
     def _files_of_headers(self, files: list[Path]) -> dict[str, Path]:
@@ -233,13 +240,15 @@ class SafetensorsSource(FileSource):
             weight_map = index["weight_map"]
             shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
         except unless_signalled(OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            expect_no_pointer(self.path / INDEX)
             raise WeightError(
                 f"{self.path / INDEX} is not an index with a weight_map ({type(problem).__name__}: {problem})"
             ) from problem
         if broken := [name for name in shard_of if not is_text(name)]:
             raise WeightError(f"{self.path / INDEX} has {len(broken)} names that are no text: {broken[0]!r}")
         self._expect_inside(set(shard_of.values()), str(self.path / INDEX))
-        return {name: self.path / shard for name, shard in shard_of.items()}
+        path_of = {shard: self.path / shard for shard in set(shard_of.values())}
+        return {name: path_of[shard] for name, shard in shard_of.items()}
 
     def _expect_inside(self, shards: set[str], where: str) -> None:
         outside = sorted(s for s in shards if not is_inside(self.path, s))
@@ -248,6 +257,22 @@ class SafetensorsSource(FileSource):
                 f"{where} names {len(outside)} files that are not inside the directory: "
                 f"{', '.join(map(repr, outside[:5]))}; put the files themselves into {self.path}"
             )
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without safetensors holds instead of them, and the remedy; "" for nothing that is known."""
+    pickles = sorted(file.name for end in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{end}"))
+    if pickles:
+        return (
+            f", but {len(pickles)} files of pickled tensors ({', '.join(pickles[:3])}), not read: write it anew "
+            "by save_pretrained of transformers, in safetensors"
+        )
+    if parts := sorted(
+        file.name for end in ("incomplete", "part", "aria2", "crdownload") for file in folder.glob(f"*.{end}")
+    ):
+        return f", but an unfinished download ({', '.join(parts[:3])})"
+    below = sorted(file.parent for file in folder.glob("*/*.safetensors"))
+    return f"; {below[0]} does" if below else ""
 
 
 def is_inside(folder: Path, name: str) -> bool:

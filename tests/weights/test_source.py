@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from moe_mk.errors import WeightError
 from moe_mk.weights import MappingSource, SafetensorsSource
+from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -137,3 +138,47 @@ def test_a_state_dict_is_a_source_too() -> None:
     source.read_ahead("a")
     with pytest.raises(WeightError, match="m is on the meta device"):
         source.entry("m")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614\nsize 4998663696\n"
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", INDEX, "model.gguf"])
+def test_a_pointer_of_git_lfs_is_called_one(name: str, tmp_path: Path) -> None:
+    if name.endswith("safetensors"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"experts.0.up_proj.weight": name}}))
+    (tmp_path / name).write_text(POINTER)
+    facts = f"{name} is a git-LFS pointer to 4998663696 bytes.*: run git lfs pull in {tmp_path}"
+    with pytest.raises(WeightError, match=facts):
+        open_source(tmp_path).entry("experts.0.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "files,words",
+    [
+        (
+            ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+            r"but 1 files of pickled tensors \(pyto",
+        ),
+        (
+            ["consolidated.00.pth", "consolidated.01.pth"],
+            r"2 files of pickled tensors \(consolidated.00.pth, .*save_pre",
+        ),
+        (["model.safetensors.incomplete"], r"an unfinished download \(model.safetensors.incomplete\)"),
+        (["config.json", "4bit/model.safetensors"], r"; .*/4bit does"),
+        (["config.json"], r"\*.safetensors file$"),
+    ],
+)
+def test_a_folder_without_safetensors_is_named_by_what_it_holds(files: list[str], words: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(WeightError, match=rf"holds no {INDEX} and no .*{words}"):
+        open_source(tmp_path)
+
+
+def test_names_of_an_index_share_the_paths_of_its_files(tmp_path: Path) -> None:
+    """An index may have a million names."""
+    save(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    source = SafetensorsSource(tmp_path)
+    assert source._file_of["a"] is source._file_of["b"]
