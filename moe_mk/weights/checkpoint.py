@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
-from moe_mk.weights.completeness import entry_problems, name_problems, raise_if, read_entries, some
+from moe_mk.quant.kinds import BLOCK_KINDS
+from moe_mk.weights.completeness import entry_problems, name_problems, raise_if, read_entries, recognise_block, some
 from moe_mk.weights.inspect import describe_block, kind_of_scheme
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.layer_weights import LayerWeights
-from moe_mk.weights.names import Convention, block_prefixes, layer_of, local_names, recognise
+from moe_mk.weights.names import Convention, block_prefixes, layer_of, local_names
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import TensorSource
 
@@ -43,7 +44,7 @@ def load_layer(
     spec.slice_of(spec.intermediate_size, tp_rank, tp_size)
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     local = local_names(source.names(), prefix)
-    convention = recognise(local, fits=lambda names: not unnamed_parts(spec, names))
+    convention = recognise_block(source, prefix, local, lambda names: not unnamed_parts(spec, names))
     expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
     if nameless := unnamed_parts(spec, convention):
@@ -63,7 +64,8 @@ def load_layer(
 
 def _other_format(source: TensorSource, prefix: str, spec: LayerSpec) -> list[str]:
     """The format that the tensors have and the one that was stated, where they differ."""
-    found, stated = describe_block(source, prefix, None, {}).kind, kind_of_scheme(spec.scheme)
+    stated = kind_of_scheme(spec.scheme)
+    found = describe_block(source, prefix, spec.scheme.block if stated in BLOCK_KINDS else None, {}).kind
     if found in ("", stated):
         return []
     return [f"the tensors have {found} experts, the settings state {stated}: see quantization_config of config.json"]
@@ -108,11 +110,12 @@ def expect_order(spec: LayerSpec, convention: Convention) -> None:
             f"gate_up_order={spec.gate_up_order!r} applies where gate and up lie in one tensor; {convention.name} "
             "names distinguish them, so set gate_up_order='gate_up'"
         )
-    scheme = spec.scheme
+    scheme, inner = spec.scheme, spec.intermediate_size
     if not convention.fused or not isinstance(scheme, BlockedScheme) or scheme.rows == WHOLE:
         return
-    if spec.intermediate_size % scheme.rows:
+    apart, together = 2 * -(-inner // scheme.rows), -(-2 * inner // scheme.rows)
+    if inner % scheme.rows and apart == together:
         raise ConfigError(
-            f"gate_up_proj of intermediate size {spec.intermediate_size} has scale blocks of {scheme.rows} rows "
-            "that span gate and up; such a checkpoint cannot be split"
+            f"gate_up_proj of intermediate size {inner} has {together} scale blocks of {scheme.rows} rows, and their "
+            "number does not show whether up begins a block or one spans gate and up; write gate and up apart"
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError, WeightError
 from moe_mk.text import shortened
 from moe_mk.weights.layer_spec import Expected
-from moe_mk.weights.names import Convention, Role
+from moe_mk.weights.names import Convention, Role, recognise
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
 
@@ -87,6 +89,38 @@ def read_entries(source: TensorSource, prefix: str, names: Iterable[str]) -> tup
         except WeightError as problem:
             unreadable[str(problem)] += 1
     return entries, [f"{problem} ({count} tensors of this layer)" for problem, count in unreadable.items()]
+
+
+def recognise_block(
+    source: TensorSource, prefix: str, local: Collection[str], fits: Callable[[Convention], bool] = lambda _: True
+) -> Convention:
+    """The convention of a block, as of `recognise`; of packings with the same names the one that the shapes have.
+
+    fits: as of `recognise`. Reads the headers of one matrix.
+    """
+    present = set(local)
+    return recognise(local, fits=lambda names: fits(names) and _has_its_words(source, prefix, names, present))
+
+
+def _has_its_words(source: TensorSource, prefix: str, convention: Convention, local: set[str]) -> bool:
+    """Whether the words of the first packed matrix are those of the convention's packing, as far as headers state it.
+
+    AWQ packs the axis that scales do not have as words, GPTQ the other one. Integers of compressed-tensors have the
+    names of its four-bit floats.
+    """
+    packing = convention.packing
+    if packing not in ("gptq", "awq") and not convention.expert[""].endswith("weight_packed"):
+        return True
+    parts = (part for name in local if (part := convention.parse(name)) and part.role is Role.EXPERT)
+    first = next((part for part in parts if part.projection == "down" and not part.extra), None)
+    names = [] if first is None else [convention.spell(each) for each in (first, replace(first, extra="scale"))]
+    entries, problems = read_entries(source, prefix, [name for name in names if name in local])
+    if len(entries) < 2 or problems:
+        return True
+    words, scales = (entries[name] for name in names)
+    if packing in ("gptq", "awq"):
+        return words.shape[-1:] == scales.shape[-1:] if packing == "gptq" else words.shape[-1:] != scales.shape[-1:]
+    return (words.dtype is torch.int32) == (packing == "compressed_tensors")
 
 
 def entry_problems(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expected]) -> list[str]:

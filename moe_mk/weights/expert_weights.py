@@ -148,8 +148,8 @@ class ExpertWeights:
         if (w13_bias is None) != (w2_bias is None):
             raise ShapeError("w13_bias and w2_bias belong together; pass zeros for the one that does not exist")
         contents = Contents(stacked=True)
-        for name, q in (("w13", first), ("w2", down)):
-            contents.note(q, name, f"{name}_scale", f"{name}_global_scale")
+        for name, q, parts in (("w13", first, halves), ("w2", down, 1)):
+            contents.note(q, name, f"{name}_scale", f"{name}_global_scale", parts)
         contents.values += [(n, b) for n, b in (("w13_bias", w13_bias), ("w2_bias", w2_bias)) if b is not None]
         if not w2.is_meta:
             contents.expect_valid("weights cannot be used")

@@ -61,12 +61,11 @@ def read_input_scales(
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
     scales = {name: source.open(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
     scales = {name: 1.0 / scale if convention.divides else scale for name, scale in scales.items()}
-    broken = [name for name, s in scales.items() if len(s) != 1 or not bool(torch.isfinite(s).all() and (s > 0).all())]
-    if broken:
-        raise WeightError(f"{title}: input scales are no single positive number: {some(broken)}")
+    if broken := [name for name, s in scales.items() if not s.numel() or not bool((torch.isfinite(s) & (s > 0)).all())]:
+        raise WeightError(f"{title}: input scales are not finite and positive: {some(broken)}")
     down = {name for name in wanted if (part := convention.parse(name)) and part.projection == "down"}
-    tokens = [float(scale) for name, scale in scales.items() if name not in down]
-    hidden = [float(scale) for name, scale in scales.items() if name in down]
+    tokens = [float(scale.max()) for name, scale in scales.items() if name not in down]
+    hidden = [float(scale.max()) for name, scale in scales.items() if name in down]
     return InputScales(max(tokens), max(hidden))
 
 

@@ -17,10 +17,10 @@ from moe_mk.files import read_json
 from moe_mk.quant.grouped import GROUPED, GROUPS, Grouped, grouped, kind_of
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
-from moe_mk.weights.completeness import entry_problems, name_problems, read_entries, some
+from moe_mk.weights.completeness import entry_problems, name_problems, read_entries, recognise_block, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import Features, LayerSpec, expected_tensors, unnamed_parts
-from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names, recognise
+from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, local_names
 from moe_mk.weights.packed_layouts import FLOATS, IN_GGUF
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
@@ -150,9 +150,7 @@ def describe_block(
     """
     local = local_names(source.names(), prefix)
     entries, problems = read_entries(source, prefix, local)
-    # Integers of compressed-tensors have the names of its four-bit floats.
-    words = any(entry.dtype is torch.int32 for name, entry in entries.items() if name.endswith("weight_packed"))
-    convention = recognise(local, fits=lambda names: words == (names.packing == "compressed_tensors"))
+    convention = recognise_block(source, prefix, local)
     parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
     schemes: tuple[quant.QuantScheme | None, ...] = (None, None, None)
     sizes, block_of, features = (0, 0, 0, 0), None, _named(parts)
@@ -214,13 +212,11 @@ def _guess(parts: dict[Part, TensorEntry], convention: Convention, block: tuple[
     if len(shape) != (3 if convention.fused or convention.stacked else 2):
         raise ConfigError(f"down projections have shape {list(shape)}")
     both, halves = parts.get(Part(Role.EXPERT, "gate_up" if convention.fused else "up")), 1 + convention.fused
-    turned = router is not None and both is not None and both.shape[-2] == router.shape[-1] == shape[-1]
-    turned = (
-        turned
-        and both is not None
-        and both.shape[-1] == halves * shape[-2] != shape[-1]
-        and (dtype in (*FLOATS, torch.float8_e4m3fn))
-    )
+    turned = router is not None and both is not None and both.shape[-2:-1] == router.shape[-1:] == shape[-1:]
+    if both is not None and turned:  # both of one size on either side show nothing
+        squares = {both.shape[-2:] == both.shape[-2:][::-1], shape[-2] == shape[-1]}
+        turned = both.shape[-1] == halves * shape[-2] and False in squares
+        turned = turned and dtype in (*FLOATS, torch.float8_e4m3fn, torch.int8)
     if turned:
         shape = (*shape[:-2], shape[-1], shape[-2])
     latent = parts.get(Part(Role.LATENT, "down"))

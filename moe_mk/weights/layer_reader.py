@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_mk.config.equation import FUSED_SHARED_BIAS
-from moe_mk.errors import FallbackWarning, WeightError
-from moe_mk.quant import BlockedScheme, Plain, QuantScheme, QuantTensor, plain
+from moe_mk.errors import CheckpointWarning, FallbackWarning, WeightError
+from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme, QuantTensor, plain
 from moe_mk.quant.grouped import grouped
 from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
@@ -45,6 +45,8 @@ class LayerReader:
     contents: Contents = field(default_factory=Contents)
     table: Tensor | None = None
     """The experts of every token of the vocabulary, once opened."""
+    converted: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)
+    """The conversions between plain dtypes that were reported."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
         # Small tensors are copied: copying a view may copy the whole mapped file.
@@ -125,7 +127,7 @@ class LayerReader:
             return names, Unpacked(gate_and_up(q, self._order)[projection == "up"] if fused else q)
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             name, values = self._open(replace(part, extra="plain"), None)
-            return (name, ""), Unpacked(scheme.quantize(values))
+            return (name, ""), Unpacked(QuantTensor(values, None, scheme))
         if self.convention.packing == "gguf":
             name, rows = self._open(part, row)
             if fused:
@@ -168,23 +170,45 @@ class LayerReader:
         scheme = self.spec.scheme_of(part.role, part.projection)
         is_plain = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
         name, values = self._open(replace(part, extra="plain") if is_plain else part, row)
-        values = values.T if self.spec.stacks_transposed and row is not None else values
-        if not isinstance(scheme, BlockedScheme):
+        turned = self.spec.stacks_transposed and row is not None
+        values = values.T if turned else values
+        if isinstance(scheme, Plain):
             return (name, ""), QuantTensor(values, None, scheme)
+        assert isinstance(scheme, BlockedScheme)
         values = values.flatten(1) if values.dim() == 3 else values
         values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
         scale_name, scales = self._open(replace(part, extra="scale"), row)
-        tall_wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
+        tall, wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
+        if part.projection == "gate_up" and scheme.rows != WHOLE:
+            tall = 2 * scheme.scale_shape(values.shape[0] // 2, 1)[0]
+        scales = scales.T if turned and scheme.columns != WHOLE else scales
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
         above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
         above = None if above is None else above.to(torch.float32)
         above = 1.0 / above if above is not None and self.convention.divides else above
-        return (name, scale_name), QuantTensor(values, scales.reshape(tall_wide), scheme, above)
+        return (name, scale_name), QuantTensor(values, scales.reshape(tall, wide), scheme, above)
+
+    def _in_dtype(self, scheme: Plain, values: Tensor) -> QuantTensor:
+        """Plain values in the dtype that the settings state, as models are loaded in the dtype of their config.json."""
+        if values.dtype is not scheme.dtype and (values.dtype, scheme.dtype) not in self.converted:
+            self.converted.add((values.dtype, scheme.dtype))
+            how = "widened" if torch.promote_types(values.dtype, scheme.dtype) is scheme.dtype else "rounded"
+            stored, dtype = (str(each).removeprefix("torch.") for each in (values.dtype, scheme.dtype))
+            warnings.warn(
+                f"{self.source.where}: experts under {self.prefix!r} are {stored} and are {how} to {dtype}, the stated "
+                f"dtype, in memory of their own; to keep {stored}, state torch_dtype in config.json (quant.weights)",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        return scheme.quantize(values)
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
-        """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
+        """Record opened tensors for the check of their contents, and convert plain values and scales to their dtype."""
+        if isinstance(q.scheme, Plain):
+            q = self._in_dtype(q.scheme, q.values)
         if self.spec.stacks_transposed:
-            q = replace(q, values=q.values.contiguous())
+            scales = None if q.scales is None else q.scales.contiguous()
+            q = replace(q, values=q.values.contiguous(), scales=scales)
         self.contents.note(q, *names, f"{names[0]}, global scale")
         if q.scales is None or q.scheme.family == "wna16":
             return q

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.quant import BlockedScheme, Plain, QuantScheme
+from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import GROUPS, Grouped
 from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
@@ -56,7 +56,7 @@ class Features:
     num_fused_shared_experts: int = 0
     """How many of the experts, the last ones, every token has: the bias for selection may lack them."""
     stacks_transposed: bool = False
-    """Whether tensors that hold all experts are (experts, in, out); plain dtypes only."""
+    """Whether tensors that hold all experts are (experts, in, out), and scales of blocks likewise."""
     table: tuple[int, int] | None = None
     """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
 
@@ -238,10 +238,10 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
         "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
         "experts without a gate (model.gated=False)": not spec.gated and convention.fused,
-        "scaled values in transposed stacks": spec.stacks_transposed
-        and convention.fused
-        and not isinstance(scheme, Plain)
-        and scheme.name not in ("fp8_channel", "fp8_tensor"),
+        "values of which two share a byte, in transposed stacks": spec.stacks_transposed
+        and (convention.fused or convention.stacked)
+        and not convention.packing
+        and scheme.per_byte > 1,
     }
     return [f"{convention.name} names have none for {what}" for what, wanting in asked.items() if wanting]
 
@@ -271,7 +271,8 @@ class _Matrices:
         if isinstance(scheme, Plain):
             part = replace(part, extra="plain") if self.convention.holds(part.role, "plain") else part
             sides = (columns, rows) if self.spec.stacks_transposed and stack else (rows, columns)
-            return [Expected(part, (*stack, *sides), (scheme.dtype,)), *self._bias(part, stack, rows)]
+            dtypes = tuple(dict.fromkeys((scheme.dtype, *FLOATS)))  # others are converted
+            return [Expected(part, (*stack, *sides), dtypes), *self._bias(part, stack, rows)]
         assert isinstance(scheme, BlockedScheme)
         n, k = scheme.value_shape(rows, columns)
         group = scheme.columns // scheme.per_byte
@@ -301,12 +302,16 @@ class _Matrices:
         self, scheme: BlockedScheme, part: Part, stack: tuple[int, ...], rows: int, columns: int
     ) -> list[Expected]:
         tall, wide = scheme.scale_shape(rows, columns)
+        if part.projection == "gate_up" and scheme.rows != WHOLE:  # gate and up each begin a block
+            tall = 2 * scheme.scale_shape(rows // 2, columns)[0]
         shorter = ((*stack, tall), stack) if tall == wide == 1 else ((*stack, tall),) if wide == 1 else ()
         shape: tuple[int, ...] = (*stack, tall, wide)
-        if stack and self.spec.stacks_transposed:  # of one tensor, or of the outputs on either axis
+        if stack and self.spec.stacks_transposed:  # of one tensor, of the outputs on either axis, or of blocks
             turned = (*stack, wide, tall)
             of_rows = (shape, (turned, *shorter)) if part.projection == "down" else (turned, (shape, *shorter))
-            shape, shorter = ((), ((1,), stack, shape)) if tall == 1 else of_rows
+            if scheme.columns != WHOLE:
+                of_rows = turned, ()
+            shape, shorter = ((), ((1,), stack, shape)) if scheme.rows == WHOLE else of_rows
         tensors_of_part = [Expected(replace(part, extra="scale"), shape, scale_dtypes(scheme), shorter)]
         if scheme.has_global_scale:
             tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
@@ -320,9 +325,10 @@ class _Matrices:
         return [Expected(replace(part, extra="bias"), (*stack, rows), FLOATS)]
 
     def _scalar(self, part: Part, stack: tuple[int, ...], extra: str, *, optional: bool) -> Expected:
-        also = (stack, (*stack, 1), (1,)) if stack else ((1,),)
         shape = () if self.spec.stacks_transposed else stack
-        return Expected(replace(part, extra=extra), shape, (torch.float32, torch.bfloat16), also, optional)
+        of_stack = (stack, (*stack, 1), (*stack, 1, 1)) if stack else ()
+        also = (*of_stack, (), (1,), (1, 1))
+        return Expected(replace(part, extra=extra), shape, FLOATS[::-1], also, optional)
 
 
 def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:

@@ -192,11 +192,16 @@ class LayerLoader:
 
     def _find(self, local: str, shape: tuple[int, ...] | None = None) -> tuple[Convention, Expected] | None:
         """The convention that has a name; of several (GPTQ and AWQ share names), one in which the shape fits."""
-        found = [
-            (convention, want)
-            for convention in self._conventions
-            if convention.parse(local) is not None and (want := self._table(convention).get(local)) is not None
-        ]
+        found, problems = [], dict[str, ConfigError]()
+        for convention in self._conventions:
+            try:
+                if convention.parse(local) is not None and (want := self._table(convention).get(local)) is not None:
+                    found.append((convention, want))
+            except ConfigError as problem:  # a packing that does not hold these sizes
+                problems[convention.name] = problem
+        if problems and not found:
+            raise next(iter(problems.values()))
+        self._conventions = [c for c in self._conventions if c.name not in problems]
         fitting = [each for each in found if shape in (each[1].shape, *each[1].also)]
         if fitting and len(fitting) < len(found):
             wrong = {convention.packing for convention, _ in found} - {convention.packing for convention, _ in fitting}

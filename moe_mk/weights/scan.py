@@ -8,6 +8,7 @@ negative ones. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_mk.kernels.reference.scaled_blocks import block_amax
+from moe_mk.quant.blocked import WHOLE, BlockedScheme
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.tensor import QuantTensor
@@ -42,7 +45,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass
 class Contents:
-    """Tensors to check, by name. Values must be finite, scales finite and positive, also those of blocks of zeros.
+    """Tensors to check, by name. Values must be finite, scales finite and positive; of blocks of zeros they may be 0.
 
     Scales of integers in groups and factors of GGUF count as values: they may be 0 and negative.
     """
@@ -50,14 +53,15 @@ class Contents:
     stacked: bool = False
     """Whether the first axis of every tensor is the expert."""
     values: list[tuple[str, Tensor]] = field(default_factory=list)
-    scales: list[tuple[str, Tensor]] = field(default_factory=list)
+    scales: list[tuple[str, Tensor, QuantTensor, int]] = field(default_factory=list)
+    """With what they are scales of, see `used_scales`."""
     codes: int = 0
     """Bytes of formats without NaN, which need no check."""
     powers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Those of the scales that must be powers of two."""
 
-    def note(self, q: QuantTensor, name: str, scale_name: str, global_name: str) -> None:
-        """Add a matrix or a stack of them; names for messages."""
+    def note(self, q: QuantTensor, name: str, scale_name: str, global_name: str, halves: int = 1) -> None:
+        """Add a matrix or a stack of them; names for messages. halves: parts of the rows that each begin a block."""
         if isinstance(q.scheme, Gguf):
             self.values.append((f"{name}, factors of blocks", q.scheme.factors(q)))
         if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
@@ -65,25 +69,32 @@ class Contents:
         else:
             self.codes += q.values.numel()
         if q.scales is not None:
-            (self.values if q.scheme.family == "wna16" else self.scales).append((scale_name, q.scales))
+            if q.scheme.family == "wna16":
+                self.values.append((scale_name, q.scales))
+            else:
+                self.scales.append((scale_name, q.scales, q, halves))
         if q.zeros is not None and q.zeros.is_floating_point():
             self.values.append((f"{name}, biases of groups", q.zeros))
         if q.global_scale is not None:
-            self.scales.append((global_name, q.global_scale))
+            self.scales.append((global_name, q.global_scale, q, halves))
         if isinstance(q.scheme, Fp8Block) and q.scheme.ue8m0 and q.scales is not None:
             self.powers.append((scale_name, q.scales))
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes
+        held = [t for _, t in self.values] + [t for _, t, _, _ in self.scales]
+        return sum(t.numel() * t.element_size() for t in held) + self.codes
 
     def problems(self, on_progress: Progress | None = None) -> list[str]:
         """Read everything once; one line for each kind of problem, with counts by tensor and the first bad value."""
         wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
         uneven = count_bad(self.powers, is_no_other_scale)
+        scales = [(name, tensor) for name, tensor, _, _ in self.scales]
+        if count_bad(scales, is_scale):  # 0 is valid over zeros
+            scales = [(name, used_scales(tensor, q, halves)) for name, tensor, q, halves in self.scales]
         findings = (
             ("values are NaN or infinite", wild, self.values, torch.isfinite),
-            ("scales are not finite and positive", count_bad(self.scales, is_scale), self.scales, is_scale),
+            ("scales are not finite and positive", count_bad(scales, is_scale), scales, is_scale),
             ("scales are no power of two, as UE8M0 needs,", uneven, self.powers, is_no_other_scale),
         )
         return [
@@ -107,6 +118,26 @@ class Contents:
                 expert = f" (expert {row})" if self.stacked else ""
                 return f"{name}{place or ''}{expert} = {float(wide[tuple(bad[0])]):g}"
         raise AssertionError(f"{name} was counted as bad")
+
+
+def used_scales(scales: Tensor, q: QuantTensor, halves: int = 1) -> Tensor:
+    """The scales of a matrix or a stack, with 1 for each 0 over values that are all 0: some writers store it there.
+
+    halves: equal parts of the rows that each begin a block.
+    """
+    unused = scales.to(torch.float32) == 0
+    if not bool(unused.any()):
+        return scales
+    assert isinstance(q.scheme, BlockedScheme)
+    wide, (tall, width), (n, k) = scales.to(torch.float32), scales.shape[-2:], q.shape[-2:]
+    parts = math.gcd(halves, tall)
+    whole = scales is q.global_scale or q.scheme.rows == WHOLE
+    block = n // tall if whole else q.scheme.rows, q.scheme.columns if width > 1 else WHOLE
+    for at in {tuple(place[:-2]) for place in unused.nonzero().tolist()}:  # a stack in f32 may not fit in memory
+        values = q.scheme.element.decode(q.values[at])
+        blank = block_amax(values.view(parts, n // parts, k), block).view(tall, width) == 0
+        wide[at] = wide[at].masked_fill(unused[at] & blank, 1.0)
+    return wide
 
 
 def is_scale(wide: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import CheckpointWarning, ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.like import tensors_of
-from moe_mk.quant import BF16, NVFP4, weight_scheme
+from moe_mk.quant import BF16, FP16, NVFP4, weight_scheme
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, SafetensorsSource, load_layer
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import describe_block
@@ -73,10 +73,45 @@ def test_factors_that_are_divided_by_are_those_that_are_multiplied() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_a_fused_tensor_whose_blocks_span_gate_and_up_is_refused() -> None:
-    state = {"model.layers.3.mlp.experts.gate_up_proj": torch.zeros((2, 48, 64), dtype=torch.float8_e4m3fn)}
-    with pytest.raises(ConfigError, match="gate_up_proj of intermediate size 24 has scale blocks of 16 rows"):
-        load(state, LayerSpec(2, 64, 24, weight_scheme((16, 16))), owned=[0])
+def test_blocks_of_a_fused_tensor_must_show_where_up_begins() -> None:
+    """Of 2 x 40 rows in blocks of 16, six rows of scales are three of each half; five would span gate and up."""
+    fp8, scales = torch.float8_e4m3fn, torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+
+    def state(inner: int, tall: int) -> StateDict:
+        held = {"gate_up_proj": (2 * inner, 64, tall, 4), "down_proj": (64, inner, 4, -(-inner // 16))}
+        found = {"gate.weight": torch.ones(2, 64).bfloat16(), "gate.e_score_correction_bias": torch.zeros(2)}
+        for name, (n, k, rows, columns) in held.items():
+            found[f"experts.{name}"] = torch.ones((2, n, k)).to(fp8)
+            found[f"experts.{name}_scale_inv"] = torch.ones((2, rows, columns))
+        found["experts.gate_up_proj_scale_inv"] *= scales[:tall, None]
+        return {PREFIX + name: tensor for name, tensor in found.items()}
+
+    spec = LayerSpec(2, 64, 40, weight_scheme((16, 16)), has_gate_bias=True)
+    slot = load(state(40, 6), spec, owned=[1]).experts.slot(0)
+    assert slot.gate_IH is not None
+    gate, up = (q.dequantize(torch.float32)[:, 0].tolist() for q in (slot.gate_IH, slot.up_IH))
+    assert gate == [1.0] * 16 + [2.0] * 16 + [4.0] * 8 and up == [8.0] * 16 + [16.0] * 16 + [32.0] * 8
+    with pytest.raises(WeightError, match=r"gate_up_proj_scale_inv is \[2, 5, 4\], expected \[2, 6, 4\]"):
+        load(state(40, 5), spec, owned=[1])
+    # 2 x 24 rows are three blocks that span, or four that do not; of 2 x 25 both are four.
+    with pytest.raises(ConfigError, match="intermediate size 25 has 4 scale blocks of 16 rows, and their number does"):
+        load(state(25, 4), replace(spec, intermediate_size=25), owned=[0])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_plain_experts_of_another_dtype_are_read_in_the_stated_one(stored: torch.dtype) -> None:
+    """Also where only some are; a number that the stated dtype cannot hold is reported with its tensor."""
+    spec = LayerSpec(2, 64, 32, BF16, has_gate_bias=True)
+    tensors = tensors_of(spec, CONVENTIONS["official"], seed=1)
+    values = torch.linspace(-3, 3, 64 * 32).view(32, 64).to(stored)
+    held = tensors | {"experts.1.up_proj.weight": values}
+    with pytest.warns(CheckpointWarning, match=f"are {str(stored)[6:]} and are rounded to bfloat16, the stated dtype"):
+        weights = load({PREFIX + name: t for name, t in held.items()}, spec, owned=[1])
+    assert torch.equal(weights.experts.slot(0).up_IH.values, values.bfloat16())
+    half = replace(spec, scheme=FP16)
+    held["experts.1.up_proj.weight"] = values.bfloat16() * 1e5
+    with pytest.warns(CheckpointWarning), pytest.raises(WeightError, match=r"infinite in 1 tensors: experts\.1\.up_proj\.weight"):
+        load({PREFIX + name: t for name, t in held.items()}, half, owned=[1])
 
 
 def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(tiny: Shape, tiny_state: StateDict) -> None:

@@ -69,7 +69,9 @@ def test_broken_and_missing_scales_are_refused() -> None:
         read_input_scales(MappingSource(content), 3)
     content = tensors()
     content[PREFIX + "experts.1.down_proj.input_scale"].fill_(float("nan"))
-    with pytest.raises(WeightError, match=r"no single positive number: experts\.1\.down_proj\.input_scale"):
+    with pytest.raises(
+        WeightError, match=r"input scales are not finite and positive: experts\.1\.down_proj\.input_scale"
+    ):
         read_input_scales(MappingSource(content), 3)
 
 

@@ -250,8 +250,8 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
     w13, w2 = QuantTensor(first, scales[0], facts.scheme), QuantTensor(down, scales[1], facts.scheme)
     if not is_fp8:
         return ExpertWeights(w13, w2, gated=facts.gated)
-    for name, q in zip(names, (w13, w2), strict=True):
-        contents.note(q, name, f"{name}_scale_inv", "")
+    for name, q, halves in zip(names, (w13, w2), (1 + facts.gated, 1), strict=True):
+        contents.note(q, name, f"{name}_scale_inv", "", halves)
     contents.expect_valid(f"the experts of {facts.name} cannot be used")
     # Gate and up have separate scales: in a narrow expert both start a block.
     slots = []

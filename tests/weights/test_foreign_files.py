@@ -1,0 +1,103 @@
+"""Every format in every layout and at odd sizes, from a writer that shares no code with the reader."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_mk.layer.settings import config_of, layer_spec_of, stated
+from moe_mk.quant.kinds import legal_tp_sizes
+from moe_mk.weights import LayerLoader, LayerWeights, inspect_checkpoint, load_layer
+from moe_mk.weights.gguf_source import open_source
+from tests.weights.foreign import FORMS, Draw, layouts_of, write
+from tests.weights.one_layer import wide
+
+
+def read(folder: Path, owned: range | list[int], tp: tuple[int, int] = (0, 1)) -> LayerWeights:
+    """Layer 0 as `from_checkpoint` reads it."""
+    config = stated(config_of(folder, 0), folder, 0)
+    return load_layer(open_source(folder), 0, layer_spec_of(config), owned=owned, tp_rank=tp[0], tp_size=tp[1])
+
+
+def outputs(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    gate, up, down = gate.double(), up.double(), down.double()
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> Draw:
+    form = draw(st.sampled_from([*FORMS]))
+    layout = draw(st.sampled_from(layouts_of(form)))
+    gptq, fp8 = form.startswith("gptq"), form == "fp8_block"
+    return Draw(
+        form, layout, experts=draw(st.integers(2, 3)), hidden=draw(st.sampled_from((64, 128, 160))),
+        # Widths that end within a block, multiples of what every format packs.
+        inner=draw(st.sampled_from((64, 128, 320))),
+        seed=draw(st.integers(0, 999)), zero_block=draw(st.booleans()), scalar=draw(st.integers(0, 2)),
+        flat=draw(st.booleans()), scale_dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
+        symmetric=draw(st.booleans()), g_idx=draw(st.booleans()), ordered=gptq and draw(st.booleans()),
+        block=draw(st.sampled_from((32, 128))) if fp8 else 128,
+        options={"checkpoint_format": "gptq_v2"} if gptq and draw(st.booleans()) else {},
+    )  # fmt: skip
+
+
+def expect_read(draw: Draw, root: Path) -> None:
+    """The folder is described, and every way of reading it gives the weights that it holds."""
+    written = write(draw, root)
+    facts, quant = inspect_checkpoint(root), config_of(root, 0).model.quant
+    assert facts.sound, [*facts.problems, *facts.layers[0].problems]
+    assert (facts.layers[0].kind, facts.layers[0].gptq_v2) == (quant.weights, quant.gptq_v2)
+    x, owned = torch.randn(3, draw.hidden, generator=torch.Generator().manual_seed(1)).double(), [draw.experts - 1, 0]
+    whole, parts = read(root, owned), None
+    spec = layer_spec_of(stated(config_of(root, 0), root, 0))
+    if 2 in legal_tp_sizes([draw.inner], spec.edges):
+        parts = [read(root, owned, (rank, 2)).experts for rank in range(2)]
+    fed: list[LayerWeights] = []
+    source = open_source(root)
+    loader = LayerLoader("a layer", spec, fed.append, owned=owned, prefix=whole.facts.prefix)
+    for name in sorted(source.names(), key=lambda name: hash((draw.seed, name[::-1]))):
+        loader.feed(name, source.open(name))
+    loader.finish()
+    for at, expert in enumerate(owned):
+        got, want = wide(whole.experts.slots[at]), written.experts[expert]
+        if not draw.ordered:  # else rows of gate and up follow the columns of down
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=4e-7, atol=1e-9)
+        torch.testing.assert_close(outputs(x, *got), outputs(x, *want), rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(wide(fed[0].experts.slots[at]), got, strict=True))
+        if parts is not None:
+            gate, up, down = zip(*(wide(part.slots[at]) for part in parts), strict=True)
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip((torch.cat(gate), torch.cat(up), torch.cat(down, 1)), got, strict=True)
+            )
+
+
+ONCE = [(form, layout) for form in FORMS for layout in layouts_of(form)]
+ODD: dict[str, dict[str, Any]] = {
+    "zero blocks": {"zero_block": True, "flat": True},
+    "scalars of two axes": {"scalar": 2, "scale_dtype": torch.bfloat16},
+    "widths within a block": {"inner": 320, "hidden": 160, "scalar": 1},
+    "without g_idx": {"g_idx": False, "symmetric": False}, "ordered": {"ordered": True, "symmetric": False},
+}  # fmt: skip
+
+
+CASES = [(*each, odd) for each in ONCE for odd in [*ODD][: 5 if each[0].startswith("gptq") else 3]]
+
+
+@pytest.mark.parametrize("form,layout,odd", CASES)
+def test_every_format_is_read_in_every_layout(form: str, layout: str, odd: str, tmp_path: Path) -> None:
+    expect_read(Draw(form, layout, **ODD[odd]), tmp_path)
+
+
+@pytest.mark.thorough
+@settings(max_examples=120, deadline=None)
+@given(draws())
+def test_what_is_read_is_what_was_written(draw: Draw) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        expect_read(draw, Path(root))
