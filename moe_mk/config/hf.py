@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_mk.config import keys
 from moe_mk.config.base import read_mapping
-from moe_mk.config.equation import FILE, KEY, LayerEquation, equation_next_to
+from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorNames, equation_next_to
 from moe_mk.config.hf_quant import plain_kind, quant_from_hf
 from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
+from moe_mk.config.modules import MOST_EXPERTS, Block, of_checkpoint, of_equation, of_family
 from moe_mk.errors import ConfigError
 from moe_mk.quant.kinds import PLAIN_KINDS
 from moe_mk.registry import did_you_mean
@@ -38,8 +40,8 @@ _TABLE: Mapping[str, Mapping[str, Any]] = json.loads(
 families; the "scoring" of the gate, else softmax; whether selection is "biased", where no key use_routing_bias states
 it; "topk_methods" that may be stated; "optional" where published models lack scale and groups; "shared_width", the key
 of the width of the shared experts where there is one; keys of "other_parts" of the model among those whose names
-suggest an effect; "width", the key of that of an expert; whether weights are "renormalised" in any case; "numbered"
-where experts have w1, w2 and w3 instead of gate_proj, down_proj and up_proj."""
+suggest an effect; "width", the key of that of an expert; whether weights are "renormalised" in any case; what differs
+from `modules.Block` in the names of its "modules"."""
 _ONE = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0}
 FAMILIES = tuple(_TABLE)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: {**_ONE, **each["defaults"]} for name, each in _TABLE.items()}
@@ -98,17 +100,49 @@ def read_config(file: Path) -> dict[str, Any]:
     return hf
 
 
-def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None) -> dict[str, Any]:
+def settings_from_hf(
+    hf: Mapping[str, Any], where: str, layer: int | None = None, folder: Path | None = None
+) -> dict[str, Any]:
     """Translate a parsed `config.json`; raises ConfigError naming what is missing, unknown or of a wrong type.
 
-    layer: the layer to describe, where lists of modules give layers formats of their own.
+    layer: the layer to describe, where lists of modules give layers formats of their own. folder: with the tensors,
+    whose names are those in lists of modules; without it, or without tensors, names are those of the family.
     """
     hf = _of_mlx(hf, where)
-    if hf.get(KEY) is not None:
-        return _by_equation(hf, where, layer)
-    family = family_of(text_of(hf))
+    of = _Reading(where, layer, folder, None if section_of(hf) is None else str(hf.get("model_type")))
+    return _by_equation(hf, of) if hf.get(KEY) is not None else _settings(hf, of)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is read: of which layer of which model."""
+
+    where: str
+    layer: int | None
+    folder: Path | None
+    outer: str | None
+    """The model type of what is around the text model; None: nothing is."""
+
+    def block(self, family: str, names: TensorNames | None = None, *, is_mlx: bool = False) -> Block:
+        """The names of modules that lists of the configuration name."""
+        found = None if self.folder is None else of_checkpoint(self.folder)
+        if found is not None:
+            return found
+        if names is not None:
+            return of_equation(names)
+        return of_family(_TABLE.get(family, {}).get("modules", {}), self.outer, is_mlx=is_mlx)
+
+
+def module_names(hf: Mapping[str, Any], family: str) -> Block:
+    """The names of modules of a model, as the checkpoints of its family have them."""
+    outer = None if section_of(hf) is None else str(hf.get("model_type"))
+    return of_family(_TABLE.get(family, {}).get("modules", {}), outer)
+
+
+def _settings(hf: Mapping[str, Any], of: _Reading) -> dict[str, Any]:
+    where, family = of.where, family_of(text_of(hf))
     if (section := section_of(hf)) is not None and family in FAMILIES:
-        return settings_from_hf(_of_wrapper(hf, section, where), where, layer)
+        return _settings(_of_wrapper(hf, section, where), of)
     if family not in FAMILIES:
         raise ConfigError(
             f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}. Derive it from "
@@ -127,7 +161,7 @@ def settings_from_hf(hf: Mapping[str, Any], where: str, layer: int | None = None
         stated["n_shared_experts"] = 0
     averaged = stated["n_shared_experts"] and stated.get("shared_expert_combination_strategy") == "average"
     stated["part"] = 0.5 if averaged else 1.0  # of the mean of routed and shared experts
-    return {"model": _model(stated, family, where, layer), "router": _router(stated, family, where)}
+    return {"model": _model(stated, family, of), "router": _router(stated, family, where)}
 
 
 def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -137,19 +171,22 @@ def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return hf
     if not is_empty(other) and other != section:
         raise ConfigError(f"{where}: quantization and quantization_config differ; remove the one that is wrong")
-    modules = {k.replace(".experts.", ".switch_mlp."): v for k, v in section.items() if isinstance(v, Mapping | bool)}
+    modules = {key: each for key, each in section.items() if isinstance(each, Mapping | bool)}
     stated = {key: each for key, each in section.items() if not isinstance(each, Mapping | bool)}
     return {**hf, "quantization": None, "quantization_config": {"quant_method": "mlx", **stated, "modules": modules}}
 
 
-def _by_equation(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
+def _by_equation(hf: Mapping[str, Any], of: _Reading) -> dict[str, Any]:
     """The settings that the equation of a model states, with the format of its config.json."""
-    text, held = text_of(hf), hf[KEY]
+    text, held, where, layer = text_of(hf), hf[KEY], of.where, of.layer
     equation = held if isinstance(held, LayerEquation) else LayerEquation.parse(held, f"{where}: {KEY}")
     settings = equation.settings(text, where, layer)
     formats = {key: hf[key] for key in ("quantization_config", "compression_config") if not is_empty(hf.get(key))}
     family = settings["model"].get("name", "")  # its names are those in lists of modules
-    settings["model"]["quant"] = _quant({**text, **formats, "model_type": family}, where, layer)
+    model, text = settings["model"], {**text, **formats}
+    experts, has_shared = model.get("num_experts"), bool(model.get("num_shared_experts"))
+    experts = experts if type(experts) is int else 1
+    model["quant"] = _quant(text, family, of, equation.names, experts, has_shared=has_shared)
     return settings
 
 
@@ -163,6 +200,13 @@ def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def section_of(hf: Mapping[str, Any]) -> str | None:
     """The key of that section; None where there is none."""
     return next((key for key in TEXT_SECTIONS if isinstance(hf.get(key), Mapping)), None)
+
+
+def as_family(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The same with a family as the type of the language model."""
+    section = section_of(hf)
+    inner = {"model_type": family} if section is None else {section: as_family(hf[section], family)}
+    return {**hf, **inner}
 
 
 def family_of(hf: Mapping[str, Any]) -> str:
@@ -234,7 +278,8 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
     return problems
 
 
-def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) -> dict[str, Any]:
+def _model(hf: Mapping[str, Any], family: str, of: _Reading) -> dict[str, Any]:
+    where, layer = of.where, of.layer
     activation = keys.ACTIVATIONS.get(hf.get("mlp_hidden_act") or hf.get("hidden_act", "silu"), "silu")
     width = _TABLE[family].get("width", "moe_intermediate_size")
     clamped = {}
@@ -252,7 +297,8 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
-    quant = _quant(hf, where, layer)
+    num_experts = next((hf[key] for key in _SAME[0] if hf.get(key) is not None), 1)
+    quant = _quant(hf, family, of, None, num_experts, has_shared=hf["n_shared_experts"] > 0)
     transposed = family in ("qwen3_vl_moe", "llama4") or (family == "gpt_oss" and quant["weights"] in PLAIN_KINDS)
     apart = _TABLE[family].get("shared_width") if hf["n_shared_experts"] else None
     shared = {"shared_intermediate_size": _first(hf, where, apart)} if apart else {}
@@ -262,7 +308,7 @@ def _model(hf: Mapping[str, Any], family: str, where: str, layer: int | None) ->
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
         "latent_size": hf.get("moe_latent_size") or None, "stacks_transposed": transposed,
         "hidden_size": _first(hf, where, "hidden_size"), "moe_intermediate_size": _first(hf, where, width),
-        "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
+        "num_experts": _first(hf, where, *_SAME[0]),
         "num_zero_experts": hf.get("zero_expert_num", 0), "zero_expert_type": hf.get("zero_expert_type", "identity"),
         "num_shared_experts": hf["n_shared_experts"], "shared_scale": hf["part"], "activation": activation,
         "quant": quant,
@@ -318,16 +364,20 @@ def _step_limits(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
     return {"activation": routed[0], "swiglu_limit": routed[1], **own}
 
 
-def _quant(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
-    names = "quantization_config", "compression_config"
-    quant = next((hf[name] for name in names if hf.get(name) not in (None, {})), None)
+def _quant(
+    hf: Mapping[str, Any], family: str, of: _Reading, names: TensorNames | None, num_experts: int, *, has_shared: bool
+) -> dict[str, Any]:
+    stated = "quantization_config", "compression_config"
+    quant = next((hf[name] for name in stated if hf.get(name) not in (None, {})), None)
     if quant is None or (isinstance(quant, Mapping) and is_empty(quant)):
-        return {"weights": plain_kind(hf, where)}
+        return {"weights": plain_kind(hf, of.where)}
     # DeepSeek-V4 checkpoints give the dtype of experts next to the quantisation config, later ones inside it.
     expert_dtype = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") is not None else {}
-    numbered = _TABLE.get(family_of(hf), {}).get("numbered", False)
     quant = {**expert_dtype, **quant} if isinstance(quant, Mapping) else quant
-    return quant_from_hf(quant, where, hf, layer, numbered=numbered)
+    is_mlx = isinstance(quant, Mapping) and quant.get("quant_method") == "mlx"
+    block = of.block(family, names, is_mlx=is_mlx)
+    block = replace(block, num_experts=min(num_experts, MOST_EXPERTS), shared=block.shared if has_shared else ())
+    return quant_from_hf(quant, of.where, hf, of.layer, block)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

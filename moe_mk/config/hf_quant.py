@@ -1,57 +1,55 @@
 """From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
 
 Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8)
-and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, GPTQModel 5, AutoAWQ 0.2, AutoRound 0.12, AMD Quark 0.11
+and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, GPTQModel 7.7, AutoAWQ 0.2, AutoRound 0.16, AMD Quark 0.13
 and NVIDIA modelopt (NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see
-`weights.input_scales`. Lists of modules are matched as their writers do: compressed-tensors by name or "re:", Quark by
-glob or "re:", modelopt by glob, AutoAWQ and AutoRound by a part of the name, transformers by an expression at the start
-or a name at the end.
+`weights.input_scales`. `config.modules` has the names of modules, and how the lists of each writer name them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from moe_mk.config import hf_rules
-from moe_mk.config.hf_rules import BLOCKS, PROJECTIONS, ROOTS, SHARED, Found, Said, others_of
+from moe_mk.config.hf_rules import Found, Rules, Said, one_format, others_of
 from moe_mk.config.keys import is_empty, section_problems
+from moe_mk.config.modules import CLASSES, Block, Module, matcher, with_layers
 from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE
 
-_ENDS = ("", *(f".{word}" for words in PROJECTIONS for word in words))
+LISTS = ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+"""The keys of lists of modules that are not quantised."""
 
 
 def quant_from_hf(
-    quant: object, where: str, hf: Said | None = None, layer: int | None = None, *, numbered: bool = False
+    quant: object, where: str, hf: Said | None = None, layer: int | None = None, block: Block | None = None
 ) -> dict[str, Any]:
     """Settings of `model.quant`; raises ConfigError listing everything that is not supported.
 
     hf: the config.json, for its dtype and number of layers. layer: the layer to describe; None: the layers together.
-    numbered: whether the model has w1, w2 and w3, and not gate_proj, down_proj and up_proj.
+    block: the names of the modules; None: those of DeepSeek-V3.
     """
     if not isinstance(quant, Mapping):
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
     method = quant.get("quant_method")
     method = str(getattr(method, "value", method))  # transformers spells it as an enumeration
     reader = _mixed if method == "fp8" and "quant_algo" in quant else _READERS.get(method)
-    layers = layers_with_experts(hf or {}, layer)
+    block = with_layers(block or Block(), hf or {}, layer)
     settings: dict[str, Any] = {}
     if reader is None:
         problems = [f"quant_method is {quant.get('quant_method')!r}"]
     elif not (problems := section_problems(quant, "mixed" if reader is _mixed else method)):
         try:
-            settings, problems = reader(quant, layers)
-            # What a mixed section ignores is left in FP8, not in the dtype of the model.
-            ignored, others = _ignored({} if reader is _mixed else quant, method, layers, numbered=numbered)
-            problems += others
+            rules = reader(quant, block)
+            if reader is not _mixed:  # what a mixed section ignores is left in FP8, not in the dtype of the model
+                rules = rules.without(_left(quant, method, block))
+            settings, problems = hf_rules.by_module(block, rules)
+            problems += _named_elsewhere(quant, block)
         except re.error as problem:
-            settings, problems, ignored = {}, [f"a list of modules has an invalid expression: {problem}"], {}
-        if not problems and (ignored["experts"] or settings.get("weights") is None):
-            return {"weights": plain_kind(hf or {}, where)}
-        if not problems and (ignored["shared_experts"] or settings.get("shared") == "plain"):
-            settings["shared"] = plain_kind(hf or {}, where)
+            problems = [f"a list of modules has an invalid expression: {problem}"]
     if problems:
         raise ConfigError(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
@@ -59,7 +57,47 @@ def quant_from_hf(
             "or 'awq' of version 'gemm', 'auto-round' in their layouts, 'quark' MXFP4, NVFP4, FP8 or INT8, 'modelopt' "
             "NVFP4, MXFP8 or FP8, and MLX's sections"
         )
-    return settings
+    plain = plain_kind(hf or {}, where)
+    if settings.get("shared") == "plain":
+        settings["shared"] = plain
+    return {"weights": plain, **settings}
+
+
+def _left(quant: Said, method: str, block: Block) -> Callable[[Module], bool]:
+    """Whether the lists of a section leave a module as it is."""
+    styles = {"compressed-tensors": "compressed-tensors", "modelopt": "modelopt", "quark": "quark", "awq": "part"}
+    found = _listed(quant)
+    if method == "auto-round":
+        compiled = [each for text in found if (each := hf_rules.expression(text)) is not None]
+        return lambda module: any(each.search(module.name) for each in compiled)
+    if method == "awq":  # "gate" is the router also of models with gate_proj: what the tensors are decides
+        found = [each for each in found if each != "gate"]
+    return matcher(styles.get(method, "transformers"), found)
+
+
+def _listed(quant: Said) -> list[str]:
+    """All entries of the lists of a section, and of the one inside of it that modelopt writes."""
+    inner = quant.get("quantization")
+    sections = (quant, inner if isinstance(inner, Mapping) else {})
+    return [each for section in sections for key in LISTS for each in section.get(key) or ()]
+
+
+def _named_elsewhere(quant: Said, block: Block) -> list[str]:
+    """Lists whose names of experts are all those of other modules than the experts: nothing of them would be read."""
+    groups = quant.get("config_groups") or {}
+    targets = [each for group in groups.values() if isinstance(group, Mapping) for each in group.get("targets") or ()]
+    listed = [*_listed(quant), *targets, *(quant.get("quantized_layers") or ())]
+    listed = [each for each in listed if isinstance(each, str)]
+    named = [each for each in listed if _OF_EXPERTS.fullmatch(each) and "mtp" not in each.split(".")]
+    others = [] if any(map(block.names_experts, named)) else named
+    start, ours = block.prefix.partition("{N}")[0], next(block.modules("experts")).name
+    blocks = [each for each in hf_rules.starts(quant) if each.endswith("layers")]
+    others += [] if any(map(start.startswith, blocks)) else blocks
+    text = "lists of modules name {}, and experts of this model are called {}; state the names that tensors have"
+    return [text.format(others[0], ours)] if others else []
+
+
+_OF_EXPERTS = re.compile(r"[\w.]*\.\d+\.(?:[a-z_]+\.)*(?:experts|switch_mlp)(?:\.\w+)*")
 
 
 def plain_kind(hf: Said, where: str) -> str:
@@ -72,37 +110,7 @@ def plain_kind(hf: Said, where: str) -> str:
     return names[dtype]
 
 
-def layers_with_experts(hf: Said, layer: int | None = None) -> list[int]:
-    """The layer, or the first, the middle and the last layer with experts."""
-    names = ("hybrid_override_pattern", "layers_block_type", "mlp_layer_types", "moe_layer_freq")
-    kinds = next((hf[name] for name in names[: 2 if hf.get("first_k_dense_replace") else 4] if hf.get(name)), None)
-    if layer is None and isinstance(kinds, str | list):
-        found = [number for number, kind in enumerate(kinds) if kind in ("E", "moe", "sparse", 1)]
-        return sorted({found[0], found[len(found) // 2], found[-1]}) if found else [0]
-    count, first = (hf.get(key) for key in ("num_hidden_layers", "first_k_dense_replace"))
-    first = first if isinstance(first, int) else 0
-    if layer is not None or not isinstance(count, int) or count <= first:
-        return [first if layer is None else layer]
-    return sorted({first, (first + count) // 2, count - 1})
-
-
-def _ignored(quant: Said, method: str, layers: list[int], *, numbered: bool) -> tuple[dict[str, bool], list[str]]:
-    """Whether the lists of a section leave routed and shared experts as they are, and those that leave some of both."""
-    styles = {"compressed-tensors": "name", "modelopt": "glob", "quark": "quark"}
-    style = {**styles, "awq": "part", "auto-round": "part"}.get(method, "start")
-    inner = quant.get("quantization")
-    found: list[str] = []
-    for section in (quant, inner if isinstance(inner, Mapping) else {}):
-        for key in ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
-            found += section.get(key) or ()
-    ignored = {role: hf_rules.covered(style, found, layers, role) for role in ("experts", "shared_experts")}
-    # AWQ of models with gate_proj lists "gate" for the router too: what the tensors are decides.
-    found = [each for each in found if (style, each) != ("part", "gate")]
-    partly = {role: hf_rules.some_named(style, found, layers, role, numbered=numbered) for role in ignored}
-    return ignored, [f"{role}: {text}" for role, text in partly.items() if text and method != "compressed-tensors"]
-
-
-def _fp8(quant: Said, layers: list[int]) -> Found:
+def _fp8(quant: Said, block: Block) -> Rules:
     in_blocks = bool(quant.get("weight_block_size")) or quant.get("expert_dtype") == "fp4"
     problems = others_of(quant, {
         "fmt": ("e4m3", "float8_e4m3fn", None), "scale_fmt": ("ue8m0", "float", None) if in_blocks else ("float", None),
@@ -110,51 +118,62 @@ def _fp8(quant: Said, layers: list[int]) -> Found:
         "expert_dtype": ("fp4", "fp8", None),
     })  # fmt: skip
     if quant.get("expert_dtype") == "fp4":
-        return {"weights": "mxfp4", "activations": "mxfp8", **_shared_fp8(quant)}, problems
+        return _with_fp8(quant, lambda module: quant, ({"weights": "mxfp4", "activations": "mxfp8"}, problems))
     if in_blocks:
-        return {"weights": "fp8_block", **_blocks(quant)}, problems
-    return {"weights": "fp8_tensor", "activation_scales": quant.get("activation_scheme")}, problems
+        return one_format(quant, ({"weights": "fp8_block", **_blocks(quant)}, problems))
+    return one_format(quant, ({"weights": "fp8_tensor", "activation_scales": quant.get("activation_scheme")}, problems))
 
 
 def _blocks(quant: Said) -> dict[str, Any]:
     return {"block": quant["weight_block_size"], "scale": "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"}
 
 
-def _shared_fp8(quant: Said) -> dict[str, Any]:
-    """Shared experts that stay in the FP8 blocks of a section whose routed experts have four bits."""
-    return {"shared": "fp8_block", **_blocks(quant)} if quant.get("weight_block_size") else {}
+def _with_fp8(quant: Said, routed: Callable[[Module], Said | None], found: Found) -> Rules:
+    """Rules of routed experts in another format than FP8, in which shared ones are if the section states its blocks."""
+    if not quant.get("weight_block_size"):
+        return Rules(routed, lambda part: found)
+    fp8, blocks = {"fp8": True}, {"weights": "fp8_block", **_blocks(quant)}
+    return Rules(lambda m: routed(m) if m.holder else fp8, lambda part: (blocks, []) if part is fp8 else found)
 
 
-def _mixed(quant: Said, layers: list[int]) -> Found:
+def _mixed(quant: Said, block: Block) -> Rules:
     """An FP8 checkpoint whose routed experts modelopt has quantised: DeepSeek-V4 in NVFP4."""
-    _, problems = _fp8({**quant, "expert_dtype": quant.get("expert_dtype") or "fp4"}, layers)
+    problems = _fp8({**quant, "expert_dtype": quant.get("expert_dtype") or "fp4"}, block).read(quant)[1]
     problems += others_of(
         quant, {"quant_algo": ("MIXED_PRECISION",), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
     )
-    algorithm, more = _listed(quant, layers, "experts")
-    problems += more if algorithm == "NVFP4" else [f"quantized_layers states {algorithm!r} for the experts", *more]
+    listed = _by_listed(quant, quant.get("quantized_layers") or {})
+    for module in block.modules("experts"):
+        part = listed.part_of(module)
+        algorithm = None if part is None else part.get("quant_algo")
+        if algorithm != "NVFP4":
+            problems.append(f"quantized_layers states {algorithm!r} for the experts of layer {module.layer}")
+            break
+        problems += listed.read(part or {})[1]
     if quant.get("config_groups") is not None:
-        problems += _group_in(quant["config_groups"], layers, "NVFP4", 4, 16)[1]
-    return {"weights": "nvfp4", **_shared_fp8(quant)}, problems
+        by_group = _by_group(quant, block, "NVFP4")
+        problems += hf_rules.by_module(replace(block, shared=()), by_group)[1]
+    return _with_fp8(quant, lambda module: quant, ({"weights": "nvfp4"}, list(dict.fromkeys(problems))))
 
 
-def _listed(quant: Said, layers: list[int], role: str) -> tuple[str | None, list[str]]:
-    """The algorithm that quantized_layers states for all experts of a role, None for none, and what differs."""
-    listed, inners = quant.get("quantized_layers") or {}, ("experts", "experts.0") if role == "experts" else SHARED
-    paths = [f"{block}.{inner}{end}" for block in BLOCKS for inner in inners for end in _ENDS]
-    algorithms, problems = dict[str | None, None](), list[str]()
-    for layer in layers:
-        found = [listed[name] for root in ROOTS for path in paths if (name := f"{root}.{layer}.{path}") in listed]
-        for each in found or [{}]:
-            more = sorted(key for key in each.keys() - {"quant_algo", "group_size"} if not is_empty(each[key]))
-            problems += [f"quantized_layers states {key}={each[key]!r} for {role}" for key in more]
-            algorithm = None if is_empty(each.get("quant_algo")) else str(each["quant_algo"])
-            algorithms[algorithm], columns = None, _MODELOPT[algorithm][2] if algorithm in _MODELOPT else None
-            if not is_empty(size := each.get("group_size")) and size != columns:
-                problems.append(f"quantized_layers states group_size {size!r} for {role}")
-    if len(algorithms) > 1:
-        problems.append(f"quantized_layers states {' and '.join(map(str, algorithms))} for {role}")
-    return next(iter(algorithms), None), problems
+def _by_listed(quant: Said, listed: Mapping[str, Said]) -> Rules:
+    """The algorithm that quantized_layers states for a module, or for one that holds it; plain where there is none."""
+
+    def part_of(module: Module) -> Said | None:
+        return next((listed[name] for name in (module.name, *module.above()) if name in listed), None)
+
+    def read(part: Said) -> Found:
+        algorithm = None if is_empty(part.get("quant_algo")) else str(part["quant_algo"])
+        more = sorted(key for key in part.keys() - {"quant_algo", "group_size"} if not is_empty(part[key]))
+        problems = [f"quantized_layers states {key}={part[key]!r} for experts" for key in more]
+        columns = _MODELOPT[algorithm][2] if algorithm in _MODELOPT else None
+        if not is_empty(size := part.get("group_size")) and size != columns:
+            problems.append(f"quantized_layers states group_size {size!r} for experts")
+        if algorithm is None or algorithm not in _MODELOPT:
+            return {}, [*problems, f"quantized_layers states {algorithm!r} for experts"]
+        return _of_algorithm(algorithm), problems
+
+    return Rules(part_of, read)
 
 
 _MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
@@ -164,64 +183,70 @@ _MODELOPT: Mapping[str | None, tuple[str, int, int | None]] = {
 """(kind, bits, columns of a scale) of its algorithms; W4A16: activations stay as they are."""
 
 
-def _modelopt(quant: Said, layers: list[int]) -> Found:
+def _of_algorithm(algorithm: str) -> dict[str, Any]:
+    settings = {"weights": _MODELOPT[algorithm][0]}
+    settings |= {"activations": "none"} if algorithm.startswith("W4A16") else {}
+    return settings | ({"activation_scales": "static"} if algorithm == "FP8" else {})
+
+
+def _modelopt(quant: Said, block: Block) -> Rules:
     inner = quant.get("quantization")
     inner = inner if isinstance(inner, Mapping) else {}
     problems = section_problems(inner, "modelopt")
     stated = {section["quant_algo"] for section in (quant, inner) if isinstance(section.get("quant_algo"), str)}
-    algorithm, settings = ", ".join(sorted(stated)) or None, dict[str, Any]()
-    if is_mixed := algorithm == "MIXED_PRECISION":
-        quant = {"quantized_layers": inner.get("quantized_layers"), **quant}
-        (algorithm, more), (shared, others) = (_listed(quant, layers, role) for role in ("experts", "shared_experts"))
-        problems += more + others
-        if shared not in (algorithm, "MXFP8", None):
-            problems.append(f"quantized_layers states {shared!r} for shared experts")
-        if algorithm is None and shared is None and quant["quantized_layers"]:  # a layer that is not listed
-            return {}, problems
-        settings = {} if shared == algorithm else {"shared": "mxfp8" if shared else "plain"}
+    algorithm = ", ".join(sorted(stated)) or None
+    if algorithm == "MIXED_PRECISION":  # what lists modules one by one decides, not config_groups
+        listed = quant.get("quantized_layers") or inner.get("quantized_layers") or {}
+        problems += [] if listed else ["quant_algo is MIXED_PRECISION and quantized_layers is empty"]
+        rules = _by_listed(quant, listed)
+        routed, shared = (
+            {str((rules.part_of(module) or {}).get("quant_algo")) for module in block.modules(role)}
+            for role in ("experts", "shared_experts")
+        )
+        others = sorted(shared - routed - {"MXFP8", "None"})
+        problems += [f"quantized_layers states {each!r} for shared experts" for each in others]
+        return replace(rules, problems=problems)
     if algorithm is None or algorithm not in _MODELOPT:
-        return {}, [*problems, f"quant_algo is {algorithm!r}"]
-    kind, bits, columns = _MODELOPT[algorithm]
-    for section in () if is_mixed else (quant, inner):
+        return Rules(lambda module: None, lambda part: ({}, []), [*problems, f"quant_algo is {algorithm!r}"])
+    columns = _MODELOPT[algorithm][2]
+    for section in (quant, inner):
         if columns is not None and section.get("group_size") not in (None, columns):
             problems.append(f"group_size is {section['group_size']}, {algorithm} has {columns}")
-    settings |= {"weights": kind} | ({"activations": "none"} if algorithm.startswith("W4A16") else {})
-    settings |= {"activation_scales": "static"} if algorithm == "FP8" else {}
-    groups = quant.get("config_groups")
-    if groups is None or is_mixed:  # what lists modules one by one decides
-        return settings, problems
-    group, more = _group_in(groups, layers, algorithm, bits, columns)
-    if group is None:
-        return {}, problems + more
-    tokens = group.get("input_activations")
-    settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
-    scales, others = hf_rules.scales_of(kind, tokens)
-    return settings | scales, problems + more + others
+    if quant.get("config_groups") is None:
+        return one_format(quant, (_of_algorithm(algorithm), problems))
+    rules = _by_group(quant, block, algorithm)
+    return replace(rules, problems=problems + rules.problems)
 
 
-def _group_in(
-    groups: object, layers: list[int], algorithm: str, bits: int, columns: int | None
-) -> tuple[Said | None, list[str]]:
-    """The group of the experts, and where it is not of an algorithm with that many bits and columns a scale."""
-    modules = [*hf_rules.modules(layers, "experts"), *hf_rules.modules(layers, "shared_experts")]
-    group, problems = _group_of(groups, modules[0])
-    if not problems and any(_group_of(groups, names)[0] is not group for names in modules):
-        problems.append("targets of config_groups give some projections of the experts another format than others")
-    for title in ("weights", "input_activations") if group is not None else ():
-        section = (group or {}).get(title) or {}
-        for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
-            if section.get(key) not in (None, fitting):
-                problems.append(f"{title}.{key} is {section[key]!r}, {algorithm} has {fitting!r}")
-    return group, problems
+def _by_group(quant: Said, block: Block, algorithm: str) -> Rules:
+    """The group of config_groups that modelopt writes for its other readers, which must be of the algorithm."""
+    kind, bits, columns = _MODELOPT[algorithm]
+
+    def read(group: Said) -> Found:
+        problems = []
+        for title in ("weights", "input_activations"):
+            section = group.get(title) or {}
+            for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
+                if section.get(key) not in (None, fitting):
+                    problems.append(f"{title}.{key} is {section[key]!r}, {algorithm} has {fitting!r}")
+        tokens = group.get("input_activations")
+        settings = _of_algorithm(algorithm)
+        settings["activations"] = "none" if is_empty(tokens) else "nvfp4" if kind == "nvfp4" else "auto"
+        scales, others = hf_rules.scales_of(kind, tokens)
+        return settings | scales, problems + others
+
+    return _of_groups(quant.get("config_groups"), read)
 
 
-def _group_of(groups: object, names: list[str]) -> tuple[Said | None, list[str]]:
-    """The group of config_groups that a module belongs to, by the names that it may have; None if there is none.
+def _of_groups(groups: object, read: Callable[[Said], Found]) -> Rules:
+    """The group of config_groups that a module belongs to; plain where there is none.
 
-    Names and expressions come before the class of a module, as in compressed-tensors.
+    A name comes before an expression, and that before the class of a module, as in `match_targets` of
+    compressed-tensors; of expressions the first by alphabet.
     """
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
-        return None, [f"config_groups has no groups but {groups!r}, one is expected"]
+        problem = f"config_groups has no groups but {groups!r}, one is expected"
+        return Rules(lambda module: None, read, [problem])
     kinds = ("group", ""), ("weights", "weights"), ("weights", "input_activations")
     parts = [(kind, group.get(key) if key else group) for group in groups.values() for kind, key in kinds]
     problems = [each for kind, part in parts if isinstance(part, Mapping) for each in section_problems(part, kind)]
@@ -229,15 +254,23 @@ def _group_of(groups: object, names: list[str]) -> tuple[Said | None, list[str]]
     stated = [found["dynamic"] for found in weights if found.get("dynamic") not in (None, False)]
     problems += [f"weights.dynamic is {value!r}, weights with stored scales are supported" for value in stated]
     if problems:
-        return None, problems
-    by_name = [g for g in groups.values() if hf_rules.named("name", g.get("targets") or (), names)]
-    by_class = [g for g in groups.values() if "targets" not in g or "Linear" in (g.get("targets") or ())]
-    fitting = by_name or by_class
-    if len(fitting) > 1:
-        return None, [f"config_groups has {len(fitting)} groups for {names[0]}, one is expected"]
-    others = [] if fitting else [each for g in groups.values() for each in g["targets"] or () if _BLOCK.match(each)]
-    problems = [f"targets has {each!r}; names, expressions and 'Linear' are read, no other classes" for each in others]
-    return next(iter(fitting), None), problems
+        return Rules(lambda module: None, read, problems)
+    group_of = {target: group for group in groups.values() for target in group.get("targets", ["Linear"]) or ()}
+    expressions = sorted(target for target in group_of if target.startswith("re:"))
+    rules = [(re.compile(target[3:]), group_of[target]) for target in expressions]
+    by_class = next((group_of[target] for target in CLASSES if target in group_of), None)
+    if by_class is None and (others := [target for target in group_of if _BLOCK.match(target)]):
+        problems = [
+            f"targets has {each!r}; names, expressions and 'Linear' are read, no other classes" for each in others
+        ]
+
+    def part_of(module: Module) -> Said | None:
+        by_name = group_of.get(module.name)
+        return (
+            next((group for rule, group in rules if rule.match(module.name)), by_class) if by_name is None else by_name
+        )
+
+    return Rules(part_of, read, problems)
 
 
 _BLOCK = re.compile(r"[A-Z]\w*(?:MoE|Moe|MoeBlock|MLP|Experts?)$")
@@ -249,20 +282,19 @@ _IN_GROUPS = {
 _SCALES = {**dict.fromkeys(("mxfp4", "mxfp8"), ("torch.uint8", None)), "nvfp4": ("torch.float8_e4m3fn", None)}
 
 
-def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
-    def of(names: list[str]) -> Found:
-        is_ignored = hf_rules.named("name", quant.get("ignore") or (), names)
-        return ({}, []) if is_ignored else _of_group(quant, *_group_of(quant.get("config_groups"), names))
-
-    return hf_rules.of_roles(layers, of)
-
-
-def _of_group(quant: Said, group: Said | None, problems: list[str]) -> Found:
+def _compressed_tensors(quant: Said, block: Block) -> Rules:
     sparsity = quant.get("sparsity_config") or {}
+    problems = []
     if not is_empty(sparsity) and sparsity.get("format") != "dense":
         problems.append(f"sparsity_config is {sparsity!r}, weights without sparsity are supported")
-    if group is None or problems:
-        return {}, problems
+    if not quant.get("config_groups") and quant.get("moe_sparsity_config"):  # experts are pruned, nothing is quantised
+        return Rules(lambda module: None, lambda part: ({}, []), problems)
+    rules = _of_groups(quant.get("config_groups"), lambda group: _of_group(quant, group))
+    return replace(rules, problems=problems + rules.problems)
+
+
+def _of_group(quant: Said, group: Said) -> Found:
+    problems: list[str] = []
     weights, tokens = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         return {}, [f"the group of config_groups has weights {weights!r} and input_activations {tokens!r}"]
@@ -320,9 +352,10 @@ def _pack_quantized(weights: Said, tokens: object) -> Found:
     return settings, problems
 
 
-_READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
-    "fp8": _fp8, "mxfp4": lambda quant, layers: ({"weights": "mxfp4"}, []), "modelopt": _modelopt,
-    "fbgemm_fp8": lambda quant, layers: ({"weights": "fp8_channel", "activation_scales": "dynamic"}, []),
+_READERS: Mapping[str, Callable[[Said, Block], Rules]] = {
+    "fp8": _fp8, "mxfp4": lambda quant, block: one_format(quant, ({"weights": "mxfp4"}, [])), "modelopt": _modelopt,
+    "fbgemm_fp8": lambda quant, block: one_format(
+        quant, ({"weights": "fp8_channel", "activation_scales": "dynamic"}, [])),
     "compressed-tensors": _compressed_tensors, "gptq": hf_rules.gptq, "awq": hf_rules.awq,
     "auto-round": hf_rules.auto_round, "quark": hf_rules.quark, "mlx": hf_rules.mlx,
 }  # fmt: skip

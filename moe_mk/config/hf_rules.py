@@ -1,81 +1,45 @@
-"""Formats that rules give to modules: lists of names, and the readers of GPTQ, AWQ, AutoRound, MLX and Quark sections.
+"""Formats that rules give to modules, and the readers of GPTQ, AWQ, AutoRound, MLX and Quark sections.
 
-A reader finds the settings of each projection by the names that it may have. Routed experts of a layer have one format,
-shared experts may have another.
+A reader states which part of a section describes a module, and what such a part means (`Rules`); `by_module` asks it
+for every module of the experts. Routed experts of a layer have one format, shared experts may have another.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_mk.config.keys import is_empty, section_problems
+from moe_mk.config.modules import Block, Module, matcher
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, GROUPS, kind_of
 from moe_mk.quant.kinds import STATIC_KINDS
 
 Said = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
-ROOTS = (
-    "model.layers", "language_model.model.layers", "model.language_model.layers", "layers", "backbone.layers",
-    "thinker.model.layers",
-)  # fmt: skip
-BLOCKS = ("mlp", "ffn", "block_sparse_moe", "mixer", "feed_forward")
-PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 
-def _matches(style: str, pattern: str, name: str) -> bool:
-    if style == "part":
-        return pattern in name
-    if style in ("name", "quark") and pattern.startswith("re:"):
-        return bool(re.match(pattern[3:], name))
-    if style == "name":
-        return pattern == name
-    if style == "quark":
-        return fnmatchcase(name, pattern)
-    if style == "glob":
-        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-    return bool(re.match(pattern, name)) or name.endswith(pattern)
+@dataclass(frozen=True)
+class Rules:
+    """How a section of quantisation describes modules."""
+
+    part_of: Callable[[Module], Said | None]
+    """The part of the section that describes a module; None: it is left in the dtype of the model."""
+    read: Callable[[Said], Found]
+    """The settings of a part, none for plain weights, and what is not supported in it."""
+    problems: list[str] = field(default_factory=list)
+    """What is not supported in the section itself."""
+
+    def without(self, is_left: Callable[[Module], bool]) -> Rules:
+        """The same with modules that a list leaves as they are."""
+        return replace(self, part_of=lambda module: None if is_left(module) else self.part_of(module))
 
 
-def modules(layers: list[int], role: str) -> list[list[str]]:
-    """The names that each projection of the experts of the layers may have; of routed experts those of the first."""
-    roles = ("experts.0",) if role == "experts" else SHARED
-    return [
-        [f"{root}.{n}.{block}.{role}.{w}" for root in ROOTS for block in BLOCKS for role in roles for w in words]
-        for n in layers for words in PROJECTIONS
-    ]  # fmt: skip
-
-
-def covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -> bool:
-    """Whether the patterns name every projection of the experts of the layers."""
-    patterns = tuple(patterns)
-    return bool(patterns) and all(named(style, patterns, names) for names in modules(layers, role))
-
-
-def some_named(style: str, patterns: Collection[str], layers: list[int], role: str, *, numbered: bool) -> str:
-    """What the patterns name if it is some projections of the experts, or those of some layers; else ""."""
-    words = [each[numbered] for each in PROJECTIONS]
-    left = [
-        named(style, patterns, [name for name in names if name.endswith(words[at % 3])])
-        for at, names in enumerate(modules(layers, role))
-    ]
-    for n, of_layer in zip(layers, zip(*[iter(left)] * 3, strict=True), strict=True):
-        if len(set(of_layer)) > 1:
-            which = [word for word, is_left in zip(words, of_layer, strict=True) if is_left]
-            are = "is left as it is" if len(which) == 1 else "are left as they are"
-            return f"{' and '.join(which)} of layer {n} {are}, the others are quantised; give all one format"
-    if len(set(left)) < 2:
-        return ""
-    return f"some of layers {', '.join(map(str, layers))} are left as they are (name one: layer=N)"
-
-
-def named(style: str, patterns: Iterable[str], names: list[str]) -> bool:
-    """Whether a pattern names a module, by the names that it may have."""
-    return any(_matches(style, pattern, name) for pattern in patterns for name in names)
+def one_format(section: Said, found: Found) -> Rules:
+    """One format of all modules."""
+    return Rules(lambda module: section, lambda part: found)
 
 
 def others_of(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str = "") -> list[str]:
@@ -93,18 +57,6 @@ def scales_of(kind: str, tokens: Any, key: str = "dynamic") -> Found:
     return {"activation_scales": "static" if dynamic in (False, "local") else "dynamic"}, []
 
 
-def with_shared(experts: dict[str, Any], shared: dict[str, Any], problems: list[str]) -> Found:
-    """The settings of routed experts with the format of shared ones, where it is another one."""
-    if shared == experts or not experts:
-        return experts, problems
-    kind, block = shared.get("weights", "plain"), {key: shared[key] for key in ("block",) if key in shared}
-    if kind not in ("plain", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", *GROUPED) or (
-        "down" in shared or (kind == experts["weights"] and "down" not in experts)
-    ):
-        problems = [*problems, f"shared experts have {shared}, routed ones {experts}, which cannot be combined"]
-    return {**block, **experts, "shared": kind}, problems
-
-
 def integers(bits: object, columns: object, *, symmetric: bool, affine: bool = False) -> Found:
     """The settings of integers with a scale for a group of columns, and with a bias for it if they are affine."""
     if (kind := kind_of(bits, columns, zeros=not (symmetric or affine), biases=affine)) not in GROUPED:
@@ -113,31 +65,83 @@ def integers(bits: object, columns: object, *, symmetric: bool, affine: bool = F
     return {"weights": kind}, []
 
 
-def of_roles(layers: list[int], of: Callable[[list[str]], Found]) -> Found:
-    """The settings of the experts from those of their modules, by names; none where they are left as they are."""
-    found: dict[str, list[dict[str, Any]]] = {"experts": [], "shared_experts": []}
+def by_module(block: Block, rules: Rules) -> Found:
+    """The settings of the experts from those of their modules; none where routed experts are left as they are."""
+    roles, problems = {}, dict.fromkeys(rules.problems)
+    for role in ("experts", "shared_experts"):
+        roles[role], more = _of_role(block, rules, role)
+        problems |= dict.fromkeys(more)
+    experts, shared = roles.values()
+    if not block.shared:
+        shared = experts
+    if shared == experts:
+        return experts, list(problems)
+    kind: str = shared.get("weights", "plain")
+    sizes: dict[str, Any] = {key: shared[key] for key in ("block", "scale") if key in shared}
+    if kind not in ("plain", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", *GROUPED) or (
+        "down" in shared or (kind == experts.get("weights") and "down" not in experts)
+    ):
+        problems[f"shared experts have {shared}, routed ones {experts}, which cannot be combined"] = None
+    return {**sizes, **experts, "shared": kind}, list(problems)
+
+
+def _of_role(block: Block, rules: Rules, role: str) -> Found:
+    """The one format of the routed or shared experts of all layers of a block, and where they have several."""
+    read: dict[int, tuple[Said | None, dict[str, Any]]] = {}  # the parts are kept, so that no other gets their id
     problems: dict[str, None] = {}
-    for role, formats in found.items():
-        ends: tuple[list[dict[str, Any]], ...] = ([], [])  # of gate and up, and of down
-        for at, (settings, more) in enumerate(map(of, modules(layers, role))):
-            of_end = ends[at % len(PROJECTIONS) == 2]
-            of_end += [settings] * (settings not in of_end)
+    formats: dict[int, dict[Module, dict[str, Any]]] = {}
+    for module in block.modules(role):
+        part = rules.part_of(module)
+        if id(part) not in read:
+            settings, more = ({}, list[str]()) if part is None else rules.read(part)
             problems |= dict.fromkeys(more)
-        (wide, *others), (down, *more_downs) = ends
-        kinds = wide.get("weights"), down.get("weights")
-        if kinds[0] != kinds[1] and {*kinds} <= GROUPED.keys():
-            wide, down = {**wide, "down": kinds[1]}, {**down, "weights": kinds[0], "down": kinds[1]}
-        formats += [wide, *others, *([down] if down != wide else []), *more_downs]
-        if len(formats) > 1:
-            which = f" of layers {', '.join(map(str, layers))} (name one: layer=N)" if len(layers) > 1 else ""
-            problems[f"{role}{which} have the formats {' and '.join(map(str, formats))}"] = None
-    experts, shared = (formats[0] for formats in found.values())
-    return with_shared(experts, shared, list(problems))
+            read[id(part)] = part, settings
+        formats.setdefault(module.layer, {})[module] = read[id(part)][1]
+    found: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    for layer, of_modules in formats.items():
+        settings, more = _of_layer(f"{role}: ", layer, of_modules)
+        if more and len(block.layers) > 1:
+            more = [f"{text} (or name another layer: layer=N)" for text in more]
+        problems |= dict.fromkeys(more)
+        found.setdefault(str(settings), ([], settings))[0].append(layer)
+    if not found:
+        return {}, list(problems)
+    if len(found) > 1:
+        each = (f"{settings or 'none'} in layers {_some(layers)}" for layers, settings in found.values())
+        problems[f"{role} have the formats {' and '.join(each)} (name one: layer=N)"] = None
+    return next(iter(found.values()))[1], list(problems)
 
 
-def _packed(module: Said, own: Said, *, zeros: bool = False) -> Found:
+def _of_layer(role: str, layer: int, of_modules: Mapping[Module, dict[str, Any]]) -> Found:
+    """The format of the experts of one layer, whose down projections may have another one."""
+    wide, down = (
+        list({str(each): each for module, each in of_modules.items() if (module.end == "down") is is_down}.values())
+        for is_down in (False, True)
+    )
+    kinds = [each[0].get("weights") if len(each) == 1 else None for each in (wide, down)]
+    if kinds[0] != kinds[1] and {*kinds} <= GROUPED.keys():
+        return {**wide[0], "down": kinds[1]}, []
+    if all(each == wide[0] for each in (*wide, *down)):
+        return wide[0], []
+    if left := [module for module, each in of_modules.items() if not each]:
+        words = list(dict.fromkeys(module.word for module in left))
+        is_whole = all(module in left for module in of_modules if module.word in words)
+        which = " and ".join(words) if is_whole else f"experts {_some(sorted({m.expert or 0 for m in left}))}"
+        are = "is left as it is" if is_whole and len(words) == 1 else "are left as they are"
+        return wide[0], [f"{role}{which} of layer {layer} {are}, the others are quantised; give all one format"]
+    texts = dict.fromkeys(map(str, (*wide, *down)))
+    return wide[0], [f"{role}modules of layer {layer} have the formats {' and '.join(texts)}"]
+
+
+def _some(numbers: list[int]) -> str:
+    """Numbers in short."""
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+
+
+def _packed(module: Said, *, zeros: bool = False) -> Found:
     """Integers in groups of one module. zeros: whether symmetric weights have zero points too."""
-    module = {**module, **own}
+    own = module.get(_OWN, {})
     problems = section_problems(own, "module") + others_of(module, {"act_bits": (16, None)})
     if own.get("bits") == 16:
         return {}, problems
@@ -153,9 +157,9 @@ _FLOATS: Mapping[tuple[object, object], tuple[str, int, tuple[str, ...]]] = {
 """The kind of weights of a (data_type, bits) of AutoRound, the columns of a scale, and the types of activations."""
 
 
-def _floats(module: Said, own: Said) -> Found:
+def _floats(module: Said) -> Found:
     """Floats of one module of AutoRound, in the tensors of compressed-tensors."""
-    module = {**module, **own}
+    own = module.get(_OWN, {})
     bits, problems = module.get("bits"), section_problems(own, "module")
     if own.get("bits") == 16:
         return {}, problems
@@ -168,75 +172,132 @@ def _floats(module: Said, own: Said) -> Found:
     return {"weights": kind, "activations": activations, **scales}, problems + others_of(module, held)
 
 
-def gptq(quant: Said, layers: list[int]) -> Found:
-    """Integers of AutoGPTQ or GPTQModel, whose `dynamic` states modules by expressions at the start of the name."""
-    rules = quant.get("dynamic") or {}
+def gptq(quant: Said, block: Block) -> Rules:
+    """Integers of AutoGPTQ, optimum or GPTQModel 7.7.
 
-    def of(names: list[str]) -> Found:
-        """By the first rule that fits; "-:" leaves a module as it is."""
-        fits = (rule for rule in rules if any(re.match(re.sub("^[-+]:", "", rule), name) for name in names))
-        rule = next(fits, "")
-        own = {"bits": 16} if rule.startswith("-:") else rules.get(rule)
-        return _packed(quant, own if isinstance(own, Mapping) else {})
+    The first rule of GPTQModel's `dynamic` that matches at the start of a name states the module, as in `dynamic_get`;
+    "-:" leaves it as it is. `modules_in_block_to_quantize` are the ends of names inside of `block_name_to_quantize`.
+    """
+    stated = quant.get("dynamic") or {}
+    rules = [(re.compile(re.sub("^[-+]:", "", rule)), rule.startswith("-:"), own) for rule, own in stated.items()]
+    own_of = [{**quant, **own, _OWN: own} if isinstance(own, Mapping) else quant for _, _, own in rules]
+    inside, ends = starts(quant), tuple(_flat(quant.get("modules_in_block_to_quantize")))
 
-    settings, problems = of_roles(layers, of)
-    stated = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
-    stored, has_zeros = " and ".join(sorted(stated)), settings.get("weights", "").endswith("_zp")
-    if stored not in ("gptq", "gptq_v2"):
-        problems.append(f"checkpoint_format is {stored!r} (supported are gptq and gptq_v2)")
-    return {**settings, "gptq_v2": True} if stored == "gptq_v2" and has_zeros else settings, problems
+    def part_of(module: Module) -> Said | None:
+        if (inside and not module.name.startswith(inside)) or (ends and not module.name.endswith(ends)):
+            return None
+        fits = (at for at, (rule, _, _) in enumerate(rules) if rule.match(module.name))
+        if (at := next(fits, None)) is None:
+            return quant
+        return None if rules[at][1] else own_of[at]
+
+    problems = [f"dynamic[{rule!r}] is {own!r}" for rule, own in stated.items() if not isinstance(own, Mapping)]
+    stored = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
+    name = " and ".join(sorted(stored))
+    if name not in ("gptq", "gptq_v2"):
+        problems.append(f"checkpoint_format is {name!r} (supported are gptq and gptq_v2)")
+
+    def read(part: Said) -> Found:
+        settings, more = _packed(part)
+        v2 = name == "gptq_v2" and settings.get("weights", "").endswith("_zp")
+        return ({**settings, "gptq_v2": True} if v2 else settings), more
+
+    return Rules(part_of, read, problems + others_of(quant, {"method": ("gptq", None)}))
 
 
-def awq(quant: Said, layers: list[int]) -> Found:
+_OWN = " own"
+"""The key of the part that a rule states itself, in what it makes of a section."""
+
+
+def _flat(stated: Any) -> list[str]:
+    """The texts of a list, of lists in a list, or of a text with commas."""
+    if isinstance(stated, str):
+        return stated.split(",")
+    return [text for each in stated or () for text in (_flat(each) if isinstance(each, list | tuple) else [each])]
+
+
+def starts(quant: Said) -> tuple[str, ...]:
+    """How names of modules of the blocks start that are quantised; () for all."""
+    names = quant.get("block_name_to_quantize") or quant.get("to_quant_block_names")
+    return tuple(_flat(names))
+
+
+def awq(quant: Said, block: Block) -> Rules:
     """Four-bit integers with zero points, as the kernels of version gemm read them."""
     gemm = ("gemm", "GEMM", None)
-    settings, problems = _packed(quant, {}, zeros=True)
-    problems += others_of(quant, {"version": gemm, "format": gemm, "zero_point": (True, None), "bits": (4,)})
-    return settings, problems
+    held = {"version": gemm, "format": gemm, "zero_point": (True, None), "bits": (4,), "method": ("awq", None)}
+    settings, problems = _packed(quant, zeros=True)
+    return one_format(quant, (settings, problems + others_of(quant, held)))
 
 
-def auto_round(quant: Said, layers: list[int]) -> Found:
-    """Integers in the tensors of GPTQ or AWQ. `extra_config` states modules by name, or by an expression anywhere."""
+def auto_round(quant: Said, block: Block) -> Rules:
+    """Integers in the tensors of GPTQ or AWQ, or floats in those of compressed-tensors.
+
+    `extra_config` states a module by name, else by the first expression that is found anywhere in it, as in
+    `get_layer_config` of AutoRound 0.16; modules outside of `block_name_to_quantize` are left as they are.
+    """
     packing = str(quant.get("packing_format") or "auto_round:auto_gptq")
     stored, extra = packing.removeprefix("auto_round:").removeprefix("auto_"), quant.get("extra_config") or {}
-    rules = [key for key in extra if "layers." not in key or set(key) & set("*+?^$()[]{}|\\")]
-    blocks = quant.get("block_name_to_quantize") or quant.get("to_quant_block_names") or ()
-    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
-    starts = tuple(f"{each}." for part in blocks for each in (part if isinstance(part, list) else [part]))
-
-    def of(names: list[str]) -> Found:
-        inside = not starts or any(name.startswith(starts) for name in names)
-        fits = (rule for rule in rules if extra[rule] and any(re.search(rule, name) for name in names))
-        own = extra.get(next((name for name in names if name in extra), None) or next(fits, None), {})
-        own = own if inside else {"bits": 16, **own}
-        return _floats(quant, own) if stored == "llm_compressor" else _packed(quant, own, zeros=stored == "awq")
-
     if stored not in ("gptq", "awq", "llm_compressor"):
-        return {}, [f"packing_format is {packing!r} (supported are auto_round:auto_gptq, auto_awq and llm_compressor)"]
-    settings, problems = of_roles(layers, of)
-    if stored == "awq":
-        eight = [kind for kind in settings.values() if kind.startswith("int8")]
-        problems += [f"packing_format is {packing!r} with {kind}, AWQ holds 4 bits" for kind in eight]
-    return settings, problems
+        supported = "supported are auto_round:auto_gptq, auto_awq and llm_compressor"
+        return Rules(lambda module: None, lambda part: ({}, []), [f"packing_format is {packing!r} ({supported})"])
+    rules = [(expression(key), key) for key, own in extra.items() if own and not block.names_a_module(key)]
+    own_of = {key: {**quant, **own, _OWN: own} for key, own in extra.items()}
+    outside = {key: {**quant, "bits": 16, **own, _OWN: {"bits": 16, **own}} for key, own in extra.items()}
+    inside = starts(quant)
+
+    def part_of(module: Module) -> Said | None:
+        fits = (key for rule, key in rules if rule is not None and rule.search(module.name))
+        key = module.name if module.name in extra else next(fits, None)
+        is_inside = not inside or module.name.startswith(inside)
+        if key is None:
+            return quant if is_inside else None
+        return (own_of if is_inside else outside)[key]
+
+    def read(part: Said) -> Found:
+        if stored == "llm_compressor":
+            return _floats(part)
+        settings, problems = _packed(part, zeros=stored == "awq")
+        if stored == "awq" and str(settings.get("weights")).startswith("int8"):
+            problems.append(f"packing_format is {packing!r} with {settings['weights']}, AWQ holds 4 bits")
+        return settings, problems
+
+    return Rules(part_of, read)
 
 
-def mlx(quant: Said, layers: list[int]) -> Found:
-    """One format of all modules, and `modules` that have another one; false leaves a module as it is."""
+def expression(text: str) -> re.Pattern[str] | None:
+    """None for what is no expression, which AutoRound skips."""
+    try:
+        return re.compile(text)
+    except re.error:
+        return None
 
-    def of(names: list[str]) -> Found:
-        modules, stacks = quant.get("modules") or {}, [name.replace(".experts.0.", ".switch_mlp.") for name in names]
-        own = next((modules[name] for name in stacks if name in modules), True)
-        if own is False or (problems := [] if own is True else section_problems(own, "mlx module")):
-            return {}, problems if own else []
-        stated = quant if own is True else own
-        mode, bits, size = stated.get("mode") or "affine", stated.get("bits", 4), stated.get("group_size", 64)
+
+def mlx(quant: Said, block: Block) -> Rules:
+    """One format of all modules, and `modules` that have another one; false leaves a module as it is.
+
+    A module that is not listed is packed where its scales are in the checkpoint, as `load_model` of MLX-LM 0.32 has it.
+    """
+    modules = quant.get("modules") or {}
+
+    def part_of(module: Module) -> Said | None:
+        own = modules.get(module.name, True)
+        if own is True:
+            is_plain = block.tensors is not None and f"{module.name}.scales" not in block.tensors
+            return None if is_plain and module.name not in modules else quant
+        return own if own is not False else None
+
+    def read(part: Said) -> Found:
+        if part is not quant and (problems := section_problems(part, "mlx module")):
+            return {}, problems
+        mode, bits, size = part.get("mode") or "affine", part.get("bits", 4), part.get("group_size", 64)
         if mode == "affine":
             return integers(bits, size, symmetric=False, affine=True)
         if (mode, bits, size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)):
             return {"weights": mode, "activations": "none"}, []
         return {}, [f"mode is {mode!r} with {bits} bits in groups of {size}"]
 
-    return of_roles(layers, of)
+    return Rules(part_of, read)
 
 
 _QUARK: Mapping[object, tuple[str, Mapping[str, tuple[object, ...]]]] = {
@@ -248,8 +309,10 @@ _QUARK: Mapping[object, tuple[str, Mapping[str, tuple[object, ...]]]] = {
 """The kind of weights of a (dtype, qscheme) of Quark, and what else they must state."""
 
 
-def quark(quant: Said, layers: list[int]) -> Found:
-    """The first of `layer_quant_config` that fits states a module, then its class, then `global_quant_config`."""
+def quark(quant: Said, block: Block) -> Rules:
+    """The part of `layer_quant_config` with the name of a module, or the first whose glob fits, then that of its class,
+    then `global_quant_config`, as in `setup_config_per_layer`.
+    """
     written = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
     problems = others_of(quant.get("export") or {}, written, "export.")
     algorithms = quant.get("algo_config") or []
@@ -257,15 +320,16 @@ def quark(quant: Said, layers: list[int]) -> Found:
         problems += others_of(each, {"name": ("awq", "gptq", "smooth", "autosmoothquant", "qronos")}, "algo_config.")
         if each.get("desc_act") and not each.get("static_groups"):
             problems.append("algo_config.desc_act is true without static_groups, which orders columns by activation")
-    by_class, rules = quant.get("layer_type_quant_config") or {}, quant.get("layer_quant_config") or {}
+    by_class, stated = quant.get("layer_type_quant_config") or {}, quant.get("layer_quant_config") or {}
     problems += [f"layer_type_quant_config is for {key}" for key in by_class if key not in ("Linear", "Embedding")]
+    rules = [(matcher("quark", [rule]), part) for rule, part in stated.items()]
+    others = by_class.get("Linear", quant.get("global_quant_config"))
 
-    def of(names: list[str]) -> Found:
-        fits = (rules[rule] for rule in rules if any(_matches("quark", rule, name) for name in names))
-        return _of_quark(next(fits, by_class.get("Linear", quant.get("global_quant_config"))))
+    def part_of(module: Module) -> Said | None:
+        by_name = stated.get(module.name)
+        return next((part for fits, part in rules if fits(module)), others) if by_name is None else by_name
 
-    settings, more = of_roles(layers, of)
-    return settings, problems + more
+    return Rules(part_of, _of_quark, problems)
 
 
 def _of_quark(stated: Any) -> Found:

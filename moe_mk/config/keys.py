@@ -102,7 +102,7 @@ _OTHERS = re.compile(
 _WRITER = frozenset({"producer", "kv_cache_scheme", "kv_cache_quant_algo", "quantization_status"})
 _CALIBRATION = frozenset({
     "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "act_group_aware", "true_sequential",
-    "static_groups", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "static_groups", "module_name_preceding_first_block",
     "meta", "backend", "batch_size", "pad_token_id", "max_input_length", "model_seqlen", "cache_block_outputs",
     "quantizer", "lm_head", "model_file_base_name", "model_name_or_path", "is_marlin_format", "pack_dtype",
     "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "use_exllama", "disable_exllama",
@@ -119,11 +119,12 @@ _MODULE = "bits group_size sym "
 _KINDS_OF_WORDS: tuple[tuple[str, Kind], ...] = (
     (_LISTS + "exclude targets", NAMES), ("bits num_bits act_bits group_size", COUNT), ("activation_scale_ub", FACTOR),
     ("fmt activation_scheme scale_fmt expert_dtype quant_algo moe_quant_algo format checkpoint_format packing_format "
-     "data_type mode version dtype qscheme scale_format type strategy", WORD),
+     "data_type mode method version dtype qscheme scale_format type strategy", WORD),
     ("sym desc_act zero_point symmetric is_dynamic is_scale_quant", FLAG), ("pack_dtype", one_of("int32")),
-    ("weight_block_size block_size block_structure", PAIR), ("block_name_to_quantize to_quant_block_names", BLOCKS),
-    ("quantization config_groups sparsity_config dynamic modules global_quant_config export weights input_activations",
-     SECTION),
+    ("weight_block_size block_size block_structure", PAIR),
+    ("block_name_to_quantize to_quant_block_names modules_in_block_to_quantize", BLOCKS),
+    ("quantization config_groups sparsity_config moe_sparsity_config dynamic modules global_quant_config export "
+     "weights input_activations", SECTION),
     ("quantized_layers extra_config layer_quant_config layer_type_quant_config", SECTIONS),
     ("quant_method algo_config weight input_tensors ch_axis actorder scale_dtype zp_dtype", ANY),
 )  # fmt: skip
@@ -144,10 +145,12 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
     "fbgemm_fp8": _section(_TOP + "activation_scale_ub", _WRITER),
     "modelopt": _section(_TOP + "quant_algo quantization config_groups group_size quantized_layers", _WRITER),
     "compressed-tensors": _section(
-        _TOP + "config_groups format sparsity_config", _WRITER | {"global_compression_ratio", "version"}
+        _TOP + "config_groups format sparsity_config moe_sparsity_config",
+        _WRITER | {"global_compression_ratio", "version"},
     ),
     "gptq": _section(
-        _TOP + _MODULE + "desc_act checkpoint_format format dynamic pack_dtype", _CALIBRATION, group_size=COLUMNS
+        _TOP + _MODULE + "desc_act checkpoint_format format dynamic pack_dtype method block_name_to_quantize "
+        "modules_in_block_to_quantize", _CALIBRATION, group_size=COLUMNS
     ),
     "auto-round": _section(
         _TOP + _MODULE + "packing_format data_type act_bits extra_config block_name_to_quantize to_quant_block_names",
@@ -167,7 +170,7 @@ QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
                    "max_input_numel", "zero_point_type"}),
     ),
     "awq": _section(
-        _TOP + "bits group_size zero_point version format checkpoint_format desc_act sym", _CALIBRATION,
+        _TOP + "bits group_size zero_point version format checkpoint_format desc_act sym method", _CALIBRATION,
         group_size=COLUMNS, sym=ANY,
     ),
     "group": _section("targets weights input_activations format"),

@@ -479,7 +479,7 @@ class MoEConfig(Settings):
         if equation is not None:
             hf[KEY] = read_mapping(Path(equation))
         where = f"{file} with {FILE}" if KEY in hf else str(file)
-        return cls.parse(settings_from_hf(hf, str(file), layer), where).with_(**overrides)
+        return cls.parse(settings_from_hf(hf, str(file), layer, file.parent), where).with_(**overrides)
 
     def with_(self, **overrides: Any) -> Self:
         """A copy with some settings changed, each named by its bare key."""

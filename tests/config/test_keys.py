@@ -80,7 +80,7 @@ QUANTS: dict[str, dict[str, Any]] = {
     "mixed": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16,
-        "quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}},
+        "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}},
     },
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "mxfp4"},
@@ -209,7 +209,7 @@ def test_a_list_of_modules_is_read_under_every_name_and_in_both_sections(key: st
     for section in ({**MODELOPT, **listed}, {**MODELOPT, "quantization": {"quant_algo": "NVFP4", **listed}}):
         quant = settings_from_hf({**TEXT, "quantization_config": section}, "here", layer=3)["model"]["quant"]
         assert quant["weights"] == "bf16"
-        with pytest.raises(ConfigError, match=r"experts: some of layers 1, 3, 4 are left .*name one: layer=N"):
+        with pytest.raises(ConfigError, match=r"none in layers 3 .*name one: layer=N"):
             settings_from_hf({**TEXT, "quantization_config": section}, "here")
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
-from moe_mk.config.hf import FAMILIES, family_of, section_of
+from moe_mk.config.hf import FAMILIES, family_of, section_of, text_of
+from moe_mk.config.modules import layers_with_experts
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.cli.checkpoints import config_problems, declared
@@ -62,13 +63,42 @@ CLASSES = {
 GROUPS = {"mistral4": {"n_group": 4, "topk_group": 2}}
 
 
+def unabridged(value: Any, layers: tuple[int, ...], experts: int) -> Any:
+    """The lists of modules in a section with the entries of all layers and experts, where some stand for all."""
+    if not isinstance(value, dict | list):
+        return value
+    made: dict[str, Any] = {}
+    for key, each in value.items() if isinstance(value, dict) else ((each, None) for each in value):
+        numbers = re.search(r"layers\.(\d+)\.", str(key))
+        stands_for = [key]
+        if numbers and int(numbers[1]) in layers:
+            of_layers = [key.replace(numbers[0], f"layers.{n}.") for n in layers]
+            spread = experts if ".experts.0." in key else 1
+            stands_for = [name.replace(".experts.0.", f".experts.{e}.") for name in of_layers for e in range(spread)]
+        made |= dict.fromkeys(stands_for, each if isinstance(value, list) else unabridged(each, layers, experts))
+    return made if isinstance(value, dict) else list(made)
+
+
+def published(name: str) -> dict[str, Any]:
+    """The files of a model, whole."""
+    files = {stem: each for stem, each in PUBLISHED[name].items() if stem not in ("source", "abridged")}
+    if "lists of modules" not in PUBLISHED[name].get("abridged", ""):
+        return files
+    text = text_of(files["config"])
+    experts = next(text[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if text.get(key))
+    layers = layers_with_experts(text)
+    made = {stem: {k: unabridged(v, layers, experts) if isinstance(v, dict) and "quant" in k else v
+                   for k, v in each.items()} for stem, each in files.items()}  # fmt: skip
+    return made
+
+
 def written(folder: Path, name: str) -> Path:
-    files = PUBLISHED.get(name)
+    files = published(name) if name in PUBLISHED else None
     if files is None:
         made = transformers.AutoConfig.for_model(name).to_dict()
         made = made.get("text_config") or made
         files = {"config": json.loads(json.dumps(made, default=str)) | GROUPS.get(name, {})}
-    for stem in files.keys() - {"source"}:  # where the facts are from
+    for stem in files:
         content = {**files[stem], **MORE.get(name, {})} if stem == "config" else files[stem]
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return folder / "config.json"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorPart
-from moe_mk.config.hf import SECOND, read_config, section_of, settings_from_hf, text_of
-from moe_mk.config.hf_quant import layers_with_experts
+from moe_mk.config.hf import SECOND, module_names, read_config, section_of, settings_from_hf, text_of
+from moe_mk.config.modules import layers_with_experts
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.packing import pack
@@ -63,13 +63,6 @@ _SCALED = {
     "longcat": "longcat_scaled",
 }  # fmt: skip
 """Those of compressed-tensors and modelopt."""
-_PREFIXES = {
-    "nemotron_h": "backbone.layers.{N}.mixer.", "qwen3_5_moe": "model.language_model.layers.{N}.mlp.",
-    "qwen3_vl_moe": "model.language_model.layers.{N}.mlp.", "kimi_k25": "language_model.model.layers.{N}.mlp.",
-    "kimi_k3": "language_model.model.layers.{N}.block_sparse_moe.",
-    "minimax_m3_vl": "language_model.model.layers.{N}.block_sparse_moe.",
-    "glm4v_moe": "model.language_model.layers.{N}.mlp.", "qwen3_omni_moe": "thinker.model.layers.{N}.mlp.",
-}  # fmt: skip
 
 
 def write_like(directory: Path, like: Path, *, seed: int = 0) -> int:
@@ -101,7 +94,7 @@ def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed:
     config = MoEConfig.from_hf(directory, layer=layer)
     is_derived = isinstance(equation, LayerEquation) and equation.names is not None
     spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf), official=is_derived)
-    prefix = _PREFIXES.get(str(hf["model_type"]), _PREFIXES.get(config.model.name, convention.prefix))
+    prefix = module_names(hf, config.model.name).prefix
     tensors, quant = tensors_of(spec, convention, seed), config.model.quant
     if quant.activations == "none" or quant.activation_scales == "dynamic":
         tensors = {name: t for name, t in tensors.items() if not name.endswith(INPUT_ENDS)}

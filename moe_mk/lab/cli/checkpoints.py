@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.equation import FILE, KEY, LayerEquation
-from moe_mk.config.hf import FAMILIES, READ, family_of, read_config, renamed, settings_from_hf, text_of
+from moe_mk.config.hf import FAMILIES, READ, as_family, family_of, read_config, renamed, settings_from_hf, text_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
@@ -41,8 +41,8 @@ def declared(path: Path, family: str, layer: int | None = None) -> LayerEquation
         raise ConfigError(f"--as {family!r} is no family that is read{did_you_mean(family, FAMILIES)}")
     file = path / "config.json" if path.is_dir() else path
     hf = read_config(file)
-    text, formats = text_of(hf), {key: hf[key] for key in ("quantization_config", "compression_config") if hf.get(key)}
-    settings = settings_from_hf({**text, **formats, "model_type": family, KEY: None}, str(file), layer)
+    text = text_of(hf)
+    settings = settings_from_hf(as_family({**hf, KEY: None}, family), str(file), layer, file.parent)
     del settings["model"]["quant"]
     plain = {key: value for key, value in text.items() if type(value) in (int, float, bool, str)}
     plain = {key: value for key, value in plain.items() if READ[family].keys() & renamed({key: value}, family)[0]}
