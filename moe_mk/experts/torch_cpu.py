@@ -160,6 +160,10 @@ class TorchCpuExperts(FusedExperts):
         return _multiply(h, slot.down_HI, slot.bias("down"))
 
 
+_DISPATCH = 2
+"""`Stage.DISPATCH` of a `LayerCall`, from which on ids are physical."""
+
+
 def by_slot(ids_RK: Tensor) -> tuple[Tensor, list[int], list[int]]:
     """Numbers of the assignments sorted by slot, those of a slot in their order; the hit slots, and their counts."""
     ids_N = ids_RK.numpy().ravel()
@@ -199,7 +203,8 @@ class RoutedRows:
     ) -> Tensor:
         assert routing is not None and shared_weights_T is None, "there is no router"
         ids_TK, weights_TK = routing
-        e, ids_N = self.tables.num_experts, ids_TK.numpy().ravel()
+        placed = first >= _DISPATCH  # replicas are chosen, and counted as their expert
+        e, ids_N = len(self.tables.rank_of_P) if placed else self.tables.num_experts, ids_TK.numpy().ravel()
         if ids_N.size and not -1 <= ids_N.min() <= ids_N.max() < e:
             if not skip:
                 raise ShapeError(f"ids of experts out of range (0 <= id < {e}, or -1 for none)")
@@ -207,11 +212,11 @@ class RoutedRows:
             ids_N = ids_TK.numpy().ravel()
         slots_TK = ids_TK
         if not self.tables.is_identity:
-            slots_TK = self.tables.local_slots(self.tables.to_physical(ids_TK, 0), 0)
+            slots_TK = self.tables.local_slots(ids_TK if placed else self.tables.to_physical(ids_TK, 0), 0)
         with torch.no_grad():
             x = x_TH.to(self.experts.context.dtype.dtype)
             y_TH = self.experts.sums(x, slots_TK, weights_TK, self.ffn).to(x_TH.dtype)
-        if load_E is not None:
+        if load_E is not None and not placed:
             load_E += torch.from_numpy(np.bincount(ids_N + 1, minlength=e + 1)[1:])
         for work in (0, 2, 3):  # dispatch, experts and combine of `LayerWork`
             self.ran[2 * work] += 1

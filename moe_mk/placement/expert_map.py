@@ -1,7 +1,7 @@
 """Which rank holds which expert: one object for every placement, replicas and uneven ranks included.
 
 Physical experts are numbered rank by rank: rank 0 owns physical 0 .. L0 - 1, rank 1 the next L1, and so on. A logical
-expert may have several physical ones (replicas). Worked example, 8 experts on 4 ranks, round-robin:
+expert may have several physical ones (replicas), also on one rank, where DeepSeek's EPLB may place two. Worked example, 8 experts on 4 ranks, round-robin:
 
     rank 0: 0 4   rank 1: 1 5   rank 2: 2 6   rank 3: 3 7
     physical_to_global = 0 4 1 5 2 6 3 7        global_to_physical = 0 2 4 6 1 3 5 7
@@ -150,7 +150,6 @@ class ExpertMap:
         foreign = sorted({e for e in seen if not 0 <= e < self.num_experts})
         absent = sorted(set(range(self.num_experts)) - set(seen) - self.lost)
         idle = [r for r, experts in enumerate(self.experts_of_rank) if not experts]
-        twice = [r for r, experts in enumerate(self._serving()) if len(set(experts)) != len(experts)]
         problems = [] if foreign or self.shares is None else self._share_problems(self.shares)
         if foreign:
             problems.append(f"expert ids {foreign[:8]} lie outside [0, {self.num_experts})")
@@ -158,15 +157,8 @@ class ExpertMap:
             problems.append(f"{len(absent)} of {self.num_experts} experts have no rank, for example {absent[:8]}")
         if idle:
             problems.append(f"ranks {idle[:8]} hold no expert; leave them out or give them replicas")
-        if twice:
-            problems.append(f"ranks {twice[:8]} hold the same expert twice, which balances nothing")
         if problems:
             raise ConfigError("placement cannot serve: " + "; ".join(problems))
-
-    def _serving(self) -> list[list[int]]:
-        """The experts of each rank without those that take no tokens there."""
-        shares = iter(self.shares or [1.0] * self.num_physical)
-        return [[e for e in experts if next(shares, 0.0) > 0] for experts in self.experts_of_rank]
 
     def _share_problems(self, shares: tuple[float, ...]) -> list[str]:
         if len(shares) != self.num_physical:

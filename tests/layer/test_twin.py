@@ -86,13 +86,17 @@ def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep:
 def test_replicas_on_replicated_tokens_are_computed_exactly_once(twin: Twin) -> None:
     # Every expert twice, on ranks 0 and 1, or 2 and 3: ranks that chose replicas by themselves would both compute
     # a token's expert, or neither.
-    placement = (*range(8), *range(8), *range(8, 16), *range(8, 16))
-    layers = twin.layers(ep=4, tokens="replicated", placement=placement)
-    for y_TH in run_together(layers, [twin.x_TH] * 4):
-        torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
+    for placement in ((*range(8), *range(8), *range(8, 16), *range(8, 16)), TWICE):
+        layers = twin.layers(ep=4, tokens="replicated", placement=placement)
+        for y_TH in run_together(layers, [twin.x_TH] * 4):
+            torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
 
 
-@pytest.mark.parametrize("placement", ["round_robin", (*range(15, -1, -1),), (*range(16), *range(0, 16, 2))])
+TWICE = (*(0, 0, 0, 1, 2, 3), *(0, 4, 5, 6, 7, 7), *(8, 9, 8, 9, 10, 11), *(12, 13, 14, 15, 0, 15))
+"""Copies of an expert on one rank and on several."""
+
+
+@pytest.mark.parametrize("placement", ["round_robin", (*range(15, -1, -1),), (*range(16), *range(0, 16, 2)), TWICE])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_any_placement_of_experts_gives_the_same_output(twin: Twin, placement: object, transport: str) -> None:
     layers = twin.layers(ep=4, placement=placement, prepare_finalize=transport)

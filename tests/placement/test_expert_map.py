@@ -89,9 +89,8 @@ def test_a_rank_without_experts_is_refused(make: Callable[[int, int], ExpertMap]
         (((0, 1), (2, 9)), r"expert ids \[9\] lie outside \[0, 4\)"),
         (((0, 1), (2, -1)), r"expert ids \[-1\] lie outside"),
         (((0, 1), (2, 1)), r"1 of 4 experts have no rank, for example \[3\]"),
-        (((0, 1, 0), (2, 3)), r"ranks \[0\] hold the same expert twice"),
         (((0, 1, 2, 3), ()), r"ranks \[1\] hold no expert"),
-        (((0, 7), (1, 1)), r"ids \[7\] lie.*2 of 4 experts have no rank.*ranks \[1\] hold the same"),
+        (((0, 7), (1, 1)), r"ids \[7\] lie.*2 of 4 experts have no rank"),
     ],
 )
 def test_placements_that_cannot_serve_are_refused(experts_of_rank: tuple[tuple[int, ...], ...], problem: str) -> None:

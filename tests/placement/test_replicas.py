@@ -6,6 +6,7 @@ import torch
 from moe_mk import CommError, ConfigError, ExpertMap, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
+from moe_mk.placement.eplb import rebalance_experts
 from tests.support.layers import config, layer
 
 
@@ -56,6 +57,23 @@ def test_shares_that_cannot_serve_are_refused() -> None:
         ExpertMap(((0, 1), (0, 2)), 3, (0.5, 1.0, 0.5))
     with pytest.raises(ConfigError, match=r"shares from -0.5 to 1.5 lie outside \[0, 1\]"):
         ExpertMap(((0, 1), (0, 2)), 3, (-0.5, 1.0, 1.5, 1.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_of_deepseek_with_two_copies_on_a_rank_are_computed_once(seed: int) -> None:
+    """A hot expert may have more replicas than there are ranks: each assignment goes to one slot of them."""
+    load = torch.tensor([[90.0, 1, 2, 1, 3, 1, 1, 1]]).roll(seed, 1)
+    physical = rebalance_experts(load, 16, 1, 1, 2)[0][0].tolist()
+    assert any(len({*physical[at : at + 8]}) < 8 for at in (0, 8)), "no rank holds an expert twice"
+    dealt = ExpertMap.from_physical(physical, 2, 8)
+    tables = [dealt.tables(torch.device("cpu"), rank) for rank in range(2)]
+    ids_TK = torch.arange(8).repeat(4096, 1)
+    for rank, each in enumerate(tables):
+        chosen = each.to_physical(ids_TK, rank)
+        assert torch.equal(torch.tensor(physical)[chosen.long()], ids_TK), "another expert"
+        counts = torch.bincount(chosen.flatten(), minlength=16)
+        near = [p for p in dealt.physical_of_logical[seed] if dealt.rank_of_physical[p] == rank]
+        assert len(near) > 1 and int(counts[near].min()) > 0.8 * int(counts[near].max()), "copies take equal parts"
 
 
 def test_a_second_copy_on_a_rank_may_lie_idle() -> None:

@@ -300,14 +300,13 @@ def _config(campaign: Campaign, transport: str, ranks: int, rng: random.Random) 
 
 
 def _replicas(experts: int, ranks: int, rng: random.Random) -> list[int]:
-    """A placement with as many slots on each rank, some of them replicas, and no expert twice on a rank."""
+    """A placement with as many slots on each rank, some of them replicas, also of experts that the rank holds."""
     order = rng.sample(range(experts), experts)
     slots = -(-experts // ranks) + 1
     placed: list[int] = []
     for rank in range(ranks):
         own = order[rank::ranks]
-        others = [expert for expert in order if expert not in own]
-        placed += [*own, *rng.sample(others, slots - len(own))]
+        placed += [*own, *rng.sample(order, slots - len(own))]
     return placed
 
 
