@@ -40,6 +40,16 @@ def test_all_experts_chosen_is_the_mixture_weighted_by_probability_bit_for_bit(x
     assert torch.equal(layer(5, 5, experts=experts)(x_TH), expected)
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_copies_of_experts_on_one_rank_change_nothing(x_TH: Tensor, experts: str) -> None:
+    """Ids of replicas exceed those of experts, or are those of another expert."""
+    expected = layer(8, 2, experts=experts)(x_TH)
+    for placement in ((0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7), (7, 6, 5, 4, 3, 2, 1, 0, 7)):
+        twice = layer(8, 2, experts=experts, placement=placement)
+        torch.testing.assert_close(twice(x_TH), expected)
+        assert twice.expert_load.sum() == 2 * len(x_TH), "each assignment is counted once"
+
+
 @pytest.mark.row(3)
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_only_the_weights_of_chosen_experts_are_read(x_TH: Tensor, experts: str) -> None:

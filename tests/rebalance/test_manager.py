@@ -19,6 +19,7 @@ from tests.support.rebalance_world import (
     PLACEMENT,
     RANKS,
     Rank,
+    check_that_all_is_well,
     expected,
     holds_right_weights,
     layers_of,
@@ -57,6 +58,31 @@ def test_round_robin_placement_is_rebalanced_like_any_other_where_there_are_tabl
     after = ranks[0].layers[0].expert_map
     assert after != ExpertMap.round_robin(8, RANKS) and not {2, 6} <= set(after.local_to_global(2))
     assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+
+
+def test_a_plan_with_two_copies_on_a_rank_is_served_and_left() -> None:
+    """As DeepSeek's EPLB makes it: expert 6 three times on ranks 0 and 1, expert 0 twice on rank 2."""
+    twice = (6, 6, 1, 6, 2, 3, 0, 0, 4, 5, 6, 7)
+    ranks = world((0, 6), placement=twice)
+    serve(ranks, 40)
+    check_that_all_is_well(ranks)
+    assert ranks[0].epochs[0] == (0, 0) and ranks[0].epochs[-1] == (1, 1)
+
+
+@pytest.mark.parametrize("split", ["equal", "weighted"])
+def test_the_plan_of_deepseek_with_two_copies_on_a_rank_is_taken_up(split: str) -> None:
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        hot = np.full_like(load, 1.0)
+        hot[:, 3] = 90.0  # five replicas on four ranks
+        return plan(hot, topology, policy="compat", split=split)
+
+    ranks = world((3,))
+    for rank in ranks:
+        rank.manager = RebalanceManager(rank.layers, settings(), planner=planner)
+    serve(ranks, 40)
+    check_that_all_is_well(ranks)
+    dealt = ranks[0].layers[0].expert_map
+    assert any(len(set(own)) < len(own) for own in dealt.experts_of_rank) and min(ranks[0].epochs[-1]) > 0
 
 
 @pytest.mark.row(108)

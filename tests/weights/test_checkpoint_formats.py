@@ -110,7 +110,10 @@ def test_plain_experts_of_another_dtype_are_read_in_the_stated_one(stored: torch
     assert torch.equal(weights.experts.slot(0).up_IH.values, values.bfloat16())
     half = replace(spec, scheme=FP16)
     held["experts.1.up_proj.weight"] = values.bfloat16() * 1e5
-    with pytest.warns(CheckpointWarning), pytest.raises(WeightError, match=r"infinite in 1 tensors: experts\.1\.up_proj\.weight"):
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(WeightError, match=r"infinite in 1 tensors: experts\.1\.up_proj\.weight"),
+    ):
         load({PREFIX + name: t for name, t in held.items()}, half, owned=[1])
 
 
