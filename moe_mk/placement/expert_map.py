@@ -1,7 +1,8 @@
 """Which rank holds which expert: one object for every placement, replicas and uneven ranks included.
 
 Physical experts are numbered rank by rank: rank 0 owns physical 0 .. L0 - 1, rank 1 the next L1, and so on. A logical
-expert may have several physical ones (replicas), also on one rank, where DeepSeek's EPLB may place two. Worked example, 8 experts on 4 ranks, round-robin:
+expert may have several physical ones (replicas), also on one rank, where DeepSeek's EPLB may place two. Worked
+example, 8 experts on 4 ranks, round-robin:
 
     rank 0: 0 4   rank 1: 1 5   rank 2: 2 6   rank 3: 3 7
     physical_to_global = 0 4 1 5 2 6 3 7        global_to_physical = 0 2 4 6 1 3 5 7

@@ -312,6 +312,8 @@ def _integers(
     """The scheme of a packed projection and its scales; None if unsupported. known: (expert, hidden, intermediate)."""
     expert, by_row = known[0], convention.packing == "compressed_tensors"
     sizes, values = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, of, expert)]
+    if convention.packing == "mlx" and values.dtype in FLOATS:  # modules without scales are plain
+        return quant.plain(values.dtype)
     if convention.packing == "mlx":
         return _of_mlx(parts, Part(Role.EXPERT, of, expert), sizes[of])
     groups = []

@@ -126,7 +126,8 @@ class LayerReader:
             names, q = self._quantised(part, row)
             return names, Unpacked(gate_and_up(q, self._order)[projection == "up"] if fused else q)
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
-            name, values = self._open(replace(part, extra="plain"), None)
+            part = replace(part, extra="plain") if self.convention.holds(role, "plain") else part
+            name, values = self._open(part, row)
             return (name, ""), Unpacked(QuantTensor(values, None, scheme))
         if self.convention.packing == "gguf":
             name, rows = self._open(part, row)

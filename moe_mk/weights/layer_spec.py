@@ -223,7 +223,7 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     shared = spec.scheme_of(Role.SHARED, "up")
     above_shared = spec.num_shared_experts > 0 and isinstance(shared, BlockedScheme) and shared.has_global_scale
     routed = scheme, spec.scheme_of(Role.EXPERT, "down")
-    of_mlx = all(map(is_of_mlx, routed)) and (isinstance(shared, Plain) or is_of_mlx(shared))
+    of_mlx = all(isinstance(each, Plain) or is_of_mlx(each) for each in (*routed, shared))
     affine = any(isinstance(each, Grouped) and each.has_biases for each in (*routed, shared))
     if not of_mlx if convention.packing == "mlx" else affine:
         return [f"{convention.name} names hold no {' and '.join(dict.fromkeys(s.name for s in (*routed, shared)))}"]
@@ -288,7 +288,8 @@ class _Matrices:
     ) -> list[Expected]:
         """The tensors of a packed matrix, or one plain tensor."""
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
-            return [Expected(replace(part, extra="plain"), (*stack, rows, columns), FLOATS)]
+            part = replace(part, extra="plain") if self.convention.holds(part.role, "plain") else part
+            return [Expected(part, (*stack, rows, columns), FLOATS)]
         of_file = self.convention.packing == "gguf"
         decoded = part.role is Role.SHARED or (of_file and isinstance(scheme, Plain | Grouped))
         shapes = packed_shapes(self.convention.packing, scheme, rows, columns, any_type=decoded)

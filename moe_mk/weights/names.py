@@ -228,10 +228,6 @@ _MLX = (
     _renamed("mlx_stacked_gpt_oss", MLX, {"experts.{e}.": "experts."},
              router=GPT_OSS.router, bias=GPT_OSS.bias, logit_bias=GPT_OSS.logit_bias),
 )  # fmt: skip
-_MLX_PLAIN = tuple(
-    replace(each, name=f"{each.name}_plain", packing="", expert={"": each.expert[""], "scale": ""})
-    for each in _MLX[1:4]
-)
 _FLOATS = {".weight": ".weight_packed", "weight_packed_scale_2": "weight_global_scale",
            "weight_packed_scale": "weight_scale", "input_scale": "input_global_scale"}  # fmt: skip
 PACKED = _renamed("packed", SCALED, _FLOATS, divides=True)
@@ -322,7 +318,7 @@ CONVENTIONS: dict[str, Convention] = {
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, GPT_OSS_PLAIN, *_PACKED, PACKED, _MIXTRAL_PACKED,
         GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
         LING, XVERSE, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
-        *_MLX_PLAIN, *_MLX,
+        *_MLX,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.cli.checkpoints import config_problems
 from moe_mk.lab.verify.dense import dense_layer
+from moe_mk.layer.settings import config_of, stated
 from moe_mk.weights import LayerLoader, LayerWeights, SafetensorsSource, digest, inspect_checkpoint, load_layer
 
 QWEN3 = {
@@ -134,7 +135,10 @@ def test_stacks_without_quantisation_are_read_as_they_are(name: str, tmp_path: P
         ({"bits": 6}, "6 bits in groups of 64"),
         ({"mode": "nvfp4"}, "mode is 'nvfp4' with 4 bits in groups of 64"),
         ({"type": "turbo"}, "type is 'turbo', which is not read"),
-        ({f"{MLP}switch_mlp.up_proj": EIGHT}, "experts have the formats .*int4_g64_affine.* and .*int8_g64_affine"),
+        (
+            {f"{MLP}switch_mlp.up_proj": EIGHT},
+            "modules of layer 0 have the formats .*int4_g64_affine.* and .*int8_g64_affine",
+        ),
         ({f"{MLP}switch_mlp.up_proj": {**EIGHT, "bits": "8"}}, "bits is '8', expected a whole number"),
         ({}, "quantization and quantization_config differ; remove the one that is wrong"),
     ],
@@ -162,3 +166,38 @@ def test_tensors_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         save_file({name: tensor for name, tensor in tensors.items() if name != MLP + lacking}, file)
         with pytest.raises(WeightError, match=problem):
             MoELayer.from_checkpoint(folder, 0)
+
+
+UNLISTED = {
+    "4 bits": (("up", "gate", "down"), {"weights": "bf16", "down": None, "shared": "same"}),
+    "one shared": (("up", "gate", "down"), {"weights": "bf16", "shared": "int4_g32_affine"}),
+    "mxfp4": (("up", "gate", "down"), {"weights": "bf16", "activations": "auto"}),
+    "8 bits": (("up", "gate", "down"), {"weights": "bf16", "shared": "int8_g128_affine"}),
+}
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_modules_without_scales_are_plain_whatever_the_section_lists(name: str, tmp_path: Path) -> None:
+    """As mlx-lm loads them: a module is packed where the file has its scales."""
+    (model, section, _), (projections, kinds) = CASES[name], UNLISTED[name]
+    folder = written(tmp_path, model, section)
+    file = folder / "model.safetensors"
+    tensors, plain = load_file(file), dict[str, Tensor]()
+    for projection in projections:
+        module = f"{MLP}switch_mlp.{projection}_proj"
+        plain[projection] = independent(tensors, module, section).bfloat16()
+        for end in ("scales", "biases"):
+            tensors.pop(f"{module}.{end}", None)
+        tensors[f"{module}.weight"] = plain[projection]
+    save_file(tensors, file)
+    (folder / "model.safetensors.index.json").unlink()
+    quant = stated(config_of(folder, 0), folder, 0).model.quant
+    assert {key: getattr(quant, key) for key in kinds} == kinds
+    facts = inspect_checkpoint(folder)
+    assert facts.sound and facts.layers[0].kind == kinds["weights"], facts.layers[0].problems
+    layer = MoELayer.from_checkpoint(folder, 0, experts="reference")
+    for projection, values in plain.items():
+        for expert, slot in enumerate(layer.weights.experts.slots):
+            assert torch.equal(slot.matrices[projection].values, values[expert])
+    x = torch.randn(5, layer.config.model.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert layer(x).isfinite().all()
