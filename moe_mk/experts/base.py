@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from moe_mk.config.moe import ResidencyConfig
+from moe_mk.config.moe import KernelConfig, ResidencyConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.experts.residency import ResidencyPool
@@ -116,6 +116,8 @@ class ExpertsContext:
     """Slots and store of experts larger than memory; None: all are in memory."""
     pool: ResidencyPool | None = None
     """Where their memory is from; None: a pool of this layer alone."""
+    timeout_s: float = KernelConfig().timeout_s
+    """How long a call waits for an expert that is read, or for another call of its layer."""
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0

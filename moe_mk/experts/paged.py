@@ -7,14 +7,12 @@ of all experts are in an `ExpertStore`, or in host memory below a GPU.
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from queue import SimpleQueue
 from secrets import token_hex
 from threading import Lock
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ from torch import Tensor
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import ShapeError, StoreError
 from moe_mk.experts.residency import POLICIES, READERS, PoolMember, ResidencyCounts, ResidencyPool
+from moe_mk.jobs import Bell, Job, Threads, listen
 from moe_mk.text import amount
 from moe_mk.weights.expert_store import ExpertStore, write_store
 from moe_mk.weights.expert_weights import Weights, digest
@@ -119,18 +118,30 @@ def pool_of(config: ResidencyConfig, pool: ResidencyPool | None, record_bytes: i
 class Reading(NamedTuple):
     """A record on its way to a slot."""
 
+    expert: int
     slot: int
     record_B: Tensor
     """Where it is read to."""
-    parts: list[Future[None]]
+    parts: list[Job[None]]
     mark: Any
     """Of what was queued on the device before; None on a CPU."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread writes to `record_B`, now or later."""
+        return all(part.is_over for part in self.parts)
+
+    def cancel(self) -> None:
+        """Begin no further piece."""
+        for part in self.parts:
+            part.cancel()
 
 
 class Cache(PoolMember):
     """The slots of one layer and what is in them. One call at a time uses it.
 
-    A backend defines where a record is read to, and how it gets from there to its slot.
+    A backend defines where a record is read to, and how it gets from there to its slot. A call that fails or is
+    interrupted waits for nothing: a slot that a thread still writes to is used again once the thread has ended.
     """
 
     where = "in memory"
@@ -138,8 +149,12 @@ class Cache(PoolMember):
     most_reading = sys.maxsize
     """Records that may be on their way at a time."""
 
-    def __init__(self, store: ExpertStore | HostRecords, config: ResidencyConfig, pool: ResidencyPool) -> None:
-        """Raises ConfigError for memory of less than one expert of each layer."""
+    def __init__(
+        self, store: ExpertStore | HostRecords, config: ResidencyConfig, pool: ResidencyPool, *, limit_s: float
+    ) -> None:
+        """limit_s: how long a call waits for a record. Raises ConfigError for memory of less than one expert of each
+        layer, StoreError where calls of other layers return no slot in time.
+        """
         self.store, self.config = store, config
         self.row_of_E = torch.full((store.num_experts,), -1, dtype=torch.int32, device="cpu")
         """The slots of experts as kernels read them; of those that are not resident any number."""
@@ -147,10 +162,11 @@ class Cache(PoolMember):
         """Distinct experts of all calls, those that were resident, and records that were read."""
         self._needed, self._missing = list[int](), list[int]()
         """Of the call that was begun last."""
-        self._readers: ThreadPoolExecutor | None = None
-        self.ended: SimpleQueue[Future[None]] = SimpleQueue()
-        """Pieces of this call that were read, or failed."""
-        super().__init__(pool, store.record_bytes, POLICIES[config.policy](store.num_experts))
+        self.reading = list[Reading]()
+        """Records on their way, those of a call that did not end included."""
+        self.readers = Threads(READERS)
+        self._bell = Bell()
+        super().__init__(pool, store.record_bytes, POLICIES[config.policy](store.num_experts), limit_s=limit_s)
 
     @abstractmethod
     def room(self, expert: int, slot: int) -> Tensor:
@@ -177,12 +193,13 @@ class Cache(PoolMember):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every expert is in memory."""
-        return len(self.slot_of) == len(self.row_of_E)
+        """Whether every expert is in memory. Called with the lock held, so that they stay there."""
+        with self.pool.guard(self):
+            return len(self.slot_of) == len(self.row_of_E)
 
     def clear(self) -> None:
         """Empty the slots, and forget what was used."""
-        with self.exclusive():
+        with self.exclusive(), self.pool.guard(self):
             self.slot_of.clear()
             self.settle()
             self.policy = POLICIES[self.config.policy](self.store.num_experts)
@@ -196,10 +213,10 @@ class Cache(PoolMember):
         if experts and not -1 <= experts[0] <= experts[-1] < len(self.row_of_E):
             raise ShapeError(f"ids are in {experts[0]} ... {experts[-1]}, expected -1 ... {len(self.row_of_E) - 1}")
         experts = experts[1:] if experts[:1] == [-1] else experts
-        if self.is_used:  # a call was interrupted before it had ended its reads, or this process is a fork
-            self.settle()
         self.policy.used(experts)
         self.pool.called(self)
+        if self.reading:  # of a call that failed or was interrupted
+            self.settle()
         self._needed, self._missing = experts, [expert for expert in experts if expert not in self.slot_of]
         self.uses, self.hits = self.uses + len(experts), self.hits + len(experts) - len(self._missing)
         return self._missing
@@ -208,10 +225,9 @@ class Cache(PoolMember):
         """The experts of the call that `begin` began, bool [E + 1], in groups that are in slots while they are used.
 
         First those that are here, the others as they arrive; the last element is False. Raises StoreError for a record
-        that cannot be read or is not what was written; the caller has not seen it then, and its slot is free. Called
-        with the lock held.
+        that cannot be read in time or is not what was written; the caller has not seen it then, and its slot is free
+        once no thread writes to it. Called with the lock held.
         """
-        self.is_used, self.ended = True, SimpleQueue()
         missing, needed, reading = self._missing, frozenset(self._needed), dict[int, Reading]()
         here = sorted(needed.difference(missing))
         try:
@@ -220,27 +236,30 @@ class Cache(PoolMember):
                 yield self._wave(here)
             while missing or reading:
                 self._read(missing, needed, reading, is_used=True)
-                assert reading, "no slot is free, and none can be taken"
-                yield self._wave(self._arrived(reading))
-        except BaseException:
-            self.settle()
-            raise
-        self.is_used = False
+                if reading:
+                    yield self._wave(self._arrived(reading))
+                else:
+                    self._await_slot(missing[0])
+        finally:
+            for one in reading.values():  # of a call that did not end
+                one.cancel()
 
     def _wave(self, experts: list[int]) -> Tensor:
         in_wave_E = torch.zeros(len(self.row_of_E) + 1, dtype=torch.bool, device="cpu")
         in_wave_E[experts] = True
         return in_wave_E
 
-    def settle(self) -> None:
-        """Wait for the reads of a call that failed, wherever it did, and free every slot that holds no expert.
+    def being_read(self) -> list[int]:
+        return [one.slot for one in self.reading]
 
-        A forked child has none of the threads that read, and does not wait for them.
-        """
-        if self._readers is not None and self._readers_of == os.getpid():
-            self._readers.shutdown(cancel_futures=True)
-        self._readers, self.ended = None, SimpleQueue()  # what failed refers to this object
-        super().settle()
+    def settle(self) -> None:
+        """Give up the reads of a call that did not end, whose slots are free as soon as no thread writes to them."""
+        for one in self.reading:
+            one.cancel()
+        self.reading = [one for one in self.reading if not one.is_over]
+
+    def forked(self) -> None:
+        self.reading = []
 
     def _read(
         self, missing: list[int], needed: Collection[int], reading: dict[int, Reading], *, is_used: bool = False
@@ -251,50 +270,51 @@ class Cache(PoolMember):
         have been used, and may make room too; then `READERS` records are read at a time, so that the policy keeps the
         best of the others, and nothing comes from the pool.
         """
-        if self._readers is None:
-            self._readers_of = os.getpid()
-            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="moe_mk-experts")
-        while missing and len(reading) < self.most_reading:
-            if not self.free and (is_used or not self.pool.grow(self)):
+        while missing and len(self.reading) < self.most_reading:
+            if not (free := self.free) and not is_used and self.pool.grow(self):
+                free = self.free
+            if not free:
                 may_use = is_used and len(reading) < READERS
                 others = [each for each in self.slot_of if each not in needed] or list(self.slot_of) * may_use
                 if not others:
                     return
-                self.free.append(self.slot_of.pop(self.policy.victim(others)))
-            expert = missing.pop(0)
-            reading[expert] = self.start(expert, self.free.pop(), self._readers)
+                free = [self.slot_of.pop(self.policy.victim(others))]
+            expert, slot = missing[0], free[-1]
+            parts, record_B = list[Job[None]](), self.room(expert, slot)
+            if isinstance(self.store, ExpertStore):
+                parts = self.pieces_of(expert, record_B, self._bell)
+            one = reading[expert] = Reading(expert, slot, record_B, parts, self.mark())
+            self.reading.append(one)  # before a thread writes to it
+            missing.pop(0)
             self.reads += 1
-
-    def start(self, expert: int, slot: int, readers: ThreadPoolExecutor) -> Reading:
-        """Begin to read a record, in pieces; the thread that reads the last one checks the whole."""
-        one = Reading(slot, self.room(expert, slot), [], self.mark())
-        if isinstance(self.store, HostRecords):
-            return one
-        record, left, lock = memory_of(one.record_B), len(self.store.pieces()), Lock()
-
-        def read(start: int) -> None:  # it keeps this object, and with it the slot, until it has ended
-            nonlocal left
-            store = self.store
-            assert isinstance(store, ExpertStore)
-            store.read_piece(expert, start, record)
-            with lock:
-                left -= 1
-                is_last = left == 0
-            if is_last:
-                store.check(expert, record)
-
-        for start in self.store.pieces():
-            one.parts.append(readers.submit(read, start))
-            one.parts[-1].add_done_callback(self.ended.put)
-        return one
+            for part in parts:
+                self.readers.put(part)
 
     def _arrived(self, reading: dict[int, Reading]) -> list[int]:
         """Wait for the next experts, and enter them into their slots."""
-        while not (found := sorted(e for e, each in reading.items() if all(part.done() for part in each.parts))):
-            self.ended.get()
-        for expert in found:
+        found: list[int] = []
+
+        def has_come() -> bool:
+            found[:] = (e for e, each in reading.items() if all(part.has_ended for part in each.parts))
+            return bool(found)
+
+        self._await(has_come, min(reading))
+        for expert in sorted(found):
             self.enter(expert, reading)
         return found
+
+    def _await_slot(self, expert: int) -> None:
+        """Wait until a slot that a call before this one has left to a thread is free."""
+
+        def is_free() -> bool:
+            self.reading = [one for one in self.reading if not one.is_over]
+            return bool(self.free) and len(self.reading) < self.most_reading
+
+        self._await(is_free, expert)
+
+    def _await(self, has_come: Callable[[], bool], expert: int) -> None:
+        if not listen(self._bell, has_come, self.limit_s):
+            raise too_late(expert, self.store.path, self.limit_s)
 
     def enter(self, expert: int, reading: dict[int, Reading]) -> None:
         """Take an expert that was read. Raises what a piece of it raised."""
@@ -302,3 +322,47 @@ class Cache(PoolMember):
             part.result()
         self.fill(one := reading.pop(expert))
         self.row_of_E[expert] = self.slot_of[expert] = one.slot
+        self.reading = [each for each in self.reading if each is not one]
+
+    def pieces_of(self, expert: int, record_B: Tensor, bell: Bell) -> list[Job[None]]:
+        """The reads of a record; the one that ends last checks the whole."""
+        store, record, lock = self.store, memory_of(record_B), Lock()
+        assert isinstance(store, ExpertStore)
+        left = len(store.pieces())
+
+        def read(start: int) -> None:
+            nonlocal left
+            store.read_piece(expert, start, record)
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                store.check(expert, record)
+            assert self, "this object, and with it the slot, stays until the read has ended"
+
+        return [Job(partial(read, start), bell) for start in store.pieces()]
+
+    def read_back(self, expert: int, record_B: Tensor) -> None:
+        """Read the record of one expert to memory of the caller. Raises StoreError, also if that takes too long."""
+        if not isinstance(self.store, ExpertStore):
+            self.store.read(expert, memory_of(record_B))
+            return
+        parts = self.pieces_of(expert, record_B, bell := Bell())
+        try:
+            for part in parts:
+                self.readers.put(part)
+            if not listen(bell, lambda: all(part.has_ended for part in parts), self.limit_s):
+                raise too_late(expert, self.store.path, self.limit_s)
+            for part in parts:
+                part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+
+
+def too_late(expert: int, path: Path, limit_s: float) -> StoreError:
+    """The error of a disk that does not answer."""
+    return StoreError(
+        f"expert {expert} of {path} was not read within {limit_s:g} s [kernel.timeout_s]; make the call again once the "
+        "disk answers, or load the layer again with kernel.residency.store in another folder"
+    )

@@ -12,7 +12,9 @@ their calls.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -21,9 +23,11 @@ from itertools import count
 from threading import Lock
 from weakref import WeakValueDictionary
 
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, StoreError
+from moe_mk.jobs import POLL_S, is_unlocked
 from moe_mk.registry import Registry
 from moe_mk.text import amount
+from moe_mk.trace.clock import now
 
 READERS = 4
 """Threads that read: as many requests as keep a disk busy."""
@@ -113,8 +117,12 @@ class LeastFrequentlyUsed(Policy):
         for expert in experts:
             self._score[expert] += self._weight
         if self._weight > 1e100:
-            self._score = [score / self._weight for score in self._score]
-            self._weight, self._total = 1.0, self._total / self._weight
+            scores = [score / self._weight for score in self._score]
+            self._score, self._weight, self._total = (
+                scores,
+                1.0,
+                self._total / self._weight,
+            )  # an interrupt: all or none
 
     def worth(self, expert: int) -> float:
         """Its part of the weight of all calls."""
@@ -137,41 +145,75 @@ DIVIDED_EVERY = 32
 
 
 class PoolMember:
-    """The slots of one layer on one rank, and the experts in them."""
+    """The slots of one layer on one rank, and the experts in them.
 
-    def __init__(self, pool: ResidencyPool, record_bytes: int, policy: Policy) -> None:
-        """Raises ConfigError for a pool of less than one expert of each layer."""
-        self.pool, self.record_bytes, self.policy = pool, record_bytes, policy
+    An interrupted call needs no repair: a slot is free unless an expert is entered or a read is under way in it. Which
+    experts are in slots is changed by a call of the layer and, between its calls, by holders of the lock of the pool.
+    """
+
+    def __init__(self, pool: ResidencyPool, record_bytes: int, policy: Policy, *, limit_s: float = math.inf) -> None:
+        """limit_s: of every wait for another call. Raises ConfigError for a pool of less than one expert of each layer,
+        StoreError where calls of other layers leave no slot in time.
+        """
+        self.pool, self.record_bytes, self.policy, self.limit_s = pool, record_bytes, policy, limit_s
         self.share = self.calls = 0
         """Slots that the layer may have, and its calls since the pool was divided."""
-        self.slots, self.free, self.slot_of = set[int](), list[int](), dict[int, int]()
-        """Slots that it has, those without an expert, and the slots of resident experts."""
-        self.is_used, self._lock, self._process = False, Lock(), os.getpid()
+        self.slots, self.slot_of = set[int](), dict[int, int]()
+        """Slots that it has, and those of resident experts."""
+        self._lock, self._process = Lock(), os.getpid()
         pool.join(self)
 
     def new_memory(self) -> set[int]:
         """For the slots of all layers with records of this size: those that take memory. Adding one allocates it."""
         return set()
 
+    def being_read(self) -> list[int]:
+        """Slots that a thread writes to, or will, also after the call that has asked for it."""
+        return []
+
+    @property
+    def free(self) -> list[int]:
+        """Its slots without an expert that no read is under way to, ascending."""
+        reading = self.being_read()
+        if len(self.slots) == len(self.slot_of) + len(reading):
+            return []
+        return sorted(self.slots.difference(self.slot_of.values(), reading))
+
     def exclusive(self) -> Lock:
-        """The lock of a call. A forked child has neither the reading threads nor a call of another thread."""
+        """The lock of a call, for a `with` statement. Raises StoreError where another call holds it too long."""
+        lock = self._own_lock()
+        if not is_unlocked(lock, self.limit_s):
+            text = f"a call waited {self.limit_s:g} s [kernel.timeout_s] for another call of its layer to end"
+            raise StoreError(f"{text}; make the call again, and none in the handler of a signal")
+        return lock
+
+    def _own_lock(self) -> Lock:
         if self._process != os.getpid():
-            self._lock, self._process, self.is_used = Lock(), os.getpid(), True
+            self._lock, self._process = Lock(), os.getpid()
+            self.forked()
         return self._lock
 
-    def settle(self) -> None:
-        """Free every slot that holds no expert, after a call that did not end."""
-        self.free, self.is_used = sorted(self.slots - set(self.slot_of.values())), False
+    def forked(self) -> None:
+        """In a forked child, which has neither the reading threads nor a call of another thread."""
 
-    def return_slot(self) -> None:
-        """Leave one slot: a free one, or that of the expert that makes room. Called with the lock held."""
-        if self.is_used:
-            self.settle()
-        self.is_used = True
-        if not self.free:
-            self.free.append(self.slot_of.pop(self.policy.victim(self.slot_of)))
-        self.slots.discard(self.free.pop())
-        self.is_used = False
+    @property
+    def in_call(self) -> bool:
+        return self._own_lock().locked()
+
+    def settle(self) -> None:
+        """Give up the reads of a call that did not end, whose slots are free as soon as no thread writes to them."""
+
+    def return_slot(self) -> bool:
+        """Leave one slot: a free one, or that of the expert that makes room; False where all are written to.
+
+        Called with the lock of the pool, outside of the calls of this layer.
+        """
+        self.settle()
+        free = self.free
+        if not free and not self.slot_of:
+            return False
+        self.slots.discard(free[-1] if free else self.slot_of.pop(self.policy.victim(self.slot_of)))
+        return True
 
 
 class ResidencyPool:
@@ -202,46 +244,38 @@ class ResidencyPool:
             raise ConfigError(f"{text}; give at least {least}")
 
     def join(self, member: PoolMember) -> None:
-        """Give a layer its share, and its first slot. Raises ConfigError."""
-        with self._guard():
+        """Give a layer its share, and its first slot, for which it waits. Raises ConfigError, and StoreError."""
+        with self.guard(member):
             self.expect_room(member.record_bytes)
             if member.record_bytes not in self.memory:
                 self.memory[member.record_bytes] = member.new_memory()
             self._members[max(self._members, default=0) + 1] = member
             self._divide()
-        while not member.slots:
-            self.grow(member, wait=True)
+        until = now() + member.limit_s
+        while not self.grow(member):
+            if now() > until:
+                text = f"calls of other layers of the pool left no slot within {member.limit_s:g} s [kernel.timeout_s]"
+                raise StoreError(f"{text}; load the layer again when they have ended")
+            time.sleep(POLL_S)
 
     def called(self, member: PoolMember) -> None:
         """Count a call, after its policy has; every `DIVIDED_EVERY` calls, and when a layer is gone, divide anew."""
-        with self._guard():
+        with self.guard(member):
             member.calls, self._calls = member.calls + 1, self._calls + 1
             if self._calls % (DIVIDED_EVERY * len(self._members)) == 0 or len(self._members) != self._num_divided:
                 self._divide()
 
-    def grow(self, member: PoolMember, *, wait: bool = False) -> bool:
-        """Give a layer one more slot, up to its share; False: there is none. wait: for calls of other layers."""
-        while len(member.slots) < member.share:
-            with self._guard():
+    def grow(self, member: PoolMember) -> bool:
+        """Give a layer one more slot, up to its share; False: there is none that is in no call."""
+        with self.guard(member):
+            while len(member.slots) < member.share:
                 if self._take(member):
                     return True
-                others = [one for one in self._members.values() if len(one.slots) > one.share]
-            others.sort(key=lambda one: (one.share - len(one.slots)) * one.record_bytes)
-            if not any(self._reclaim(one, wait) for one in others):
-                break
+                others = [one for one in self._members.values() if len(one.slots) > one.share and not one.in_call]
+                others.sort(key=lambda one: (one.share - len(one.slots)) * one.record_bytes)
+                if not any(one.return_slot() for one in others):
+                    return False
         return False
-
-    def _reclaim(self, member: PoolMember, wait: bool) -> bool:
-        lock = member.exclusive()  # before the lock of the pool, as in a call
-        if not lock.acquire(blocking=wait):
-            return False
-        try:
-            with self._guard():
-                if more := len(member.slots) > member.share:
-                    member.return_slot()
-                return more
-        finally:
-            lock.release()
 
     def _take(self, member: PoolMember) -> bool:
         """Give a layer a slot that no layer has, or memory that none has; False: there is neither."""
@@ -259,14 +293,13 @@ class ResidencyPool:
                 return False
             slots = {next(slot for slot in count() if slot not in self.memory[size])}
             self.memory[size].add(*slots)
-        member.slots.add(slot := min(slots))
-        member.free.append(slot)
+        member.slots.add(min(slots))
         return True
 
     def _divide(self) -> None:
         """Set the shares: one expert of each layer, then those with the most expected uses; of equal ones by turns."""
         members, ranked = list(self._members.values()), list[tuple[float, int, int]]()
-        self._num_divided = len(members)
+        self._num_divided = 0  # an interrupted division is made again by the next call
         for index, one in enumerate(members):
             uses = sorted(-one.policy.worth(expert) * one.calls for expert in range(one.policy.num_experts))
             ranked += [(each, rank, index) for rank, each in enumerate(uses)]
@@ -275,9 +308,17 @@ class ResidencyPool:
         for _, rank, index in sorted(ranked):
             if rank and members[index].record_bytes <= left:
                 members[index].share, left = members[index].share + 1, left - members[index].record_bytes
+        self._num_divided = len(members)
 
-    def _guard(self) -> Lock:
-        """The lock of shares and slots, which no thread of a forked child holds."""
+    def guard(self, member: PoolMember) -> Lock:
+        """The lock of shares and slots, for a `with` statement; no thread of a forked child holds it.
+
+        A call of a layer takes it before it looks at the slots, with the lock of the layer: from then on no other
+        thread changes them. Raises StoreError where it is held too long.
+        """
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
+        if not is_unlocked(self._lock, member.limit_s):
+            text = f"the pool of experts was in use for {member.limit_s:g} s [kernel.timeout_s]"
+            raise StoreError(f"{text}; make the call again, and none in the handler of a signal")
         return self._lock

@@ -346,6 +346,7 @@ class MoELayer(WithoutParameters):
         any instruction is reported to peers, which may be in the same call. Errors of this library are reported where
         they arise, and a refusal of arguments is not.
         """
+        has_gradients = torch.is_grad_enabled()
         try:
             prepared = self._prepared
             if prepared is None or not prepared.is_current():
@@ -355,6 +356,7 @@ class MoELayer(WithoutParameters):
             with torch.no_grad():
                 return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
+            torch._C._set_grad_enabled(has_gradients)  # an interrupt within torch's own contexts leaves its mode
             if not isinstance(error, MoEMKError):
                 self.state.grid.fail(error)
             raise

@@ -101,6 +101,7 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         swiglu_alpha=decision.problem.config.model.swiglu_alpha,
         batch_invariant=kernel.batch_invariant or kernel.invariant, own_threads=kernel.threads == "own",
         cache_dir=kernel.cache_dir, residency=kernel.residency, pool=parts.pool,
+        timeout_s=kernel.timeout_s,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class PlacementPlanner:
     ) -> None:
         """Collect what the planning thread made, report its errors, and start its next job. Never waits."""
         outcome = self._thread.poll()
-        if outcome is not None and (error := outcome.exception()) is not None:
+        if outcome is not None and (error := outcome.error) is not None:
             self._report(error, step)
         elif outcome is not None:
             self._take(outcome.result())

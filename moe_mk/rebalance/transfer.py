@@ -104,7 +104,7 @@ class ExpertTransfer:
         if outcome is None:
             return True
         self._reading = False
-        if (error := outcome.exception()) is not None:
+        if (error := outcome.error) is not None:
             self.trouble = f"reading {self.layer.name!r} failed: {type(error).__name__}: {error}"
         else:
             self.arrived |= outcome.result()

@@ -9,15 +9,14 @@ Workers execute a plan of tiles concurrently, a thread each; a step waits for th
 On a device each worker has a stream too, and steps wait for marks of those that they need, on the device alone. Memory
 that a worker frees is used again by its own stream; outputs of experts are kept to the end, because another stream
 reads them. A worker that fails stops the others at their next step. The caller gets the first failure once all threads
-have ended, which they do within the timeout of the transport.
+have ended, which they do within the timeout of the transport. An interrupt of the caller stops them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Condition
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,9 +24,10 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
-from moe_mk.errors import ConfigError
+from moe_mk.errors import CommError, ConfigError
 from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, InFlight, wait
+from moe_mk.jobs import Bell, Job, Threads, listen
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import tiles as tiling
 from moe_mk.runner.monolithic import MonolithicKernel
@@ -48,6 +48,8 @@ class TiledKernel(FusedMoEKernel):
     """Where events are recorded; None: nowhere."""
     queues: Queues | None = None
     """Streams of the device for the workers; None makes them for each call."""
+    limit_s: float = KernelConfig().timeout_s
+    """How long a step may take that another one waits for."""
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         who, ran = type(self.prepare_finalize), self.spans.ledger.ran
@@ -57,7 +59,7 @@ class TiledKernel(FusedMoEKernel):
         record = self.record or tiling.TileRecord()
         on_threads = self.executor == "thread"
         outputs = (
-            yield from on_workers(work, plan, record, self.queues)
+            yield from on_workers(work, plan, record, self.queues, self.limit_s)
             if on_threads
             else tiling.in_turns(work, plan, record)
         )
@@ -82,7 +84,9 @@ def tiled(kernel: FusedMoEKernel | MonolithicKernel, settings: KernelConfig) -> 
             )
         _expect_ranks_that_wait(kernel.prepare_finalize.context.comm)
     parts, queues = (kernel.prepare_finalize, kernel.experts, kernel.spans), Queues(kernel.experts.context.device)
-    return TiledKernel(*parts, tiles=settings.tiles, executor=settings.tile_carrier, queues=queues)
+    return TiledKernel(
+        *parts, tiles=settings.tiles, executor=settings.tile_carrier, queues=queues, limit_s=settings.timeout_s
+    )
 
 
 def _expect_ranks_that_wait(comm: Communicator) -> None:
@@ -116,12 +120,16 @@ def with_modes_of_caller(job: Callable[P, X]) -> Callable[P, X]:
 class WorkerGroup:
     """The shared state of workers: which steps have ended, their marks on the device, and the first failure."""
 
-    def __init__(self, work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues) -> None:
+    def __init__(
+        self, work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues, limit_s: float
+    ) -> None:
+        """limit_s: how long one step may take; a step waits for at most all of them."""
         self._work, self._plan, self._record, self._queues = work, plan, record, queues
-        self._begin = queues.mark()
+        self._begin, self._limit_s = queues.mark(), limit_s * len(plan.order)
         self._marks: dict[tiling.Step, Any] = {}
         """Of the steps that have ended."""
-        self._changed = Condition()
+        self._bells = {worker: Bell() for worker in plan.workers}
+        """Rung for each worker when a step has ended."""
         self.stopped = False
         self.failure: BaseException | None = None
 
@@ -130,73 +138,84 @@ class WorkerGroup:
         try:
             with self._queues.on_stream(worker):
                 self._queues.after(self._begin)
-                self.run(self._plan.workers[worker])
+                self.run(worker)
         except BaseException as failure:  # a device without another stream: no worker may wait for this one
             self.stop(failure)
 
-    def run(self, steps: Sequence[tiling.Step]) -> None:
+    def run(self, worker: tiling.Worker) -> None:
         """Take a worker's steps, each as soon as it is ready, to the end or until a worker fails."""
         try:
-            for step in steps:
-                if not self._ready(step):
+            for step in self._plan.workers[worker]:
+                if not self._ready(worker, step):
                     return
                 self._record.note(step, "begins")
                 wait(self._work.perform(step))
                 self._record.note(step, "ends")
-                with self._changed:
-                    self._marks[step] = self._queues.mark()
-                    self._changed.notify_all()
+                self._marks[step] = self._queues.mark()
+                self._ring()
         except BaseException as failure:  # of any type: `on_workers` raises it in the caller's thread
             self.stop(failure)
 
     def stop(self, failure: BaseException | None = None) -> None:
         """Let no worker begin another step."""
-        with self._changed:
-            self.stopped = True
-            self.failure = self.failure or failure
-            self._changed.notify_all()
+        self.failure = self.failure or failure
+        self.stopped = True
+        self._ring()
 
     def join_stream(self) -> None:
         """Let the caller's stream wait for everything that was queued here."""
-        for mark in self._marks.values():
+        for mark in list(self._marks.values()):
             self._queues.after(mark)
 
-    def _ready(self, step: tiling.Step) -> bool:
+    def _ring(self) -> None:
+        for bell in self._bells.values():
+            bell.ring()
+
+    def _ready(self, worker: tiling.Worker, step: tiling.Step) -> bool:
         """Wait for the steps that a step needs; False once a worker has failed."""
-        needs = self._plan.needs(step)
-        with self._changed:
-            self._changed.wait_for(lambda: self.stopped or all(need in self._marks for need in needs))
-            if self.stopped:
-                return False
-            marks = [self._marks[need] for need in needs]
-        for mark in marks:
-            self._queues.after(mark)
+        needs, marks = self._plan.needs(step), self._marks
+        is_so = listen(self._bells[worker], lambda: self.stopped or all(need in marks for need in needs), self._limit_s)
+        if not is_so:
+            text = f"step {step} of its tiles waited {self._limit_s:g} s for another worker [kernel.timeout_s a step]"
+            comm = self._work.transport.context.comm
+            raise CommError(text, rank=comm.rank, phase="tiles", layer=comm.layer)
+        if self.stopped:
+            return False
+        for need in needs:
+            self._queues.after(marks[need])
         return True
 
 
 def on_workers(
-    work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues | None = None
-) -> Flight[list[Tensor]]:
+    work: tiling.TileWork, plan: tiling.TilePlan, record: tiling.TileRecord, queues: Queues | None = None,
+    limit_s: float = KernelConfig().timeout_s,
+) -> Flight[list[Tensor]]:  # fmt: skip
     """Run the workers concurrently; a flight with one yield point, at which the first tile is being dispatched.
 
-    queues: streams of the device, best the same ones for every call; None makes them. Threads live as long as the call.
+    queues: streams of the device, best the same ones for every call; None makes them. limit_s: how long one step may
+    take. Threads live as long as the call.
     The transport must not be used by anything else meanwhile, other micro-batches included: two comm threads would
     issue collectives in a different order on every rank. Raises the exception of the first worker that failed.
     """
     queues = queues or Queues(work.tiles[0].x_TH.device)
-    group, work.keeps = WorkerGroup(work, plan, record, queues), queues.run_later
+    group, work.keeps = WorkerGroup(work, plan, record, queues, limit_s), queues.run_later
     others = [worker for worker in plan.workers if worker != "experts"]
-    threads = ThreadPoolExecutor(len(others), thread_name_prefix="tiles")
+    threads, jobs = (
+        Threads(len(others), linger_s=0.0),
+        [Job(partial(with_modes_of_caller(group.start), worker)) for worker in others],
+    )
     try:
-        for worker in others:
-            threads.submit(with_modes_of_caller(group.start), worker)
+        for job in jobs:
+            threads.put(job)
         yield InFlight("dispatch")
-        group.run(plan.workers["experts"])
+        group.run("experts")
     except BaseException:
         group.stop()  # the caller has closed the flight or failed: no worker may continue
         raise
     finally:
-        threads.shutdown()
+        for job in jobs:
+            job.cancel()  # one that was not begun; the others end with their step
+            _ = job.is_over or job.wait(limit_s)
         work.cancel()
         group.join_stream()
     if group.failure is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_mk.jobs import Threads, all_results
 from moe_mk.kernels.reference.scaled_blocks import block_amax
 from moe_mk.quant.blocked import WHOLE, BlockedScheme
 from moe_mk.quant.fp8_block import Fp8Block
@@ -160,17 +161,18 @@ def count_non_finite(
     total = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     bad: dict[str, int] = defaultdict(int)
     done = 0
-    pool = ThreadPoolExecutor(max_workers=max(1, threads))
-    try:
-        jobs = {pool.submit(_count, piece): (name, piece) for name, tensor in tensors for piece in _pieces(tensor)}
-        for job in as_completed(jobs):
-            name, piece = jobs[job]
-            bad[name] += job.result()
-            done += piece.numel() * piece.element_size()
-            if on_progress is not None:
-                on_progress("check", done, total)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    pieces = [(name, piece) for name, tensor in tensors for piece in _pieces(tensor)]
+    left = iter(pieces)
+
+    def counted(found: int) -> None:
+        nonlocal done
+        name, piece = next(left)
+        bad[name] += found
+        done += piece.numel() * piece.element_size()
+        if on_progress is not None:
+            on_progress("check", done, total)
+
+    all_results(Threads(max(1, threads)), [partial(_count, piece) for _, piece in pieces], counted)
     return {name: bad[name] for name, _ in tensors if bad[name]}
 
 

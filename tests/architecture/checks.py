@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 HOUSE = [
-    "errors shapes registry flight files text imports process",
+    "errors shapes registry flight files text imports process jobs",
     "quantized comm kernels",
     "config quant tokens weights placement external trace",
     "router prepare_finalize experts permute",
@@ -57,6 +57,10 @@ CLOCKS += [
 ]
 CLOCKS += ["datetime.datetime.now", "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"]
 CLOCKS += ["timeit.default_timer"]
+PYTHON_LOCKS = [
+    f"threading.{name}" for name in "Barrier BoundedSemaphore Condition Event Semaphore Thread Timer".split()
+]
+PYTHON_LOCKS += ["concurrent.futures", "multiprocessing.pool", "queue"]
 ENVIRONMENT = [f"os.{name}" for name in ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")]
 ACCELERATORS = ["torch.cuda", "torch.accelerator", "torch.xpu", "torch.mps", "torch.mtia", "torch.get_device_module"]
 WORLD_MAKERS = ("init_process_group", "init_device_mesh")
@@ -227,6 +231,13 @@ def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]
 def clock_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
     """One clock, which tests can replace."""
     yield from _forbidden(source, CLOCKS, "moe_mk/trace/clock.py", why="belongs in moe_mk/trace/clock.py")
+
+
+@rule
+def threads_are_started_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
+    """Locks that Python code takes stay locked where a signal handler raises in it: callers use `moe_mk.jobs`."""
+    others = ("comm/", "lab/testing/", "lab/cli/processes.py", "kernels/native/toolchain.py")
+    yield from _forbidden(source, PYTHON_LOCKS, *(f"moe_mk/{each}" for each in others), why="use moe_mk.jobs")
 
 
 @rule

@@ -1,15 +1,17 @@
 """A background job always ends in its result, its error, or a timeout."""
 
 import threading
-from concurrent.futures import Future
 from unittest.mock import Mock
 
 import pytest
 
+from moe_mk import jobs
+from moe_mk.errors import UnsupportedError
+from moe_mk.jobs import Job
 from moe_mk.rebalance.background import BackgroundJob
 
 
-def wait_for(thread: BackgroundJob[int]) -> Future[int]:
+def wait_for(thread: BackgroundJob[int]) -> Job[int]:
     pause = threading.Event()
     while (outcome := thread.poll()) is None:
         pause.wait(0.005)
@@ -28,20 +30,20 @@ def test_a_result_is_returned_once() -> None:
 def test_an_error_is_reported_and_not_raised(inline: bool) -> None:
     thread: BackgroundJob[int] = BackgroundJob("divider", limit_s=60, inline=inline)
     thread.start(lambda: 1 // 0)
-    assert isinstance(wait_for(thread).exception(), ZeroDivisionError)
+    assert isinstance(wait_for(thread).error, ZeroDivisionError)
 
 
 def test_a_thread_that_is_torn_down_is_reported_too() -> None:
     thread: BackgroundJob[int] = BackgroundJob("leaver", limit_s=60)
     thread.start(Mock(side_effect=SystemExit(3)))
-    assert isinstance(wait_for(thread).exception(), SystemExit)
+    assert isinstance(wait_for(thread).error, SystemExit)
 
 
 def test_a_job_that_hangs_is_given_up_and_the_next_one_runs() -> None:
     release = threading.Event()
     thread: BackgroundJob[int] = BackgroundJob("sleeper", limit_s=0.01)
     thread.start(lambda: int(release.wait(60)))
-    assert "sleeper took more than 0.01 s and was abandoned" in str(wait_for(thread).exception())
+    assert "sleeper took more than 0.01 s and was abandoned" in str(wait_for(thread).error)
     thread.limit_s = 60.0
     thread.start(lambda: 7)
     release.set()
@@ -54,8 +56,9 @@ def test_a_job_without_a_thread_is_reported_and_the_next_one_runs(
 ) -> None:
     thread: BackgroundJob[int] = BackgroundJob("waiter", limit_s=60)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", Mock(side_effect=lacks))
+        patch.setattr(jobs, "start_new_thread", Mock(side_effect=lacks))
         thread.start(lambda: 7)
-    assert wait_for(thread).exception() is lacks
+    found = wait_for(thread).error
+    assert isinstance(found, UnsupportedError) and found.__cause__ is lacks
     thread.start(lambda: 7)
     assert wait_for(thread).result() == 7

@@ -25,6 +25,7 @@ from moe_mk.runner import MicroBatch, StageLink, TilePlan, TileRecord, TileWork,
 from moe_mk.runner.tiled_kernel import TiledKernel
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
+from tests.support.threads import job_threads_left
 from tests.support.worlds import world_of
 
 
@@ -211,8 +212,8 @@ def met(layer: MoELayer, x_TH: torch.Tensor) -> tuple[str, float, int]:
         layer(x_TH)
     except CommError as error:
         stated = str(error)
-    left = sum(thread.name.startswith("tiles") for thread in threading.enumerate())
-    return stated, time.monotonic() - began, left
+    took = time.monotonic() - began
+    return stated, took, job_threads_left()
 
 
 world = world_of(2)

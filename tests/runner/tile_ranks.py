@@ -23,6 +23,7 @@ from moe_mk.quant.plain import BF16
 from moe_mk.runner import TileRecord
 from moe_mk.runner.tiled_kernel import TiledKernel
 from moe_mk.tokens import Routing
+from tests.support.threads import job_threads_left
 
 CPU, HIDDEN, MOST_TOKENS = torch.device("cpu"), 192, 8
 Given = tuple[Tensor, Routing]
@@ -73,7 +74,7 @@ class Ranks:
 
 
 def no_thread_is_left() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("tiles")]
+    return job_threads_left() == 0
 
 
 def both_ways(record: TileRecord) -> set[tuple[str, str]]:

@@ -227,7 +227,7 @@ class CpuNativeExperts(FusedExperts):
 
         pool = pool_of(residency, self.context.pool, layout.num_bytes, weights.num_slots)
         store = open_store(residency, weights, layout.facts(), record_SB[0], pack)
-        cache = NativeCache(self.native, store, layout, residency, pool)
+        cache = NativeCache(self.native, store, layout, residency, pool, limit_s=self.context.timeout_s)
         self._parameters = str(cache)
         return PagedExperts(*cache.matrices, scheme13, down_scheme=scheme2, cache=cache)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights
-from moe_mk.experts.paged import Cache, memory_of
+from moe_mk.experts.paged import Cache
 from moe_mk.experts.residency import ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
@@ -97,10 +97,11 @@ class NativeCache(Cache):
     store: ExpertStore
 
     def __init__(
-        self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig, pool: ResidencyPool
-    ) -> None:
+        self, native: Native, store: ExpertStore, layout: RecordLayout, config: ResidencyConfig, pool: ResidencyPool,
+        *, limit_s: float,
+    ) -> None:  # fmt: skip
         self.native, self.layout = native, layout
-        super().__init__(store, config, pool)
+        super().__init__(store, config, pool, limit_s=limit_s)
         memory = pool.memory[layout.num_bytes]
         assert isinstance(memory, RecordMemory)
         self.records_SB = memory.records_SB
@@ -135,7 +136,7 @@ class PagedExperts(PackedExpertWeights):
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy. Raises StoreError."""
         record = on_huge_pages(1, self.cache.record_bytes)
-        self.cache.store.read(index, memory_of(record[0]))
+        self.cache.read_back(index, record[0])
         w13, w2 = self.cache.layout.matrices(record)
         return PackedExpertWeights(w13, w2, self.scheme, down_scheme=self.down_scheme).slot(0)
 

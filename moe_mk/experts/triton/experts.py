@@ -195,7 +195,8 @@ class TritonExperts(FusedExperts):
         if (residency := self.context.residency) is not None and weights.num_slots:
             if self.context.pool is not None:
                 raise ConfigError("experts on a GPU share no ResidencyPool: give each layer kernel.residency.slots")
-            paged = page(weights, format, residency, self.context.device, on_progress, spare=spare)
+            limit_s = self.context.timeout_s
+            paged = page(weights, format, residency, self.context.device, on_progress, spare=spare, limit_s=limit_s)
             self._parameters = "; ".join(filter(None, (str(paged.cache), self._decoding(paged.stack))))
             return paged
         if stays:
@@ -254,10 +255,12 @@ class TritonExperts(FusedExperts):
                     ids, share = self.kernels.first_kept(ids, share, tokens.most_K, empty)
                 if paged is not None:
                     share = torch.nn.functional.pad(share.to(torch.float32), (0, paged.is_fused), value=1.0)
-                    with paged.calling(ids) as (kept, waves):
+                    with paged.cache.exclusive():
+                        kept, waves = paged.begin(ids)
                         y = self.kernels.experts_in_waves(
                             x, kept, share, experts, waves, tile, empty, out=tokens.out_RH
                         )
+                        paged.end()
                     return ExpertOutput(y, OutputStage.REDUCED)
                 y = self.kernels.experts_rows(
                     x, ids, share, experts, tile, empty, out=tokens.out_RH,
@@ -277,8 +280,10 @@ class TritonExperts(FusedExperts):
             if paged is None:
                 return ExpertOutput(run(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
             flat = (x[0].flatten(0, -2), None if x[1] is None else x[1].flatten(0, -2))
-            with paged.calling(slots_of_rows(tokens.counts_L, x[0])) as (kept, waves):
+            with paged.cache.exclusive():
+                kept, waves = paged.begin(slots_of_rows(tokens.counts_L, x[0]))
                 y = self.kernels.experts_in_waves(flat, kept, None, experts, waves, tile, empty)
+                paged.end()
             return ExpertOutput(y.view(x[0].shape), OutputStage.RAW)
 
     def _experts(self, weights: Weights) -> Any:

@@ -12,14 +12,13 @@ of a layer with all experts on the GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.moe import ResidencyConfig
-from moe_mk.experts.paged import Cache, HostRecords, Reading, memory_of, open_store, pool_of
+from moe_mk.experts.paged import Cache, HostRecords, Reading, open_store, pool_of
 from moe_mk.experts.residency import READERS, ResidencyCounts
 from moe_mk.experts.triton.weights import (
     LAYOUT,
@@ -93,8 +92,9 @@ class DeviceCache(Cache):
         format: KernelFormat,
         device: torch.device,
         spare: int,
+        limit_s: float,
     ) -> None:
-        """sample: any of the experts. spare: slots behind the last one."""
+        """sample: any of the experts. spare: slots behind the last one. limit_s: as in `Cache`."""
         pool = pool_of(config, None, store.record_bytes, store.num_experts)
         num_slots = pool.num_bytes // store.record_bytes
         self.sample, self.format, self.device, self.queues = sample, format, device, Queues(device)
@@ -107,19 +107,22 @@ class DeviceCache(Cache):
         self.most_reading = min(num_slots, 2 * READERS)
         count = self.most_reading if isinstance(store, ExpertStore) else 0
         self._staging_SB = host_records(count, store.record_bytes, device)
-        self._staging: list[tuple[Tensor, Mark]] = [(each, None) for each in self._staging_SB]
+        self._staging: list[Tensor] = list(self._staging_SB)
+        self._copied: list[Mark] = [None] * count
+        """The end of the last copy from each part of the staging memory."""
         self.last: Mark = None
         """The end of the last call, which may have been on another stream."""
-        super().__init__(store, config, pool)
+        super().__init__(store, config, pool, limit_s=limit_s)
 
     def room(self, expert: int, slot: int) -> Tensor:
         """The record on the host, or free staging memory, after its last copy has ended."""
         if isinstance(self.store, HostRecords):
             return self.store.records_EB[expert]
-        record_B, copied = self._staging.pop()
-        if copied is not None:
+        taken = {id(one.record_B) for one in self.reading}
+        at = next(at for at, each in enumerate(self._staging) if id(each) not in taken)
+        if (copied := self._copied[at]) is not None:
             copied.synchronize()
-        return record_B
+        return self._staging[at]
 
     def mark(self) -> Mark:
         """The end of what may read the slots that are filled next."""
@@ -132,15 +135,15 @@ class DeviceCache(Cache):
             for each_SB, place in self._parts:
                 each_SB[one.slot].copy_(one.record_B[place], non_blocking=True)
             copied = self.queues.mark()
+        for at, each in enumerate(self._staging):
+            if each is one.record_B:
+                self._copied[at] = copied
         self.queues.after(copied)
-        if isinstance(self.store, ExpertStore):
-            self._staging.append((one.record_B, copied))
 
     def settle(self) -> None:
-        """As in `Cache`; staging memory of a call that failed is free once its copies have ended."""
+        """As in `Cache`; copies of a call that failed have ended too."""
         super().settle()
         synchronize(self.device)
-        self._staging = [(each, None) for each in self._staging_SB]
 
     def packed(self, record_B: Tensor) -> PackedWeights:
         """A record as weights of one slot; views."""
@@ -185,7 +188,7 @@ class PagedWeights:
     def slot(self, index: int) -> SlotWeights:
         """One expert in its stored format; a copy on the device. Raises StoreError."""
         record_B = host_records(1, self.cache.record_bytes, CPU)[0]
-        self.cache.store.read(index, memory_of(record_B))
+        self.cache.read_back(index, record_B)
         return self.cache.packed(record_B.to(self.cache.device)).slot(0)
 
     def fused(self, shared: Weights) -> PagedWeights | None:
@@ -193,12 +196,12 @@ class PagedWeights:
         both = joined(self.cache.stack, shared)
         return replace(self, stack=both) if isinstance(both, PackedWeights) else None
 
-    @contextmanager
-    def calling(self, ids_RK: Tensor) -> Iterator[tuple[Tensor, Iterator[Tensor]]]:
+    def begin(self, ids_RK: Tensor) -> tuple[Tensor, Iterator[Tensor]]:
         """The slots of assignments, and those of each wave, int32 on the device; -1: none, or not in this wave.
 
         Of fused shared experts one more column, which is in the first wave. Of all assignments only the sign counts.
-        Raises StoreError, also while the waves are taken, and ShapeError for ids of no expert.
+        Called with the lock of the cache held until `end`. Raises StoreError, also while the waves are taken, and
+        ShapeError for ids of no expert.
         """
         ids_RK, cache = ids_RK.to(CPU, torch.int64), self.cache
         shared = torch.full((len(ids_RK), 1), self.stack.num_slots - 1, dtype=torch.int32, device=CPU)
@@ -217,21 +220,24 @@ class PagedWeights:
             if is_first and self.is_fused:
                 yield sent(torch.full(ids_RK.shape, -1, dtype=torch.int32, device=CPU), is_first=True)
 
-        with cache.exclusive():
-            cache.begin(ids_RK)
-            cache.queues.after(cache.last)
-            yield sent(ids_RK.to(torch.int32), is_first=True), waves()
-            cache.last = cache.queues.mark()
+        cache.begin(ids_RK)
+        cache.queues.after(cache.last)
+        return sent(ids_RK.to(torch.int32), is_first=True), waves()
+
+    def end(self) -> None:
+        """Mark the end of what a call has queued."""
+        self.cache.last = self.cache.queues.mark()
 
 
 def page(
     weights: Weights, format: KernelFormat, config: ResidencyConfig, device: torch.device,
-    on_progress: Progress | None = None, *, spare: int = 0,
+    on_progress: Progress | None = None, *, spare: int = 0, limit_s: float,
 ) -> PagedWeights:  # fmt: skip
     """Pack every expert into host memory, or into a store unless it is there, and begin with empty slots.
 
     MXFP4 to be multiplied as FP8 is packed as `w_mxfp4` if any expert cannot be represented exactly. spare: free slots
-    on the device. Raises ConfigError for memory of less than one expert, StoreError where the store cannot be used.
+    on the device. limit_s: as in `Cache`. Raises ConfigError for memory of less than one expert, StoreError where the
+    store cannot be used.
     """
     num, sample = weights.num_slots, weights.slot(0)
     if format.block_scales:
@@ -257,5 +263,5 @@ def page(
         facts = {"triton": str(format), "like": f"{sample.up_IH.scheme.name} {sample.up_IH.shape}"}
         store = open_store(config, weights, facts, record_SB[0], pack)
     like = on_device(MappedExpertWeights((sample,), weights.scheme), META).slot(0)
-    cache = DeviceCache(store, config, like, format, device, spare)
+    cache = DeviceCache(store, config, like, format, device, spare, limit_s)
     return PagedWeights(cache, cache.stack)

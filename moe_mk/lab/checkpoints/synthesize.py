@@ -14,8 +14,8 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.files import INDEX_BYTES, read_json
+from moe_mk.jobs import Threads, all_results
 from moe_mk.lab.checkpoints.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.lab.checkpoints.checkpoint_shape import CheckpointShape
 from moe_mk.lab.checkpoints.gguf_checkpoint import FILE, GgufTensor, gguf_from_hf, layer_tensors, write_gguf
@@ -184,12 +185,8 @@ def _write_shard(
     threads: int,
     report: Callable[[int], None],
 ) -> None:
-    pool = ThreadPoolExecutor(max_workers=threads)
-    try:
-        for job in as_completed([pool.submit(_write_matrix, file, group, shape, seed) for group in matrices(shard)]):
-            report(job.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
+    calls = [partial(_write_matrix, file, group, shape, seed) for group in matrices(shard)]
+    all_results(Threads(threads), calls, report)
 
 
 def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, seed: int) -> int:

@@ -8,8 +8,8 @@ steps fills the slots, the second half is counted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from moe_mk.experts.cpu_native.paged import PagedExperts
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import READERS, Policy, ResidencyPool
 from moe_mk.flight import wait
+from moe_mk.jobs import Threads, all_results
 from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.lab.cli.inputs import Batch
 from moe_mk.lab.cli.measure import StageSample, sample_of
@@ -231,12 +232,10 @@ def _read_rate(weights: PagedExperts) -> float:
     store = weights.cache.store
     record = memory_of(on_huge_pages(1, weights.cache.record_bytes)[0])
     experts = range(max(1, min(store.num_experts, MOST_READ // store.record_bytes)))
-    with ThreadPoolExecutor(READERS) as readers:
-        start = now()
-        reads = [readers.submit(store.read_piece, expert, at, record) for expert in experts for at in store.pieces()]
-        for each in reads:
-            each.result()
-        return len(experts) * store.record_bytes / max(now() - start, 1e-9)
+    reads = [partial(store.read_piece, expert, at, record) for expert in experts for at in store.pieces()]
+    start = now()
+    all_results(Threads(READERS), reads)
+    return len(experts) * store.record_bytes / max(now() - start, 1e-9)
 
 
 def residency_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -213,15 +213,17 @@ class _Slots(PoolMember):
         have been computed (`done`), or the first that arrives. The optimum of a pool chooses among all of them.
         """
         wasted = 0
-        if not self.free and not self.pool.grow(self):
+        if not (free := self.free) and self.pool.grow(self):
+            free = self.free
+        if not free:
             others = [each for each in self.slot_of if each not in needed]
             if not others or isinstance(self.policy, BeladyOfAll):
                 others += [each for each in self.slot_of if each in needed and each in done]
             victim = self.policy.victim(others) if others else next(iter(self.slot_of))
-            self.free.append(self.slot_of.pop(victim))
+            free = [self.slot_of.pop(victim)]
             wasted = int(victim in self.unused)
             self.unused.discard(victim)
-        self.slot_of[expert], self.ready[expert] = self.free.pop(), arrival
+        self.slot_of[expert], self.ready[expert] = free[-1], arrival
         return wasted
 
 

@@ -1,0 +1,210 @@
+"""Calls on other threads, made by a caller that a signal handler may interrupt between any two instructions.
+
+Python runs signal handlers in the main thread, and what they raise leaves whatever was running there. `Condition`,
+`Event`, `Future` and `ThreadPoolExecutor` take their locks in Python code: interrupted in it, a lock stays locked, and
+every thread that needs it waits for ever. A caller and its threads therefore share only what one call into C changes:
+a deque, an entry of a dictionary, an attribute; and every wait has a limit. A `with` statement over a `threading.Lock`
+is such a call too, `acquire()` before a `try` is not. `SimpleQueue.get(timeout=...)` is none: where a handler runs past
+its limit, it waits for ever (CPython 3.11).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from _thread import start_new_thread
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any, Generic, TypeVar, cast
+
+from moe_mk.errors import UnsupportedError, unless_signalled
+from moe_mk.trace.clock import now
+
+X = TypeVar("X")
+LINGER_S = 1.0
+"""How long a thread without work stays for the next job."""
+LOOK_S = 0.1
+"""How often a wait looks for itself: an interrupt may have taken the ring that it was for."""
+POLL_S = 0.0005
+
+
+class Bell:
+    """Wakes one thread that waits for it, now or next. Rings without a wait between them are one."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Never waits."""
+        try:
+            self._lock.release()
+        except unless_signalled(RuntimeError):
+            return  # it has rung already
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it rings within so many seconds, or has rung."""
+        return self._lock.acquire(timeout=limit_s)
+
+
+class Job(Generic[X]):
+    """A call that a thread makes, at most once, and its outcome."""
+
+    __slots__ = ("__weakref__", "_bell", "_call", "_owner", "_value", "error", "has_ended")
+
+    def __init__(self, call: Callable[[], X], bell: Bell | None = None) -> None:
+        """bell: rung when the call has ended; None: one of its own."""
+        self._call: Callable[[], X] | None = call
+        self._bell = Bell() if bell is None else bell
+        self._owner, self._value = dict[str, str](), list[X]()
+        self.has_ended = False
+        self.error: BaseException | None = None
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Job[X]:
+        """One that has ended in an error."""
+        one = cls(lambda: cast(X, None))
+        one.error, one.has_ended = error, True
+        return one
+
+    def run(self) -> None:
+        """Make the call, unless it was cancelled. Its exception is kept, but that of a signal handler is raised."""
+        call = self._call
+        if call is None or self._owner.setdefault("is", "thread") != "thread":
+            return
+        try:
+            self._value.append(call())
+        except unless_signalled(BaseException) as error:
+            self.error = error
+        self._call = call = None
+        self.has_ended = True
+        self._bell.ring()
+        self = cast(Any, None)  # the traceback of the error refers to this frame
+
+    def cancel(self) -> None:
+        """Never begin the call; without effect once it has begun."""
+        if self._owner.setdefault("is", "nothing") == "nothing":
+            self._call = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread runs it, now or later."""
+        return self.has_ended or self._owner.get("is") == "nothing"
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it ends within so many seconds."""
+        return listen(self._bell, lambda: self.has_ended, limit_s)
+
+    def result(self) -> X:
+        """The result of a call that has ended; raises its exception."""
+        assert self.has_ended, "the call has not ended"
+        if self.error is not None:
+            raise self.error
+        return self._value[0]
+
+
+def listen(bell: Bell, is_so: Callable[[], bool], limit_s: float) -> bool:
+    """Whether something becomes true within so many seconds; asked again at every ring of a bell."""
+    until = now() + limit_s
+    while not is_so():
+        if (left := until - now()) <= 0:
+            return False
+        bell.wait(min(left, LOOK_S))
+    return True
+
+
+def is_unlocked(lock: Lock, limit_s: float) -> bool:
+    """Whether a lock is, or becomes free within so many seconds. The `with` statement that follows takes it."""
+    until = now() + limit_s
+    while lock.locked():
+        if now() > until:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+class Threads:
+    """Up to `count` daemon threads, which run jobs in the order in which these are given, and end when they are idle.
+
+    A thread refers to the job that it runs and to nothing else. A forked child starts threads of its own.
+    """
+
+    def __init__(self, count: int, *, linger_s: float = LINGER_S) -> None:
+        self.count, self.linger_s = count, linger_s
+        self._jobs, self._bell, self._process = deque[Job[Any]](), Bell(), os.getpid()
+        self._threads = list[_Thread]()
+
+    def put(self, job: Job[Any]) -> None:
+        """Run a job as soon as a thread is free. Raises UnsupportedError where the system allows no thread."""
+        if self._process != os.getpid():
+            self._jobs, self._bell, self._process, self._threads = deque(), Bell(), os.getpid(), []
+        self._jobs.append(job)
+        self._bell.ring()
+        self._threads = [each for each in self._threads if not each.has_ended]
+        if len(self._threads) >= self.count:
+            return
+        thread = _Thread(self._jobs, self._bell, self.linger_s)
+        try:
+            start_new_thread(thread.run, ())
+        except unless_signalled(RuntimeError, MemoryError) as problem:
+            if not self._threads:
+                job.cancel()
+                what = "a thread cannot be started"
+                raise UnsupportedError(what, [f"{problem}; raise the limit of processes or of memory"]) from problem
+        else:
+            self._threads.append(thread)  # not earlier: one that an interrupt kept from starting must not count
+
+    def start(self, call: Callable[[], X]) -> Job[X]:
+        """Run a call as soon as a thread is free."""
+        self.put(job := Job(call))
+        return job
+
+
+class _Thread:
+    def __init__(self, jobs: deque[Job[Any]], bell: Bell, linger_s: float) -> None:
+        self._jobs, self._bell, self._linger_s, self.has_ended = jobs, bell, linger_s, False
+
+    def run(self) -> None:
+        try:
+            while self._jobs or self._bell.wait(self._linger_s) or self._is_needed():
+                try:
+                    job = self._jobs.popleft()
+                except IndexError:  # another thread has it
+                    continue
+                if self._jobs:
+                    self._bell.ring()  # for the next thread: several rings may have been one
+                job.run()
+                del job
+        finally:
+            self.has_ended = True
+
+    def _is_needed(self) -> bool:
+        """Whether there is a job after all. One that is put from here on finds a thread less, and starts it."""
+        self.has_ended = True
+        self.has_ended = not self._jobs
+        return not self.has_ended
+
+
+def all_results(threads: Threads, calls: Iterable[Callable[[], X]], each: Callable[[X], None] | None = None) -> list[X]:
+    """Make calls on threads; returns their results in order, and raises the first exception among them.
+
+    each: called in this thread with every result, in the order of the calls. Calls that have not begun when one fails,
+    or when this is interrupted, are never made.
+    """
+    jobs, results = [Job(call) for call in calls], list[X]()
+    try:
+        for job in jobs:
+            threads.put(job)
+        for job in jobs:
+            while not job.wait(LINGER_S):
+                continue
+            results.append(job.result())
+            if each is not None:
+                each(results[-1])
+    finally:
+        for job in jobs:
+            job.cancel()
+    return results
