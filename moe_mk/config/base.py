@@ -23,6 +23,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises ConfigError: settings are values."""
+        raise ConfigError(f"{type(self).__name__} is frozen; make a copy with {name} changed: config.with_({name}=...)")
+
+    def __delattr__(self, name: str) -> None:
+        """Raises ConfigError."""
+        raise ConfigError(f"{type(self).__name__} is frozen; {name} cannot be deleted")
+
     @field_validator("*")
     @classmethod
     def _is_of_f32(cls, value: Any) -> Any:
@@ -36,6 +44,7 @@ class Settings(BaseModel):
         """Build from plain data; raises ConfigError that lists every problem with its key."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"{where} holds a {type(data).__name__}, expected a mapping of settings")
+        expect_numbers(data, where)
         try:
             return cls.model_validate(dict(data))
         except ValidationError as problem:
@@ -44,6 +53,36 @@ class Settings(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         return cls.parse(read_mapping(Path(path)), str(path))
+
+
+def expect_numbers(data: object, where: str) -> None:
+    """Raise ConfigError for whole numbers of more than 64 bits in plain data: they overflow where they are computed."""
+    left: list[tuple[str, object]] = [("", data)]
+    seen = set[int]()  # a value may hold itself
+    while left:
+        key, value = left.pop()
+        if type(value) is int and value.bit_length() > 63:
+            raise ConfigError(
+                f"{where}: {key}: a whole number has at most 63 bits, got one of {value.bit_length()}; correct it"
+            )
+        if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            left += [(f"a key of {key or 'the settings'}", name) for name in value if type(name) is int]
+            left += [(f"{key}.{name}".lstrip("."), each) for name, each in value.items() if isinstance(name, str)]
+        else:
+            left += [(f"{key}[{at}]", each) for at, each in enumerate(value)]
+
+
+def overrides_of(settings: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of sections, or of a file of them, by `section.key`. Raises ConfigError."""
+    found = settings if isinstance(settings, Mapping) else read_mapping(Path(settings))
+    if wrong := [str(section) for section, keys in found.items() if not isinstance(keys, Mapping)]:
+        raise ConfigError(
+            f"{settings}: {', '.join(wrong)} is no section of settings, such as kernel: {{experts: auto}}"
+        )
+    return {f"{section}.{key}": value for section, keys in found.items() for key, value in keys.items()}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

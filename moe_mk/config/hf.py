@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config import keys
-from moe_mk.config.base import read_mapping
+from moe_mk.config.base import expect_numbers, read_mapping
 from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorNames, equation_next_to
 from moe_mk.config.hf_quant import plain_kind, quant_from_hf
 from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
@@ -91,11 +91,16 @@ def read_config(file: Path) -> dict[str, Any]:
     if is_empty(stated):
         return {**hf, "quantization_config": {"quant_method": "modelopt", **found}}
     algorithm = stated.get("quant_algo") if isinstance(stated, Mapping) else None
+    if algorithm is None and isinstance(stated, Mapping) and stated.get("moe_quant_algo"):
+        algorithm = "MIXED_PRECISION"  # of the experts alone
     if algorithm != found["quant_algo"]:
         method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+        of_experts = {key: each.get("moe_quant_algo") for key, each in (("", stated), (SECOND, found))
+                      if isinstance(each, Mapping) and each.get("moe_quant_algo")}  # fmt: skip
+        more = f" (moe_quant_algo is {' and '.join(map(repr, of_experts.values()))})" if of_experts else ""
         raise ConfigError(
             f"{file}: quantization_config states quant_method {method!r} with quant_algo {algorithm!r}, {SECOND} "
-            f"states quant_algo {found['quant_algo']!r}; correct or remove the one that does not describe the tensors"
+            f"states quant_algo {found['quant_algo']!r}{more}; correct the one that does not describe the tensors"
         )
     return hf
 
@@ -108,9 +113,29 @@ def settings_from_hf(
     layer: the layer to describe, where lists of modules give layers formats of their own. folder: with the tensors,
     whose names are those in lists of modules; without it, or without tensors, names are those of the family.
     """
-    hf = _of_mlx(hf, where)
+    expect_numbers(hf, where)
     of = _Reading(where, layer, folder, None if section_of(hf) is None else str(hf.get("model_type")))
-    return _by_equation(hf, of) if hf.get(KEY) is not None else _settings(hf, of)
+    try:
+        hf = _of_mlx(hf, where)
+        return _by_equation(hf, of) if hf.get(KEY) is not None else _settings(hf, of)
+    except ConfigError as problem:
+        text = str(problem)
+        raise ConfigError(text if "moe-mk derive" in text else f"{text}. {_way_out(text, where)}") from None
+
+
+def _way_out(problem: str, where: str) -> str:
+    """What a person can do about a configuration that is refused."""
+    if "layer=N" in problem:
+        return "Name the layer: MoEConfig.from_hf(path, layer=N)"
+    if "quantization_config" in problem or "sparsity" in problem:
+        return (
+            "Other formats are served in transformers, which reads them itself: "
+            "moe_mk.integrations.transformers.register(), from_pretrained(path, experts_implementation='moe_mk')"
+        )
+    return (
+        f"Where the model's class in transformers reads these keys, moe-mk derive {where} measures what it computes; "
+        "--as FAMILY declares the layers to be those of a known family"
+    )
 
 
 @dataclass(frozen=True)
@@ -185,7 +210,8 @@ def _by_equation(hf: Mapping[str, Any], of: _Reading) -> dict[str, Any]:
     family = settings["model"].get("name", "")  # its names are those in lists of modules
     model, text = settings["model"], {**text, **formats}
     experts, has_shared = model.get("num_experts"), bool(model.get("num_shared_experts"))
-    experts = experts if type(experts) is int else 1
+    experts = _of_layer(text, experts if type(experts) is int else 1, of)
+    model |= {"num_experts": experts} if "num_experts" in model else {}
     model["quant"] = _quant(text, family, of, equation.names, experts, has_shared=has_shared)
     return settings
 
@@ -268,6 +294,12 @@ def _contradictions(hf: Mapping[str, Any], family: str) -> list[str]:
         problems.append("hidden_act is 'situ' and activation_situ_beta is absent")
     if family == "kimi_linear" and hf.get("use_grouped_topk") is False and hf.get("n_group") not in (None, 1):
         problems.append(f"use_grouped_topk is false and num_expert_group is {hf['n_group']!r}")
+    width = hf.get("moe_shared_expert_intermediate_size")
+    if family.startswith("bailing") and width not in (None, hf.get("moe_intermediate_size")):
+        problems.append(
+            f"moe_shared_expert_intermediate_size is {width!r} and moe_intermediate_size "
+            f"{hf.get('moe_intermediate_size')!r}; shared experts of the width of routed ones are supported"
+        )
     if family == "llama4" and hf.get("num_experts_per_tok") not in (None, 1):
         problems.append(f"num_experts_per_tok is {hf['num_experts_per_tok']!r}, one expert a token is supported")
     method = hf.get("topk_method")
@@ -297,7 +329,7 @@ def _model(hf: Mapping[str, Any], family: str, of: _Reading) -> dict[str, Any]:
     if family in STEP:
         clamped = _step_limits(hf, where, layer)
         activation = clamped.pop("activation")
-    num_experts = next((hf[key] for key in _SAME[0] if hf.get(key) is not None), 1)
+    num_experts = _of_layer(hf, next((hf[key] for key in _SAME[0] if hf.get(key) is not None), 1), of)
     quant = _quant(hf, family, of, None, num_experts, has_shared=hf["n_shared_experts"] > 0)
     transposed = family in ("qwen3_vl_moe", "llama4") or (family == "gpt_oss" and quant["weights"] in PLAIN_KINDS)
     apart = _TABLE[family].get("shared_width") if hf["n_shared_experts"] else None
@@ -308,7 +340,7 @@ def _model(hf: Mapping[str, Any], family: str, of: _Reading) -> dict[str, Any]:
         "shared_gate": family in SHARED_GATED and hf["n_shared_experts"] > 0,
         "latent_size": hf.get("moe_latent_size") or None, "stacks_transposed": transposed,
         "hidden_size": _first(hf, where, "hidden_size"), "moe_intermediate_size": _first(hf, where, width),
-        "num_experts": _first(hf, where, *_SAME[0]),
+        "num_experts": num_experts if _first(hf, where, *_SAME[0]) else 0,
         "num_zero_experts": hf.get("zero_expert_num", 0), "zero_expert_type": hf.get("zero_expert_type", "identity"),
         "num_shared_experts": hf["n_shared_experts"], "shared_scale": hf["part"], "activation": activation,
         "quant": quant,
@@ -378,6 +410,31 @@ def _quant(
     block = of.block(family, names, is_mlx=is_mlx)
     block = replace(block, num_experts=min(num_experts, MOST_EXPERTS), shared=block.shared if has_shared else ())
     return quant_from_hf(quant, of.where, hf, of.layer, block)
+
+
+def _of_layer(hf: Mapping[str, Any], num_experts: int, of: _Reading) -> int:
+    """The number of experts of the layer, where experts are pruned layer by layer (`moe_sparsity_config`)."""
+    stated = hf.get("quantization_config") or hf.get("compression_config")
+    pruned = stated.get("moe_sparsity_config") if isinstance(stated, Mapping) else None
+    if is_empty(pruned) or not isinstance(pruned, Mapping):
+        return num_experts
+    where, counts = f"{of.where}: moe_sparsity_config", pruned.get("num_experts")
+    if (method := pruned.get("method")) != "prune" or pruned.keys() - {"method", "num_experts"}:
+        others = sorted(map(str, pruned.keys() - {"method", "num_experts"}))
+        what = f"has {', '.join(others)}, which is not read" if others else f"has method {method!r}"
+        raise ConfigError(f"{where} {what}; 'prune' is supported: experts that are left out, as REAP does")
+    layers = hf.get("num_hidden_layers")
+    fits = isinstance(counts, list) and all(each is None or (type(each) is int and each >= 1) for each in counts)
+    if not isinstance(counts, list) or not fits or (type(layers) is int and len(counts) != layers):
+        raise ConfigError(f"{where}.num_experts must have one number of experts, or null, for each of {layers} layers")
+    if of.layer is not None:
+        if of.layer >= len(counts) or counts[of.layer] is None:
+            raise ConfigError(f"{where}.num_experts has no experts in layer {of.layer}")
+        return int(counts[of.layer])
+    found = sorted({each for each in counts if each is not None})
+    if len(found) != 1:
+        raise ConfigError(f"{where}.num_experts has {found or 'none'} in different layers; name one: layer=N")
+    return int(found[0])
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

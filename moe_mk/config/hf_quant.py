@@ -36,7 +36,8 @@ def quant_from_hf(
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
     method = quant.get("quant_method")
     method = str(getattr(method, "value", method))  # transformers spells it as an enumeration
-    reader = _mixed if method == "fp8" and "quant_algo" in quant else _READERS.get(method)
+    is_mixed = method == "fp8" and ("quant_algo" in quant or not is_empty(quant.get("moe_quant_algo")))
+    reader = _mixed if is_mixed else _READERS.get(method)
     block = with_layers(block or Block(), hf or {}, layer)
     settings: dict[str, Any] = {}
     if reader is None:
@@ -140,8 +141,10 @@ def _mixed(quant: Said, block: Block) -> Rules:
     """An FP8 checkpoint whose routed experts modelopt has quantised: DeepSeek-V4 in NVFP4."""
     problems = _fp8({**quant, "expert_dtype": quant.get("expert_dtype") or "fp4"}, block).read(quant)[1]
     problems += others_of(
-        quant, {"quant_algo": ("MIXED_PRECISION",), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
+        quant, {"quant_algo": ("MIXED_PRECISION", None), "moe_quant_algo": ("NVFP4",), "group_size": (16, None)}
     )
+    if is_empty(quant.get("quantized_layers")):  # all routed experts
+        return _with_fp8(quant, lambda module: quant, ({"weights": "nvfp4"}, problems))
     listed = _by_listed(quant, quant.get("quantized_layers") or {})
     for module in block.modules("experts"):
         part = listed.part_of(module)

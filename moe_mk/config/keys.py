@@ -98,6 +98,19 @@ _OTHERS = re.compile(
     r"|rms|sliding|initializer|lm|mla|yarn|projector|mm|image|img|video|multimodal)[_.]"
 )
 """Prefixes of other parts of a model."""
+_OTHER_WORDS = re.compile(
+    r"(?:^|_)(?:attn|attention|swa|kda|mla|gdn|mamba|ssm|conv|rope|rotary|indexer|layernorm|prenorm|postnorm|qk|qkv|kv"
+    r"|vision|visual|audio|video|mtp|nextn|embeddings?|sliding|sinks?)(?:_|$)"
+    r"|(?:^|_)(?:mlp|ffn|dense)_(?:intermediate|hidden)_(?:size|dim)$"
+)
+"""Words of attention, of other parts, and the widths of dense layers, anywhere in a key."""
+_OF_MOE = re.compile(r"moe|expert|rout|shared?(?:_|$)")
+"""What makes a key one of the MoE layer, whatever other words it has."""
+
+
+def _is_of_another_part(key: str) -> bool:
+    return bool(_OTHERS.match(key) or (_OTHER_WORDS.search(key) and not _OF_MOE.search(key)))
+
 
 _WRITER = frozenset({"producer", "kv_cache_scheme", "kv_cache_quant_algo", "quantization_status"})
 _CALIBRATION = frozenset({
@@ -205,7 +218,7 @@ def unread_keys(stated: Mapping[str, Any], read: Collection[str], harmless: Coll
     return [
         f"{key} is {_short(value)}, which is not supported for this family"
         for key, value in stated.items()
-        if key not in read and key not in harmless and not _OTHERS.match(key)
+        if key not in read and key not in harmless and not _is_of_another_part(key)
         and _CHANGES_LAYER.search(key) and (not is_empty(value) or (value is False and _TRUE_IF_ABSENT.search(key)))
         and not (type(value) in (int, float) and value == 1 and _NEUTRAL_AT_ONE.search(key))
     ]  # fmt: skip

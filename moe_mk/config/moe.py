@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from moe_mk.config.base import Settings, read_mapping
+from moe_mk.config.base import Settings, overrides_of, read_mapping
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import ConfigError
 from moe_mk.quant.kinds import legal_tp_sizes
@@ -464,7 +464,8 @@ class MoEConfig(Settings):
 
         layer: the layer to describe, where the lists of modules of a quantisation give layers formats of their own.
         equation: a file to read instead of that one.
-        overrides: any key of `model`, `router`, `parallel` or `kernel`: experts="torch_cpu", router_dtype="model".
+        overrides: any key of `model`, `router`, `parallel` or `kernel`: experts="torch_cpu", router_dtype="model";
+        settings="serve.yaml" is a file of such sections, or a mapping of them.
         Raises ConfigError for a path that does not exist, for a model type without a MoE layer, and for unknown
         overrides.
         """
@@ -481,8 +482,15 @@ class MoEConfig(Settings):
         where = f"{file} with {FILE}" if KEY in hf else str(file)
         return cls.parse(settings_from_hf(hf, str(file), layer, file.parent), where).with_(**overrides)
 
-    def with_(self, **overrides: Any) -> Self:
-        """A copy with some settings changed, each named by its bare key."""
-        data = self.model_dump()
+    @classmethod
+    def parse(cls, data: Mapping[str, Any], where: str) -> Self:
+        if isinstance(data, Mapping) and "model" not in data and data.keys() & {"kernel", "parallel"}:
+            how = "MoEConfig.from_hf(folder, settings=FILE), from_checkpoint(folder, layer, settings=FILE)"
+            raise ConfigError(f"{where} states no model; take it with that of a checkpoint: {how}")
+        return super().parse(data, where)
+
+    def with_(self, *, settings: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> Self:
+        """A copy with some settings changed, each named by its bare key. settings: a file, or sections of settings."""
+        data, overrides = self.model_dump(), {**overrides_of(settings or {}), **overrides}
         place_overrides(data, overrides, {name: field.annotation for name, field in type(self).model_fields.items()})
         return type(self).parse(data, "overrides")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from moe_mk.config.base import Settings, read_mapping
 from moe_mk.errors import ConfigError
@@ -21,10 +21,14 @@ class Outer(Settings):
 
 def test_settings_are_frozen_and_hashable() -> None:
     settings = Outer(name="x")
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match=r"Outer is frozen; make a copy with name changed"):
         settings.name = "y"
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match="Inner is frozen; make a copy with side changed"):
         settings.inner.side = 1
+    with pytest.raises(ConfigError, match="Outer is frozen; make a copy with nmae changed"):
+        settings.nmae = 1  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="Outer is frozen; name cannot be deleted"):
+        del settings.name
     assert hash(settings) == hash(Outer(name="x"))
 
 

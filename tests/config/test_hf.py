@@ -118,7 +118,7 @@ def test_what_is_no_moe_model_of_ours_is_refused(hf: dict[str, Any], problem: st
         settings_from_hf(hf, "here")
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob"])
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts_per_tok"])
 def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
     # Without moe_intermediate_size the intermediate_size of the dense layers must not be taken.
     hf = deepseek_v3()

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from moe_mk.config import MoEConfig, keys
-from moe_mk.config.hf import DEFAULTS, FAMILIES, SECOND, settings_from_hf
+from moe_mk.config.hf import DEFAULTS, FAMILIES, READ, SECOND, settings_from_hf
 from moe_mk.errors import ConfigError
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_experts_per_tok": 2, "hidden_act": "silu", "torch_dtype": "bfloat16"}
@@ -114,9 +114,10 @@ def changed_values(family: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(key, config, "refused" or "same or refused") of every change of one key."""
     base = full(family)
     for key in BASES[family]:
-        yield key, {k: v for k, v in base.items() if k != key}, "same or refused"
+        expected = "default" if key == "norm_topk_prob" and key in DEFAULTS[family] else "same or refused"
+        yield key, {k: v for k, v in base.items() if k != key}, expected
         if key not in ("n_shared_experts", "zero_expert_num"):  # null is none
-            yield key, {**base, key: None}, "same or refused"
+            yield key, {**base, key: None}, expected
         for value in WRONG:
             valid = key in ("routed_scaling_factor", "swiglu_limit", "swiglu_alpha") and value == 2.5
             valid |= key in ("n_shared_experts", "zero_expert_num") and value == 0 and type(value) is int
@@ -140,7 +141,10 @@ def test_a_key_of_a_family_is_read_or_refused_and_absent_ones_have_the_default(f
     same, wrong = read(full(family)), []
     for key, hf, expected in changed_values(family):
         found = outcome(hf)
-        if isinstance(found, str):
+        if expected == "default":
+            if found != outcome(full(family, **{key: DEFAULTS[family][key]})):
+                wrong.append(f"{key} is absent: not the default {DEFAULTS[family][key]}: {found}")
+        elif isinstance(found, str):
             if key not in found and not (key == "torch_dtype" and "dtype" in found):
                 wrong.append(f"{key}={hf.get(key)!r}: the error does not name it: {found}")
         elif expected == "refused" or found != same:
@@ -193,8 +197,12 @@ def test_a_key_of_a_quantisation_is_read_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f in transformers.CONFIG_MAPPING or f == "minimax_m3"])
 def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
-    made = transformers.AutoConfig.for_model("minimax_m3_vl" if family == "minimax_m3" else family).to_dict()
+    config = transformers.AutoConfig.for_model("minimax_m3_vl" if family == "minimax_m3" else family)
+    text, made = config.get_text_config(), config.to_dict()
     made = made.get("text_config") or made
+    renormalises = getattr(text, "norm_topk_prob", None)
+    if "norm_topk_prob" in READ[family] and isinstance(renormalises, bool):
+        assert DEFAULTS[family]["norm_topk_prob"] is renormalises
     ours = {key: value for key, value in DEFAULTS[family].items() if made.get(key) is not None}
     assert ours == {key: made[key] for key in ours} and ours.keys() >= made.keys() & {"routed_scaling_factor"}
 
@@ -287,3 +295,142 @@ def test_the_second_file_of_modelopt_is_read_and_may_not_contradict(tmp_path: Pa
     (tmp_path / SECOND).write_text("{}")
     with pytest.raises(ConfigError, match="states no quantization with a quant_algo"):
         MoEConfig.from_hf(tmp_path)
+
+
+OF_ATTENTION = (
+    "num_attention_groups", "use_head_wise_attn_gate", "gated_attention_proj_granularity_type", "kda_safe_gate",
+    "layernorm_mlp_beta", "mlp_intermediate_size", "swa_scale_factor", "mla_output_scale", "vision_moe_free_scale",
+    "linear_attn_gate_scale", "dense_hidden_dim",
+)  # fmt: skip
+OF_THE_LAYER = (
+    "moe_attention_scale", "expert_kv_scale", "router_embedding_scale", "shared_mlp_hidden_size", "moe_mlp_hidden_size",
+    "expert_layernorm_scale", "attn_routed_scale", "topk_scaling_method", "gate_clamp", "swiglu_beta_limit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
+def test_a_key_of_another_part_is_no_reason_and_one_of_the_layer_is(family: str) -> None:
+    same = read(full(family))
+    for key in OF_ATTENTION:
+        if "moe" not in key:
+            assert outcome(full(family, **{key: 7})) == same, key
+    for key in OF_THE_LAYER:
+        assert f"{key} is 7" in str(outcome(full(family, **{key: 7}))), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({"gate_clamp": 3}, "moe-mk derive here measures .*--as FAMILY"),
+        ({"hidden_size": "wide"}, "moe-mk derive here measures"),
+        ({"n_routed_experts": None}, "moe-mk derive here measures"),
+        ({"scoring_func": "softmax"}, "moe-mk derive here measures"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, r"register\(\)"),
+        ({"quantization_config": {**QUANTS["fp8"], "fmt": "e5m2"}}, r"register\(\)"),
+        ({"model_type": "never_seen"}, "moe-mk derive here.*--as FAMILY"),
+    ],
+)
+def test_every_refusal_ends_with_a_way_out(changes: dict[str, Any], way: str) -> None:
+    with pytest.raises(ConfigError, match=way):
+        read({**TEXT, **changes})
+
+
+def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a value inside of mappings and lists."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places_of(each, (*path, key))
+
+
+HUGE = (10**400, -(10**400), 2**63, 10**5000)
+EQUATION = {"model_type": "new", "model": {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4},
+            "router": {"top_k": 2}, "config": {"hidden_size": 64}, "layers": [0, 1]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*QUANTS, "equation", "settings"])
+def test_a_huge_number_at_any_place_is_a_typed_error(name: str, tmp_path: Path) -> None:
+    hf: Any = {"model_type": "new", "hidden_size": 64, "layer_equation": EQUATION}
+    if name == "settings":
+        hf = json.loads(read(TEXT).model_dump_json())
+    elif name != "equation":
+        hf = {**TEXT, "quantization_config": QUANTS[name], "rope_scaling": {"factor": 40}}
+    for number, path in enumerate(places_of(hf)):
+        made = json.loads(json.dumps(hf))
+        place = made
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = HUGE[number % len(HUGE)]
+        with pytest.raises(ConfigError):
+            MoEConfig.parse(made if name == "settings" else settings_from_hf(made, "here"), "here")
+    for text in ("1" + "0" * 400, "1" + "0" * 5000):
+        for stem in ("config.json", "c.yaml", SECOND):
+            held = f'{{"quantization": {{"quant_algo": {text}}}}}' if stem == SECOND else f'{{"model": {text}}}'
+            (tmp_path / "config.json").write_text(json.dumps(TEXT))
+            (tmp_path / stem).write_text(held)
+            with pytest.raises(ConfigError):
+                MoEConfig.load(tmp_path / stem) if stem == "c.yaml" else MoEConfig.from_hf(tmp_path)
+            (tmp_path / stem).unlink()
+
+
+PRUNED = {"method": "prune", "num_experts": [None, 12, 16, 12, 14]}
+
+
+def test_experts_pruned_by_layer_have_their_number() -> None:
+    hf = {**TEXT, "n_group": 1, "topk_group": 1}
+    for quant in ({"quant_method": "compressed-tensors"}, QUANTS["packed"]):
+        made = {**hf, "quantization_config": {**quant, "moe_sparsity_config": PRUNED}}
+        of_layers = [settings_from_hf(made, "here", n)["model"] for n in (1, 2, 3, 4)]
+        assert [each["num_experts"] for each in of_layers] == [12, 16, 12, 14]
+        kind = settings_from_hf({**hf, "quantization_config": quant if "config_groups" in quant else None}, "here")
+        assert of_layers[0]["quant"] == kind["model"]["quant"]
+        for layer, problem in (
+            (None, r"has \[12, 14, 16\] in different layers.*layer=N"),
+            (0, "no experts in layer 0"),
+        ):
+            with pytest.raises(ConfigError, match=problem):
+                settings_from_hf(made, "here", layer)
+    same = {**made["quantization_config"], "moe_sparsity_config": {**PRUNED, "num_experts": [None, 12, 12, 12, 12]}}
+    assert settings_from_hf({**hf, "quantization_config": same}, "here")["model"]["num_experts"] == 12
+    for change, problem in (({"method": "novice"}, "method 'novice'"), ({"more": 1}, "has more"),
+                            ({"num_experts": [12]}, "each of 5 layers"), ({"num_experts": [0] * 5}, "each of 5 layers"),
+                            ({"num_experts": 12}, "each of 5 layers")):  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            quant = {**made["quantization_config"], "moe_sparsity_config": {**PRUNED, **change}}
+            settings_from_hf({**hf, "quantization_config": quant}, "here", 1)
+
+
+def test_the_algorithm_of_experts_alone_is_read_and_named_where_it_is_another(tmp_path: Path) -> None:
+    alone = {**QUANTS["fp8"], "moe_quant_algo": "NVFP4"}
+    quant = settings_from_hf({**TEXT, "quantization_config": alone}, "here")["model"]["quant"]
+    assert (quant["weights"], quant["shared"]) == ("nvfp4", "fp8_block")
+    for other in ("NVFP4_AWQ", "MXFP8", "W4A8"):
+        for more in ({}, {"quant_algo": "MIXED_PRECISION"}):
+            with pytest.raises(ConfigError, match=f"moe_quant_algo is '{other}'"):
+                read({**TEXT, "quantization_config": {**alone, **more, "moe_quant_algo": other}})
+    (tmp_path / SECOND).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "moe_quant_algo": "NVFP4"}}))
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "quantization_config": QUANTS["fp8"]}))
+    with pytest.raises(ConfigError, match="moe_quant_algo is 'NVFP4'"):
+        MoEConfig.from_hf(tmp_path)
+
+
+def test_the_method_of_gptqmodel_7_is_that_of_the_section() -> None:
+    for name in ("gptq", "awq"):
+        assert read({**TEXT, "quantization_config": {**QUANTS[name], "method": name}}) == read(
+            {**TEXT, "quantization_config": QUANTS[name]}
+        )
+        with pytest.raises(ConfigError, match="method is 'qqq'"):
+            read({**TEXT, "quantization_config": {**QUANTS[name], "method": "qqq"}})
+
+
+def test_settings_without_a_model_are_taken_with_that_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    (tmp_path / "serve.yaml").write_text("kernel: {experts: reference, timeout_s: 7}\nparallel: {ep: 2}\n")
+    config = MoEConfig.from_hf(tmp_path, settings=tmp_path / "serve.yaml", timeout_s=9)
+    assert (config.kernel.experts, config.kernel.timeout_s, config.parallel.ep) == ("reference", 9, 2)
+    assert config.with_(settings={"kernel": {"tiles": 2}}).kernel.tiles == 2
+    with pytest.raises(ConfigError, match=r"states no model; .*from_hf\(folder, settings=FILE\)"):
+        MoEConfig.load(tmp_path / "serve.yaml")
+    with pytest.raises(ConfigError, match="unknown setting 'kernel.expert'; did you mean"):
+        config.with_(settings={"kernel": {"expert": 2}})
+    with pytest.raises(ConfigError, match="experts is no section"):
+        config.with_(settings={"experts": "auto"})

@@ -48,7 +48,9 @@ AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emul
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="any setting, such as kernel.timeout_s=5; repeatable"),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="any setting, such as kernel.timeout_s=5, or a file of them; repeatable"
+    ),
 ]
 HERE = "here"
 """The value of --installed that stands for the libraries of this machine."""
@@ -71,11 +73,18 @@ def settings_of(words: Sequence[str] | None) -> dict[str, Any]:
     """The overrides that --set gives, for `MoEConfig.with_`; values are read as YAML. Raises ConfigError."""
     import yaml  # not by --help
 
+    from moe_mk.config.base import overrides_of
+
     found: dict[str, Any] = {}
     for word in words or ():
         key, equals, text = word.partition("=")
+        if not equals and Path(word).suffix in (".yaml", ".yml", ".json"):
+            found |= overrides_of(word)
+            continue
         if not equals or not key.strip():
-            raise ConfigError(f"--set {word!r} is not KEY=VALUE; write for example --set kernel.timeout_s=5")
+            raise ConfigError(
+                f"--set {word!r} is not KEY=VALUE; write for example --set kernel.timeout_s=5, or --set FILE.yaml"
+            )
         try:
             found[key.strip()] = yaml.safe_load(text)
         except yaml.YAMLError as problem:
