@@ -21,7 +21,7 @@ from moe_mk.config.equation import equation_next_to
 from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
 from moe_mk.weights.completeness import some
-from moe_mk.weights.names import GGUF_NAMES
+from moe_mk.weights.names import GGUF_NAMES, GGUF_ONE_BY_ONE
 from moe_mk.weights.safetensors_header import Header, TensorEntry, expect_no_pointer
 from moe_mk.weights.source import FileSource, RenamedSource, SafetensorsSource
 
@@ -171,4 +171,6 @@ def open_source(path: str | os.PathLike[str]) -> SafetensorsSource | GgufSource:
 
 def _is_of_moe(name: str) -> bool:
     block = _BLOCK.match(name)
-    return block is not None and (GGUF_NAMES.parse(name[block.end() :]) is not None or "_exps." in name)
+    if block is None:
+        return False
+    return "_exps." in name or any(each.parse(name[block.end() :]) for each in (GGUF_NAMES, GGUF_ONE_BY_ONE))

@@ -19,12 +19,12 @@ from itertools import product
 from typing import Any
 
 _PREFIX = re.compile(
-    r"^((?:.*?\.)??)(?:experts\.|switch_mlp\.|ffn_(?:gate|up|down)_exps\.|moe\.(?:gate|up|down)_proj\.)"
+    r"^((?:.*?\.)??)(?:experts\.|switch_mlp\.|ffn_(?:gate|up|down)(?:_exps|\.\d{1,9})\.|moe\.(?:gate|up|down)_proj\.)"
 )
 _IN_LAYER = re.compile(r"(?:^|\.)\d+\.$")
 _OF_BLOCK = ("experts.", "moe.", "share_expert.", "router.", "pre_feedforward_layernorm_2.")
 """How local names of a block start whose prefix is that of its whole decoder layer."""
-_NUMBERED = re.compile(r"^experts\.(\d{1,9})\.")
+_NUMBERED = re.compile(r"^(experts|ffn_(?:gate|up|down))\.(\d{1,9})\.")
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
@@ -130,7 +130,7 @@ class Convention:
     def parse(self, local: str) -> Part | None:
         """The part of a local name; None if the convention does not define it."""
         part, expert = _parts(self.name).get(_template(local)), _NUMBERED.match(local)
-        return part if part is None or expert is None else replace(part, expert=int(expert[1]))
+        return part if part is None or expert is None else replace(part, expert=int(expert[2]))
 
     def holds(self, role: Role, extra: str) -> bool:
         """Whether the convention defines a name for an additional tensor of a projection."""
@@ -238,6 +238,10 @@ _ONE_SHARED = tuple(
 )
 """As the Qwen families spell their shared expert."""
 _GGUF_HALVES = {"gate_up": "gate_up", "down": "down"}
+GGUF_ONE_BY_ONE = replace(
+    GGUF_NAMES, name="gguf_one_by_one", expert={"": "ffn_{p}.{e}.weight", "scale": "", "bias": "ffn_{p}.{e}.bias"}
+)
+"""One tensor an expert, as llama.cpp wrote Mixtral before April 2024."""
 GGUF_FUSED = replace(
     GGUF_NAMES, name="gguf_fused", expert_words=_GGUF_HALVES, expert={"": GGUF_NAMES.expert[""], "scale": ""}
 )
@@ -316,7 +320,8 @@ CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
         OFFICIAL, FUSED, STACKED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, GPT_OSS_PLAIN, *_PACKED, PACKED, _MIXTRAL_PACKED,
-        GGUF_NAMES, GGUF_FUSED, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3, KIMI_LINEAR, LLAMA4,
+        GGUF_NAMES, GGUF_FUSED, GGUF_ONE_BY_ONE, *_ONE_SHARED, *_SCALED_W123, MINIMAX_M3, _M3_SCALED, STEP, KIMI_K3,
+        KIMI_LINEAR, LLAMA4,
         LING, XVERSE, *_LLAMA4, *_GEMMA4, *_LONGCAT, LLAMA4_ROWS, LLAMA4_WHOLE, *_QUARK, *_KIMI_PACKED,
         *_MLX,
     )
@@ -346,7 +351,7 @@ def _parts(name: str) -> dict[str, Part]:
 
 
 def _template(local: str) -> str:
-    return _NUMBERED.sub("experts.{e}.", local.replace("{", "{{"))
+    return _NUMBERED.sub(r"\1.{e}.", local.replace("{", "{{"))
 
 
 def recognise(
@@ -370,7 +375,7 @@ def block_prefixes(names: Iterable[str]) -> list[str]:
     heads = {
         name[: at + len("experts.")] if (at := name.find("experts.")) >= 0 else name
         for name in names
-        if any(word in name for word in ("experts.", "switch_mlp.", "_exps.", "moe."))
+        if any(word in name for word in ("experts.", "switch_mlp.", "ffn_", "moe."))
     }
     found = {match[1] for head in heads if (match := _PREFIX.match(head))}
     return sorted(found, key=lambda prefix: (-1 if (layer := layer_of(prefix)) is None else layer, prefix))

@@ -387,5 +387,37 @@ def layouts_of(form: str) -> tuple[str, ...]:
     return (*LAYOUTS,)[:5] if form in STACKABLE else ("official", "mixtral")
 
 
+def write_gguf(draw: Draw, folder: Path) -> Written:
+    """Layer 0 of a Mixtral by the `gguf` package, in stacks or one tensor an expert. form: a type of ggml."""
+    import gguf
+    from gguf.quants import dequantize, quantize
+
+    kind = gguf.GGMLQuantizationType[draw.form.upper()]
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer.add_embedding_length(draw.hidden), writer.add_feed_forward_length(draw.inner), writer.add_block_count(1)
+    writer.add_expert_count(draw.experts), writer.add_expert_used_count(2)
+    router = torch.randn(draw.experts, draw.hidden, generator=_random(draw, 7))
+    writer.add_tensor("blk.0.ffn_gate_inp.weight", router.numpy())
+    sizes = {"gate": (draw.inner, draw.hidden), "up": (draw.inner, draw.hidden), "down": (draw.hidden, draw.inner)}
+    dense = []
+    for at, (name, (n, k)) in enumerate(sizes.items()):
+        values = torch.stack([torch.randn(n, k, generator=_random(draw, e, at)) / k**0.5 for e in range(draw.experts)])
+        if draw.zero_block:
+            values[:, -1, -32:] = 0
+        stored = quantize(values.numpy(), kind)
+        dense.append(torch.from_numpy(dequantize(stored, kind)).double())
+        if draw.layout == "gguf":
+            writer.add_tensor(f"blk.0.ffn_{name}_exps.weight", stored, raw_dtype=kind)
+        for e in range(draw.experts) if draw.layout == "gguf_one_by_one" else ():
+            writer.add_tensor(f"blk.0.ffn_{name}.{e}.weight", stored[e], raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_norm.weight", router[0].numpy())
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+    writer.close()
+    return Written(folder, [tuple(each) for each in zip(*dense, strict=True)], {})
+
+
+GGUF_FORMS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+
+
 def changed(draw: Draw, **others: Any) -> Draw:
     return replace(draw, **others)

@@ -14,7 +14,7 @@ from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.weights import LayerLoader, LayerWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
-from tests.weights.foreign import FORMS, Draw, layouts_of, write
+from tests.weights.foreign import FORMS, GGUF_FORMS, Draw, layouts_of, write, write_gguf
 from tests.weights.one_layer import wide
 
 
@@ -48,8 +48,8 @@ def draws(draw: st.DrawFn) -> Draw:
 
 def expect_read(draw: Draw, root: Path) -> None:
     """The folder is described, and every way of reading it gives the weights that it holds."""
-    written = write(draw, root)
-    facts, quant = inspect_checkpoint(root), config_of(root, 0).model.quant
+    written = write_gguf(draw, root) if draw.layout.startswith("gguf") else write(draw, root)
+    facts, quant = inspect_checkpoint(root), stated(config_of(root, 0), root, 0).model.quant
     assert facts.sound, [*facts.problems, *facts.layers[0].problems]
     assert (facts.layers[0].kind, facts.layers[0].gptq_v2) == (quant.weights, quant.gptq_v2)
     x, owned = torch.randn(3, draw.hidden, generator=torch.Generator().manual_seed(1)).double(), [draw.experts - 1, 0]
@@ -93,6 +93,13 @@ CASES = [(*each, odd) for each in ONCE for odd in [*ODD][: 5 if each[0].startswi
 @pytest.mark.parametrize("form,layout,odd", CASES)
 def test_every_format_is_read_in_every_layout(form: str, layout: str, odd: str, tmp_path: Path) -> None:
     expect_read(Draw(form, layout, **ODD[odd]), tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["gguf", "gguf_one_by_one"])
+@pytest.mark.parametrize("form", GGUF_FORMS)
+def test_blocks_of_ggml_are_read_as_the_gguf_package_writes_them(form: str, layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the files")
+    expect_read(Draw(form, layout, hidden=160, inner=320, zero_block=True), tmp_path)
 
 
 @pytest.mark.thorough
