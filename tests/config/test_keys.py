@@ -304,7 +304,7 @@ OF_ATTENTION = (
 )  # fmt: skip
 OF_THE_LAYER = (
     "moe_attention_scale", "expert_kv_scale", "router_embedding_scale", "shared_mlp_hidden_size", "moe_mlp_hidden_size",
-    "expert_layernorm_scale", "attn_routed_scale", "topk_scaling_method", "gate_clamp", "swiglu_beta_limit",
+    "expert_layernorm_scale", "topk_scaling_method", "gate_clamp", "swiglu_beta_limit",
 )  # fmt: skip
 
 
@@ -394,8 +394,8 @@ def test_experts_pruned_by_layer_have_their_number() -> None:
     for change, problem in (({"method": "novice"}, "method 'novice'"), ({"more": 1}, "has more"),
                             ({"num_experts": [12]}, "each of 5 layers"), ({"num_experts": [0] * 5}, "each of 5 layers"),
                             ({"num_experts": 12}, "each of 5 layers")):  # fmt: skip
+        quant = {**made["quantization_config"], "moe_sparsity_config": {**PRUNED, **change}}
         with pytest.raises(ConfigError, match=problem):
-            quant = {**made["quantization_config"], "moe_sparsity_config": {**PRUNED, **change}}
             settings_from_hf({**hf, "quantization_config": quant}, "here", 1)
 
 
