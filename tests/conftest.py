@@ -116,6 +116,10 @@ def _defaults() -> tuple[torch.dtype, torch.device, bool]:
     return torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--machine-seconds", default="3600", help="how long tests/layer/test_stateful.py draws at random")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     content = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
     root = Path(__file__).resolve().parents[1]

@@ -46,20 +46,30 @@ class SwapReport:
         return not self.failed_ranks
 
 
-def swap_backends(layer: MoELayer, x_TH: Tensor, *, limit: float = 0.05, **settings: object) -> SwapReport:
+def swap_backends(
+    layer: MoELayer, x_TH: Tensor, *, limit: float = 0.05, token_ids_T: Tensor | None = None, **settings: object
+) -> SwapReport:
     """Serve with another transport or other experts from the next forward on, or keep the old ones on all ranks.
 
     Every rank of the layer's groups calls it at the same step, between two forwards. x_TH: tokens of this rank on which
     both pairs run, zero or more; they are not counted in the layer's load and not passed to `on_routing`. limit: the
     largest relative error between both; 0.0 asks for equal bits, `oracle.expected_error` states what number
-    formats give. settings: of the kernel section, such as prepare_finalize and experts.
+    formats give. token_ids_T: of the tokens, for a layer that chooses experts by token id.
+    settings: of the kernel section, such as prepare_finalize and experts.
     Both pairs are in memory until it returns; weights only once, where the experts backend is the same.
     Raises CommError, with the old pair in place, where a peer is dead, late, or in another call.
     """
-    return wait(swap_steps(layer, x_TH, limit=limit, settings=settings))
+    return wait(swap_steps(layer, x_TH, limit=limit, settings=settings, token_ids_T=token_ids_T))
 
 
-def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping[str, object]) -> Flight[SwapReport]:
+def swap_steps(
+    layer: MoELayer,
+    x_TH: Tensor,
+    *,
+    limit: float,
+    settings: Mapping[str, object],
+    token_ids_T: Tensor | None = None,
+) -> Flight[SwapReport]:
     """`swap_backends` as a flight, for several ranks in one process."""
     name, staged, reason = layer.decision.chosen.name, None, ""
     try:
@@ -71,10 +81,10 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
         return SwapReport(name, "", layer.epoch, 0, 0.0, failed, reason)
     yield from layer.live.try_out(staged)
     with layer.routing.unseen():
-        before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load))
+        before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load), token_ids_T)
         old = layer.live.flip(staged)
         try:
-            error, reason, failed = yield from _attest(layer, x_TH, before_TH, limit)
+            error, reason, failed = yield from _attest(layer, x_TH, token_ids_T, before_TH, limit)
         except BaseException:
             layer.live.flip(old)
             raise
@@ -85,10 +95,10 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
 
 
 def _attest(
-    layer: MoELayer, x_TH: Tensor, before_TH: Tensor, limit: float
+    layer: MoELayer, x_TH: Tensor, token_ids_T: Tensor | None, before_TH: Tensor, limit: float
 ) -> Flight[tuple[float, str, tuple[int, ...]]]:
     """Run the new pair on the same tokens: this rank's error, its objection, and the ranks that object."""
-    after_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load))
+    after_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load), token_ids_T)
     difference, scale = (after_TH.double() - before_TH.double()).norm(), before_TH.double().norm()
     error = float(difference / scale.clamp_min(torch.finfo(torch.float64).tiny)) if len(x_TH) else 0.0
     reason = "" if error <= limit else f"outputs differ by {error:.3g}, the limit is {limit:.3g}"

@@ -125,8 +125,8 @@ class Backends:
             (each.compute, each.hidden_size, each.activation, each.swiglu_limit)
             for each in (kernel.experts.context, shared.experts.context)
         )
-        alone = shared.gate_H is None and shared.scale == 1
-        if routed != own or not alone or self.config.router.weight_on_input:
+        model, alone = self.config.model, shared.gate_H is None and shared.scale == 1
+        if routed != own or not alone or model.latent_size is not None or self.config.router.weight_on_input:
             return None
         return kernel.experts.fuse_shared_experts(laid_out, shared.weights)
 
@@ -268,7 +268,8 @@ class ServingState:
         if self.weights is None:
             return
         config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
-        x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
+        # In its config hidden_size is the width of the experts.
+        x_TH = torch.empty((0, decision.problem.token_size), dtype=dtype, device=device)
         nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
         logits_TE = gate(x_TH) if self.kernel.routes_inside else None
         nowhere = Routing(nowhere_TK, nowhere_TK.float(), logits_TE=logits_TE, bias_E=gate.bias_E)

@@ -65,10 +65,10 @@ class LayerReader:
         expert_scale_E = self._numbers(Role.EXPERT_SCALE, self.spec.has_expert_scale)
         if expert_scale_E is not None and expert_scale_E.numel() == 1:  # one factor of all
             expert_scale_E = expert_scale_E.expand(self.spec.num_experts).contiguous()
+        by_image = self._numbers(Role.IMAGE_BIAS, self.spec.has_image_bias)
         if self.spec.num_fused_shared_experts:
-            first = len(gate_EH) - self.spec.num_fused_shared_experts
             chosen_E = torch.zeros(len(gate_EH), dtype=torch.float32, device="cpu") if bias_E is None else bias_E
-            bias_E = functional.pad(chosen_E[:first], (0, len(gate_EH) - first), value=FUSED_SHARED_BIAS)
+            bias_E, by_image = self._with_fused(chosen_E), None if by_image is None else self._with_fused(by_image)
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
@@ -79,9 +79,13 @@ class LayerReader:
             self.contents.num_bytes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
-        by_image = self._numbers(Role.IMAGE_BIAS, self.spec.has_image_bias)
         router = logit_bias_E, shared_gate_H, latent, norm, expert_scale_E, self.table, by_image
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, *router)
+
+    def _with_fused(self, bias_E: Tensor) -> Tensor:
+        """A bias for selection with which every token selects the fused shared experts, the last ones."""
+        fused = self.spec.num_fused_shared_experts
+        return functional.pad(bias_E[: self.spec.num_experts - fused], (0, fused), value=FUSED_SHARED_BIAS)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read every opened tensor once and list NaN codes and invalid scales."""

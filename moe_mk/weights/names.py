@@ -191,11 +191,12 @@ PACKED_WORDS: Mapping[str, Mapping[str, str]] = {
 
 
 def _packed(packing: str, like: Convention) -> Convention:
-    """Names of packed integers. Shared experts have the names of plain weights, or those of packed ones."""
+    """Names of packed integers. Shared experts have the names of plain weights, or those of packed ones; no biases."""
     words = PACKED_WORDS[packing]
+    shared = {extra: word for extra, word in words.items() if extra != "bias"}
     return replace(
         like, name=packing if like is OFFICIAL else f"{like.name}_{packing}", expert=_in(_EXPERT, words),
-        shared=_in(_SHARED, {**words, "plain": "weight"}), packing=packing,
+        shared=_in(_SHARED, {**shared, "plain": "weight"}), packing=packing,
     )  # fmt: skip
 
 
