@@ -8,6 +8,8 @@ is listed without an import; its module is imported when the class is first aske
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -18,6 +20,8 @@ from typing import Generic, TypeVar
 from moe_mk.errors import ConfigError, PluginWarning
 
 T = TypeVar("T", bound=type)
+OWN = __name__.partition(".")[0]
+"""The name of this package."""
 
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
@@ -104,6 +108,12 @@ class Registry(Generic[T]):
         """The module or wheel an entry came from."""
         return self._origin[name]
 
+    def is_foreign(self, name: str) -> bool:
+        """Whether an entry is from outside of this package: of another wheel, or of the program itself."""
+        entry = self._entries[name]
+        where = {OWN} if isinstance(entry, str) else {entry.__module__, self._origin.get(name, entry.__module__)}
+        return {each.partition(".")[0] for each in where} != {OWN}
+
     def _discover(self) -> None:
         if self._discovered:
             return
@@ -142,14 +152,25 @@ def _in_words(problem: BaseException) -> str:
         return f"{type(problem).__name__} (its text raises {type(another).__name__})"
 
 
+def _traits_problems(entry: type, base: type) -> list[str]:
+    """Whether traits are there, and of the class that the base class states."""
+    if not hasattr(entry, "traits"):
+        return ["the class attribute `traits` is missing"]
+    stated = re.search(r"\[(\w+)\]", str(base.__annotations__["traits"]))
+    wanted = vars(sys.modules[base.__module__]).get(stated[1]) if stated else None
+    if wanted is None or isinstance(entry.traits, wanted):
+        return []
+    return [f"`traits` is a {type(entry.traits).__name__}, not {wanted.__name__}(...)"]
+
+
 def contract_problems(entry: type, base: type) -> list[str]:
     """List how a class departs from its base: not a subclass, missing methods or traits, other parameters."""
     if not (isinstance(entry, type) and issubclass(entry, base)):
         return [f"{entry!r} is not a subclass of {base.__name__}"]
     missing = sorted(getattr(entry, "__abstractmethods__", ()))
     problems = [f"{name}() is not implemented" for name in missing]
-    if "traits" in getattr(base, "__annotations__", {}) and not hasattr(entry, "traits"):
-        problems.append("the class attribute `traits` is missing")
+    if "traits" in getattr(base, "__annotations__", {}):
+        problems += _traits_problems(entry, base)
     overridden = [n for n, m in vars(base).items() if inspect.isfunction(m) and not n.startswith("_")]
     overridden = [name for name in overridden if getattr(entry, name) is not getattr(base, name)]
     for name in sorted({*getattr(base, "__abstractmethods__", ()), *overridden}.difference(missing)):

@@ -18,7 +18,7 @@ class Routing:
     ids_TK: Tensor
     """int32, or int64 of a router with that ids_dtype. ids_TK[t, k] is the k-th expert of token t; -1 goes nowhere."""
     weights_TK: Tensor
-    """f32, already renormalised and scaled; 0 where the id is -1."""
+    """f32, already renormalised and scaled; of an id of -1 any number, which does not count."""
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     """f32 scalars by name, only while training."""
     logits_TE: Tensor | None = None
@@ -53,7 +53,7 @@ class RowTokens:
     ids_RK: Tensor
     """int32. Local slot in [0, num_slots); -1 is not mine."""
     weights_RK: Tensor
-    """f32; 0 where the id is -1."""
+    """f32; of an id of -1 any number, which does not count."""
     num_slots: int
     """L, the physical experts of this rank."""
     handle: object = None

@@ -280,6 +280,12 @@ class KernelConfig(Settings):
     activations: Literal["auto", "checkpoint", "plain", "int8"] = "auto"
     """Activations of the experts' GEMMs: quantised as in the checkpoint, in the layer's dtype (more accurate), or in
     INT8 for INT4, INT8 and GGUF weights, whatever the checkpoint defines (faster)."""
+    trust: tuple[str, ...] = ()
+    """Experts, transports and oracles from outside of this package that `auto` may select without a certificate and a
+    measured time."""
+    tuned_dir: Folder | None = None
+    """The folder of tuned parameters, and of times and certificates of experts from outside of this package, as `moe-mk
+    tune` and `moe-mk certify` write it with --tuned-dir. None: `configs/tuned` of this package."""
     fallback: bool = True
     """Whether weights that only the reference backend reads may be requantised at load; recorded in the Decision."""
     fused_router: bool = True

@@ -64,9 +64,10 @@ class ExpertsTraits(Traits):
     dtypes: frozenset[str] = frozenset({"bf16", "fp16", "fp32"})
     block_sides: frozenset[int] = frozenset()
     """Supported side lengths of FP8 blocks; empty: any."""
-    bandwidth: float = 0.5
-    """Estimated fraction of the device's memory bandwidth reached when reading weights; used until measured."""
-    compute: float = 0.5
+    bandwidth: float = 0.01
+    """Estimated fraction of the device's memory bandwidth reached when reading weights; used until measured. The
+    defaults of estimates are those of the reference."""
+    compute: float = 0.02
     """Estimated fraction of the device's matrix throughput; used until measured."""
     definition: bool = False
     """Whether it is a reference implementation, which is ignored when a fallback weight format is considered."""
@@ -76,9 +77,9 @@ class ExpertsTraits(Traits):
     """Whether `relayout` copies expert by expert on the host, so that one expert is held twice at a time."""
     pages: bool = False
     """Whether experts may be larger than memory, `kernel.residency`."""
-    launches: int = 4
+    launches: int = 12
     """Operator calls per run, or per active expert if `per_expert`."""
-    per_expert: bool = False
+    per_expert: bool = True
     estimate: str = "model"
     """The source of its estimated time; other words for what was never measured."""
 
@@ -112,6 +113,8 @@ class ExpertsContext:
     """Whether native CPU kernels use threads of their own, not those of torch."""
     cache_dir: Path | None = None
     """The folder of compiled CPU kernels; None: as in `KernelConfig`."""
+    tuned_dir: Path | None = None
+    """The folder of tuned parameters; None: as in `KernelConfig`."""
     residency: ResidencyConfig | None = None
     """Slots and store of experts larger than memory; None: all are in memory."""
     pool: ResidencyPool | None = None

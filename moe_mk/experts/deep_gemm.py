@@ -91,6 +91,7 @@ class DeepGemmExperts(FusedExperts):
         bandwidth=0.55,
         compute=0.8,
         launches=8,
+        per_expert=False,
         estimate="model; not yet measured",
     )
 

@@ -121,6 +121,12 @@ def describe(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+@cache
+def processor() -> str:
+    """The processor of this machine, as it is called in the paths of tuned files."""
+    return describe(torch.device("cpu")).split(",")[0]
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for everything queued on the device, so that a clock read after it is meaningful."""
     if device.type == "cuda":

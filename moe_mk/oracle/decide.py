@@ -7,24 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.quant import QuantConfig
 from moe_mk.config.traits import runs_emulated
-from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
+from moe_mk.errors import ConfigError, UnsupportedError, unless_signalled
+from moe_mk.experts.base import EXPERTS, ExpertsTraits
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
-from moe_mk.oracle.base import Oracle
+from moe_mk.oracle.base import ORACLES, Oracle
 from moe_mk.oracle.fallback import RejectedFormat, effect_of, held_in, in_native_form
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
+from moe_mk.oracle.trust import failed, is_named, measured_us, reason_against, reasons_of
 from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.registry import Registry, did_you_mean
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier
 from moe_mk.text import amount
 from moe_mk.tokens import LAYOUT_NAMES, GroupedTokens
@@ -35,21 +38,18 @@ def libraries_of(device: DeviceProfile) -> frozenset[str]:
 
     For `Problem.installed`, to plan for another machine.
     """
-    entries = (PREPARE_FINALIZE.items(), EXPERTS.items(), MONOLITHIC.items())
-    traits = [backend.traits for registry in entries for _, backend in registry]
+    registries: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, MONOLITHIC)
+    traits = [backend.traits for registry in registries for _, backend in registry.items()]
     here = [each for each in traits if device.kind in each.kinds]
     return frozenset(each.library for each in here if each.library and (device.arch or each.min_arch) >= each.min_arch)
 
 
-def reasons_against_pair(
-    transport: type[PrepareFinalize], experts: type[FusedExperts], problem: Problem
-) -> list[Reason]:
+def reasons_against_pair(transport: str, experts: str, problem: Problem) -> list[Reason]:
     """Every reason against a pair, those of the transport first; empty if the pair is eligible."""
-    return [
-        *transport.reasons_against(problem.as_sent),
-        *experts.reasons_against(problem),
-        *pair_reasons(transport.traits, experts.traits, problem),
-    ]
+    reasons = [*reasons_of(PREPARE_FINALIZE, transport, problem.as_sent), *reasons_of(EXPERTS, experts, problem)]
+    if any(reason.code in CODES for reason in reasons):
+        return reasons
+    return [*reasons, *pair_reasons(PREPARE_FINALIZE[transport].traits, EXPERTS[experts].traits, problem)]
 
 
 def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Problem) -> Iterator[Reason]:
@@ -94,6 +94,8 @@ def layout_read(transport: TransportTraits, experts: ExpertsTraits) -> type | No
     return best if can_permute(transport.produces, best) else None
 
 
+CODES = ("trust", "plugin")
+"""Of reasons against a backend from outside of this package whose code is not called, or fails."""
 INSIDE = "inside"
 """The transport name of monolithic kernels: they route internally, and tokens are gathered around them if needed."""
 
@@ -164,21 +166,21 @@ class Attempt:
 
 
 def _try(stored: Problem, held: Problem, oracle: type[Oracle]) -> Attempt:
-    candidates = _candidates(held, oracle)
-    verdicts = [_verdict(candidate, held) for candidate in candidates]
-    able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, held)]
+    judged = _judged(held, oracle)
+    verdicts = [verdict for verdict, _ in judged]
+    able = [(v, c) for v, c in judged if c is not None and not v.reasons and _is_wanted(v, held)]
     if held.config.model.quant != stored.config.model.quant:  # monolithic kernels support only the stored format
         able = [(v, c) for v, c in able if v.prepare_finalize != INSIDE]
     return Attempt(held, verdicts, able)
 
 
 def _rejected_format(attempt: Attempt) -> RejectedFormat:
-    reasons_of = {
+    against = {
         name: reasons
         for name, experts in EXPERTS.items()
-        if not experts.traits.definition and (reasons := experts.reasons_against(attempt.problem))
+        if not experts.traits.definition and (reasons := reasons_of(EXPERTS, name, attempt.problem))
     }
-    lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in reasons_of.items()]
+    lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in against.items()]
     left = "; only the reference backend reads it" if attempt.able else ""
     return RejectedFormat(attempt.problem.weights.name, ("; ".join(lines) or "no transport supports it") + left)
 
@@ -186,7 +188,7 @@ def _rejected_format(attempt: Attempt) -> RejectedFormat:
 def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
     """The verdict on every registered pair with the stored weights, without pins, even if none is eligible."""
     _check_type(problem, oracle)
-    return [_verdict(candidate, problem) for candidate in _candidates(problem, oracle)]
+    return [verdict for verdict, _ in _judged(problem, oracle)]
 
 
 def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
@@ -200,26 +202,63 @@ def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
         raise ConfigError(f"oracle {oracle.name!r} serves {served}; these experts are {stored!r}")
 
 
-def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
+def _judged(problem: Problem, oracle: type[Oracle]) -> list[tuple[Verdict, Candidate | None]]:
+    """The verdict on every pair; no candidate for one with a backend from elsewhere that may not be selected or fails.
+
+    Backends of this package are evaluated first, and none of them depends on what is registered besides.
+    """
+    against = {name: reasons_of(PREPARE_FINALIZE, name, problem.as_sent) for name in PREPARE_FINALIZE}
+    of_experts = {name: _reasons_of_experts(name, problem, oracle) for name in EXPERTS}
+    judged: list[tuple[Verdict, Candidate | None]] = []
+    for name in PREPARE_FINALIZE:
+        for experts in EXPERTS:
+            foreign = PREPARE_FINALIZE.is_foreign(name) or EXPERTS.is_foreign(experts)
+            reasons = [*against[name], *of_experts[experts]]
+            judged.append(_pair(name, experts, reasons, problem, oracle, foreign=foreign))
+    for experts in MONOLITHIC:
+        judged.append(_whole(experts, problem, oracle))
+    return judged
+
+
+def _reasons_of_experts(name: str, problem: Problem, oracle: type[Oracle]) -> list[Reason]:
+    """All reasons against experts; certified ones from elsewhere must have been timed in what they compute."""
+    reasons = reasons_of(EXPERTS, name, problem)
+    if reasons or is_named(EXPERTS, name, problem):
+        return reasons
+    reason = reason_against(EXPERTS, name, problem, oracle.compute_scheme(problem, EXPERTS[name].traits))
+    return [] if reason is None else [reason]
+
+
+def _pair(
+    name: str, experts_name: str, reasons: list[Reason], problem: Problem, oracle: type[Oracle], *, foreign: bool
+) -> tuple[Verdict, Candidate | None]:  # fmt: skip
+    if any(reason.code in CODES for reason in reasons):
+        return Verdict(name, experts_name, tuple(reasons), None), None
+    transport, experts = PREPARE_FINALIZE[name], EXPERTS[experts_name]
+    try:
+        compute = oracle.compute_scheme(problem, experts.traits)
+        wire = oracle.wire_scheme(problem, transport.traits, compute)
+        every = (*reasons, *pair_reasons(transport.traits, experts.traits, problem))
+        found = Candidate(name, experts_name, experts.traits, transport, every, wire, compute, experts.workspace_bytes)
+        return _priced(_with_memory(found, problem), problem)
+    except unless_signalled(Exception) as error:
+        if not foreign or isinstance(error, ConfigError):
+            raise
+        return Verdict(name, experts_name, (*reasons, failed("traits or estimates", error)), None), None
+
+
+def _whole(name: str, problem: Problem, oracle: type[Oracle]) -> tuple[Verdict, Candidate | None]:
     from moe_mk.prepare_finalize.all_gather import AllGather
     from moe_mk.prepare_finalize.no_ep import NoEP
 
-    pairs = []
-    for name, transport in PREPARE_FINALIZE.items():
-        for experts_name, experts in EXPERTS.items():
-            compute = oracle.compute_scheme(problem, experts.traits)
-            wire = oracle.wire_scheme(problem, transport.traits, compute)
-            reasons = tuple(reasons_against_pair(transport, experts, problem))
-            workspace = experts.workspace_bytes
-            pairs.append(Candidate(name, experts_name, experts.traits, transport, reasons, wire, compute, workspace))
-    for experts_name, whole in MONOLITHIC.items():
-        transport_type = NoEP if problem.ranks == 1 else AllGather
-        against = [*transport_type.reasons_against(problem), *whole.reasons_against(problem)]
-        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_whole_reasons(problem))
-        compute = oracle.compute_scheme(problem, whole.traits)
-        plain, workspace = problem.dtype, whole.workspace_bytes
-        pairs.append(Candidate(INSIDE, experts_name, whole.traits, transport_type, reasons, plain, compute, workspace))
-    return [_with_memory(candidate, problem) for candidate in pairs]
+    whole, transport = MONOLITHIC[name], NoEP if problem.ranks == 1 else AllGather
+    against = [*transport.reasons_against(problem), *reasons_of(MONOLITHIC, name, problem)]
+    reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_whole_reasons(problem))
+    if any(reason.code in CODES for reason in reasons):
+        return Verdict(INSIDE, name, reasons, None), None
+    compute, plain = oracle.compute_scheme(problem, whole.traits), problem.dtype
+    found = Candidate(INSIDE, name, whole.traits, transport, reasons, plain, compute, whole.workspace_bytes)
+    return _priced(_with_memory(found, problem), problem)
 
 
 def _whole_reasons(problem: Problem) -> Iterator[Reason]:
@@ -230,17 +269,26 @@ def _whole_reasons(problem: Problem) -> Iterator[Reason]:
         yield Reason("invariant", "a monolithic kernel sums over experts itself", "kernel.invariant = false")
 
 
-def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
+def _priced(candidate: Candidate, problem: Problem) -> tuple[Verdict, Candidate]:
     emulated = any(runs_emulated(traits, problem) for traits in (candidate.traits, candidate.transport_type.traits))
     price, source = None, "model"
     if not candidate.reasons:
         if candidate.experts in EXPERTS:
-            price, source = EXPERTS[candidate.experts].priced(problem, candidate.compute)
+            price, source = _time_of(candidate.experts, problem, candidate.compute)
         if price is None:
             fp8_math = candidate.compute.block is not None
             price = cost.experts_us(problem, candidate.traits, fp8_math=fp8_math)
         price += cost.transport_us(problem.as_sent, candidate.volume(problem), candidate.wire)
-    return Verdict(candidate.transport, candidate.experts, candidate.reasons, price, False, source, emulated)
+    verdict = Verdict(candidate.transport, candidate.experts, candidate.reasons, price, False, source, emulated)
+    return verdict, candidate
+
+
+def _time_of(name: str, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
+    """Measured microseconds of experts or None, and the source of the estimate; of others' what was measured here."""
+    timed = EXPERTS.is_foreign(name) and problem.device.kind == "cpu"
+    if timed and (measured := measured_us(name, problem, compute)) is not None:
+        return measured, "measured"
+    return EXPERTS[name].priced(problem, compute)
 
 
 def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
@@ -297,11 +345,16 @@ def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
 
 
 def check_pins(kernel: KernelConfig) -> None:
-    """Raise ConfigError, with the nearest name, for a pinned backend that is not registered."""
+    """Raise ConfigError, with the nearest name, for a pinned or trusted backend that is not registered."""
     if kernel.prepare_finalize not in ("auto", INSIDE):
         PREPARE_FINALIZE[kernel.prepare_finalize]
     if kernel.experts != "auto" and kernel.experts not in MONOLITHIC:
         EXPERTS[kernel.experts]
+    registries: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, MONOLITHIC, ORACLES)
+    known = [name for registry in registries for name in (*registry, *registry.broken)]
+    for name in kernel.trust:
+        if name not in known:
+            raise ConfigError(f"kernel.trust names {name!r}, which is not registered{did_you_mean(name, known)}")
 
 
 def _is_wanted(verdict: Verdict, problem: Problem) -> bool:

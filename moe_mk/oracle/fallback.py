@@ -14,6 +14,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.quant import QuantConfig
 from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle.cost import expert_bytes
+from moe_mk.oracle.trust import reasons_of
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -72,8 +73,8 @@ def in_native_form(problem: Problem) -> tuple[QuantConfig, ...]:
     first, down = (held.get(kind, kind) for kind in kinds)
     found = QuantConfig.parse({"weights": first, "down": down, "activations": "none"}, "held")
     pin, same = problem.config.kernel.experts, held_in(found, problem)
-    able = (each for name, each in EXPERTS.items() if pin in ("auto", name) and not each.traits.weights >= held.keys())
-    return () if all(each.reasons_against(same) for each in able) else (found,)
+    able = (name for name in EXPERTS if pin in ("auto", name) and not reasons_of(EXPERTS, name, same))
+    return (found,) if any(not EXPERTS[name].traits.weights >= held.keys() for name in able) else ()
 
 
 def in_fp8(problem: Problem) -> QuantConfig:

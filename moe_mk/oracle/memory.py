@@ -9,6 +9,7 @@ from moe_mk.comm.destinations import expected_experts
 from moe_mk.config.problem import Problem
 from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle import cost
+from moe_mk.oracle.trust import is_named
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
@@ -44,7 +45,8 @@ def slot_bytes(problem: Problem) -> int:
     stored = cost.expert_bytes(problem)
     if problem.config.kernel.residency is None:
         return stored
-    able = (each for _, each in EXPERTS.items() if each.traits.pages and problem.device.kind in each.traits.kinds)
+    allowed = [EXPERTS[name] for name in EXPERTS if is_named(EXPERTS, name, problem)]
+    able = (each for each in allowed if each.traits.pages and problem.device.kind in each.traits.kinds)
     return max((each.slot_bytes(problem) for each in able), default=0) or stored
 
 

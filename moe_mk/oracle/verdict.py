@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS
+from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.fallback import Effect, RejectedFormat
 from moe_mk.oracle.memory import Buffers, expected_reads
+from moe_mk.oracle.trust import reason_against, reasons_of
 from moe_mk.prepare_finalize.base import Budget, LinkChoice
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
@@ -202,6 +204,12 @@ class Verdict:
         return f"{mark} {names}{self.experts:<{experts_width}} {self.cost_us:9,.0f} us  {self.cost_source}{emulated}"
 
 
+def untrusted_oracles(problem: Problem) -> tuple[str, ...]:
+    """Oracles from outside of this package that the configuration does not name, in words."""
+    against = {name: reason_against(ORACLES, name, problem) for name in ORACLES}
+    return tuple(f"oracle {name} {reason}" for name, reason in against.items() if reason)
+
+
 CARRIERS = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
 UNROUTED = "{:,} assignments chose no expert: NaN or infinity in hidden states, or ids of -1"
 
@@ -262,10 +270,10 @@ class Decision:
         name, device = self.chosen.experts, self.problem.device
         if device.kind == "cpu" or name not in EXPERTS or not EXPERTS[name].traits.definition:
             return ()
-        reasons_of = {other: experts.reasons_against(self.problem) for other, experts in EXPERTS.items()}
+        against = {other: reasons_of(EXPERTS, other, self.problem) for other in EXPERTS}
         lacking = [
             f"{other} [{reasons[0].fix}]"
-            for other, reasons in reasons_of.items()
+            for other, reasons in against.items()
             if [reason.code for reason in reasons] == ["library"]
         ]
         remedy = f"; one library away: {', '.join(lacking)}" if lacking else ""
@@ -301,6 +309,7 @@ class Decision:
             "compute": self.compute.name,
             "fallback": None if self.effect is None else self.effect.as_dict(),
             "passed_over": [{"form": each.format, "why": each.why} for each in self.passed_over],
+            "untrusted_oracles": list(untrusted_oracles(self.problem)),
             "bytes": {
                 "dispatch": self.dispatch_bytes,
                 "combine": self.combine_bytes,
@@ -349,5 +358,6 @@ class Decision:
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
+        head += [f"  not selected: {line}" for line in untrusted_oracles(p)]
         lines = [wrapped(line, width, hanging=4) for line in head]
         return "\n".join([*lines, *explain_pairs(self.verdicts, width)])

@@ -52,6 +52,7 @@ COMMANDS = (
     ("explain", "deepseek_v3", "--ranks", "2", "--prepare-finalize", "one_by_one", "--experts-backend", "matmul_loop",
      "--json"),
     ("explain", "deepseek_v3", "--prepare-finalize", "one_by_one"),
+    ("explain", "deepseek_v3", "--ranks", "2", "--device", "cpu", "--json"),
 )  # fmt: skip
 IN_ONE_PROCESS = """
 import json, sys
@@ -88,6 +89,20 @@ def test_explain_prices_them_or_states_what_is_against_them(stated: list[tuple[i
     assert "needs 2 ranks or more, the group has 1" in why
 
 
+def test_nothing_is_selected_because_a_wheel_is_installed(stated: list[tuple[int, str, str]]) -> None:
+    code, out, err = stated[3]
+    assert code == 0, err
+    decision, why = json.loads(out), set[str]()
+    for verdict in decision["verdicts"]:
+        if {verdict["prepare_finalize"], verdict["experts"]} & {"one_by_one", "matmul_loop"}:
+            assert verdict["cost_us"] is None
+            why |= {each["text"].partition(", and")[0] for each in verdict["reasons"] if each["code"] == "trust"}
+    assert why == {
+        f"is not of this package but of moe-mk-sample (moe_mk_sample.{where})"
+        for where in ("transport:OneByOne", "experts:MatmulLoop")
+    }
+
+
 def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
     done = with_plugin(str(PLUGIN / "run.py"))
     assert done.returncode == 0, done.stderr
@@ -95,6 +110,30 @@ def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
     assert stated, done.stdout
     # Seven roundings to bf16 of the loop, and one of each rank's part: far above it would be a lost assignment.
     assert 0.0 < float(stated[1]) < 8**0.5 * 2**-8
+
+
+SELECTS = """
+import sys, moe_mk
+model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "bf16"}}
+config = moe_mk.MoEConfig.parse({"model": model, "router": {"top_k": 2}, "kernel": {"max_num_tokens": 8}}, "a test")
+chosen = moe_mk.MoELayer(config.with_(tuned_dir=sys.argv[1])).explain().chosen
+print(chosen.experts, chosen.cost_source)
+"""
+TUNE = "tune matmul_loop --hidden 256 --intermediate 128 --slots 8 --top-k 2 --weights plain --tokens 1,8"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_wheel_is_selected_once_it_is_certified_and_timed(with_plugin: Run, tmp_path: Path) -> None:
+    assert with_plugin("-c", SELECTS, str(tmp_path)).stdout.split()[0] != "matmul_loop"
+    for command in ("certify matmul_loop", f"{TUNE} --budget 20"):
+        done = with_plugin("-m", "moe_mk", *command.split(), "--tuned-dir", str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+    (timed,) = tmp_path.glob("*/matmul_loop/H256*[0-9].json")
+    slower = with_plugin("-c", SELECTS, str(tmp_path)).stdout.split()
+    timed.write_text(re.sub(r'"microseconds": [0-9.e-]+', '"microseconds": 0.001', timed.read_text()))
+    faster = with_plugin("-c", SELECTS, str(tmp_path)).stdout.split()
+    assert faster == ["matmul_loop", "measured"] and slower[0] in ("matmul_loop", "cpu_native", "torch_cpu")
 
 
 @pytest.mark.slow

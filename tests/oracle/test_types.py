@@ -70,6 +70,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FusedExperts]], None
 
     def leave(cls: type[FusedExperts]) -> None:
         monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"], "mine": cls})
+        monkeypatch.setattr(cls, "__module__", "moe_mk.stands_for_one_of_this_package")
 
     return leave
 

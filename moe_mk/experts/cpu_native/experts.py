@@ -88,6 +88,7 @@ class CpuNativeExperts(FusedExperts):
         bandwidth=0.7,
         compute=0.4,
         launches=1,
+        per_expert=False,
     )
 
     def __init__(self, context: ExpertsContext) -> None:

@@ -17,12 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, Case, Tuned, tune_command, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.external.device import describe
+from moe_mk.external.device import processor
 from moe_mk.kernels.native.build import processor_has
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
 from moe_mk.kernels.native.layout import Format
@@ -182,7 +180,7 @@ def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder
     """
     shape = (context.hidden_size, context.intermediate_size, context.num_slots)
     case = Case(*shape, weights.name, context.compute.name)
-    measured = tuned_path(_processor(), "cpu_native", case.name(top_k), folder)
+    measured = tuned_path(processor(), "cpu_native", case.name(top_k), folder or context.tuned_dir)
     command = tune_command("cpu_native", (*shape, top_k), weights, context.compute)
     missing = measured if _is_tunable(weights, context.compute) else None
     return Tuned.load(measured.parent, case, tuning_of, BUILT_IN, command, missing)
@@ -196,8 +194,3 @@ def _is_tunable(weights: QuantScheme, compute: QuantScheme) -> bool:
 @cache
 def _has_amx() -> bool:
     return processor_has("amx_tile", "amx_bf16")
-
-
-@cache
-def _processor() -> str:
-    return describe(torch.device("cpu")).split(",")[0]

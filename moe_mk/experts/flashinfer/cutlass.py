@@ -265,6 +265,7 @@ class FlashInferCutlassExperts(FusedExperts):
         bandwidth=0.6,
         compute=0.6,
         launches=6,
+        per_expert=False,
         estimate="model; never run on a device",
         deterministic=False,  # the fused epilogue adds by atomics
     )

@@ -279,6 +279,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         bandwidth=0.8,  # vLLM 0.33 prefers it on Blackwell
         compute=0.7,
         launches=6,
+        per_expert=False,
         estimate="model; never run on a device",
         graph_safe=True,
         deterministic=False,  # not guaranteed by the library, whose tuner may select other kernels

@@ -95,6 +95,7 @@ class TritonExperts(FusedExperts):
         bandwidth=0.75,
         compute=0.6,
         launches=5,
+        per_expert=False,
         batch_invariant=True,
     )
 
@@ -133,7 +134,8 @@ class TritonExperts(FusedExperts):
         case = Case(
             problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
         )
-        measured = load_tuned(problem.device.name, case, log=False).microseconds(rows)
+        folder = problem.config.kernel.tuned_dir
+        measured = load_tuned(problem.device.name, case, folder, log=False).microseconds(rows)
         if measured is not None:
             return measured, "measured"
         target = _target_of(problem.device)
@@ -310,7 +312,7 @@ class TritonExperts(FusedExperts):
             c = self.context
             case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
             name = profile_here(c.device).name
-            self.tuned = self._checked(load_tuned(name, case, built_in=_built_in(weights, c.compute)))
+            self.tuned = self._checked(load_tuned(name, case, c.tuned_dir, built_in=_built_in(weights, c.compute)))
         return self.tuned
 
     def _checked(self, tuned: Tuned[Tile]) -> Tuned[Tile]:

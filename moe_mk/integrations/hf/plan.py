@@ -52,7 +52,9 @@ class ModuleExperts(FusedExperts):
         computes=("plain",),
         graph_safe=False,
         deterministic=True,
-        per_expert=True,
+        bandwidth=0.5,
+        compute=0.5,
+        launches=4,
     )
 
     def __init__(self, context: ExpertsContext, module: nn.Module, facts: ModuleFacts) -> None:

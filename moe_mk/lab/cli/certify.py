@@ -15,8 +15,10 @@ from moe_mk.lab.cli.chaos import import_modules
 from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.outputs import expect_outputs
 from moe_mk.lab.cli.screen import Screen, table_of
+from moe_mk.lab.files import new_folders
 from moe_mk.lab.testing.certificate import Certificate
 from moe_mk.lab.testing.certify import certify
+from moe_mk.oracle.trust import certificate_path
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class CertifyOrder:
 
     name: str
     out: Path | None
-    """None: NAME.certificate.json in the working directory."""
+    """None: NAME.certificate.json in the working directory, or in `tuned_dir`."""
     modules: tuple[str, ...] = ()
     """Modules to import first, for a backend that is not installed as a wheel."""
     against: Path | None = None
@@ -35,14 +37,20 @@ class CertifyOrder:
     """Whether a transport is also tested with injected faults."""
     quick: bool = False
     """Whether cases with many tokens, many experts and further sizes are left out."""
+    tuned_dir: Path | None = None
+    """The folder of `kernel.tuned_dir`, where layers look the certificate up."""
 
 
 def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
-    """Certify, write, print. Raises ConfigError for unknown names and modules."""
-    out = order.out or Path(f"{order.name}.certificate.json")
+    """Certify, write, print. Raises ConfigError for unknown names and modules, and for two places to write to."""
+    if order.out is not None and order.tuned_dir is not None:
+        raise ConfigError(f"--out {order.out} and --tuned-dir {order.tuned_dir} both say where to write; give one")
+    kept = None if order.tuned_dir is None else certificate_path(order.name, order.tuned_dir)
+    out = order.out or kept or Path(f"{order.name}.certificate.json")
     import_modules(order.modules)
     theirs = None if order.against is None else _read(order.against)
-    expect_outputs({"--out": out})
+    if kept is None:
+        expect_outputs({"--out": out})
     with screen.progress("certify", in_bytes=False) as advance:
         certificate = certify(
             order.name, processes=order.processes, quick=order.quick, on_check=advance, faults=order.faults,
@@ -50,7 +58,9 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
         )  # fmt: skip
     facts = certificate.as_dict()
     differing = [] if theirs is None else _differing(facts, theirs)
-    write_text(out, json.dumps(facts, indent=2) + "\n")
+    with new_folders(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, json.dumps(facts, indent=2) + "\n")
     if as_json:
         print_json(facts | {"differing": differing})
     else:

@@ -23,6 +23,7 @@ from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.report import versions
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.oracle.base import ORACLES
+from moe_mk.oracle.trust import reasons_of
 from moe_mk.placement.eplb import EPLB_POLICIES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
@@ -48,9 +49,11 @@ def examine(screen: Screen, overrides: Mapping[str, Any], *, as_json: bool) -> i
         table.add_column(column, no_wrap=column != "details", overflow="fold")
     for backend in facts["backends"]:
         why = "; ".join(backend["reasons"]) or backend["summary"]
-        state = (
-            ("broken", "red") if backend["broken"] else (("no", "yellow") if backend["reasons"] else ("yes", "green"))
-        )
+        state = ("no", "yellow") if backend["reasons"] else ("yes", "green")
+        if backend["broken"]:
+            state = ("broken", "red")
+        elif backend["by_name"]:
+            state = ("by name", "yellow")
         table.add_row(backend["kind"], backend["name"], Text(*state), Text(why))
     screen.console.print(table)
     return OK
@@ -93,9 +96,10 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             needs = getattr(backend.traits, "min_ranks", 1)
             tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
             config = load_config("deepseek_v3").with_(**{"ep": needs, "tokens": tokens, **overrides})
-            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, libraries, EMULATED))
+            reasons = reasons_of(registry, name, Problem(config, profile, BF16, 128, libraries, EMULATED))
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
+                | {"by_name": any(reason.code == "trust" for reason in reasons)}
             )
     for name, policy in EPLB_POLICIES.items():
         rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
@@ -117,4 +121,5 @@ def _row(
         "reasons": reasons,
         "origin": origin,
         "broken": broken,
+        "by_name": False,
     }

@@ -13,6 +13,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, parsed_device, usable_device
 from moe_mk.lab.cli import environment
+from moe_mk.lab.cli.chaos import import_modules
 from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.inputs import dtype_of
 from moe_mk.lab.cli.screen import Screen, table_of
@@ -44,12 +45,15 @@ class TuneOrder:
     budget_s: float
     folder: Path | None
     dry_run: bool
+    modules: tuple[str, ...] = ()
+    """Modules to import first, for a backend that is not installed as a wheel."""
 
 
 def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     """Measure, and print the tuned file; a session that the budget ended can be resumed."""
+    import_modules(order.modules)
     case, kinds = case_of(order), EXPERTS[order.experts].traits.kinds
-    if not hasattr(EXPERTS[order.experts], "tuning_space"):
+    if not hasattr(EXPERTS[order.experts], "tuning_space") and not EXPERTS.is_foreign(order.experts):
         tunable = [name for name in EXPERTS if hasattr(EXPERTS[name], "tuning_space")]
         raise UnsupportedError(
             f"experts {order.experts!r} have no parameters to tune",

@@ -40,13 +40,16 @@ def certify_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="leave out many tokens, many experts and further sizes")
     ] = False,
+    tuned_dir: Annotated[
+        Path | None, typer.Option(help="write it to this folder of kernel.tuned_dir, where layers look it up")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Certify a backend: run every check that its traits require, and write a JSON certificate."""
     from moe_mk.lab.cli.certify import CertifyOrder, certify_backend
     from moe_mk.lab.cli.screen import Screen
 
-    order = CertifyOrder(name, out, tuple(modules or ()), against, processes, faults, quick)
+    order = CertifyOrder(name, out, tuple(modules or ()), against, processes, faults, quick, tuned_dir)
     return certify_backend(Screen(), order, as_json=as_json)
 
 
@@ -159,6 +162,7 @@ def tune_command(
     device: Device = "cpu",
     budget: Annotated[float, typer.Option(help="seconds after which no new measurement starts")] = 60.0,
     tuned_dir: Annotated[Path | None, typer.Option(help="folder of tuned files; default configs/tuned")] = None,
+    modules: Annotated[list[str] | None, typer.Option("--import", help="import this module first")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the candidates without measuring")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -172,7 +176,7 @@ def tune_command(
 
     order = TuneOrder(
         experts, hidden, intermediate, slots, top_k, sizes_of(tokens), weights, activations, dtype, device, budget,
-        tuned_dir, dry_run,
+        tuned_dir, dry_run, tuple(modules or ()),
     )  # fmt: skip
     return tune_backend(Screen(), order, as_json=as_json)
 

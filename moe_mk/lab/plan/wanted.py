@@ -109,6 +109,8 @@ def ways_to(
     for an unknown name.
     """
     pairs = list(_pairs(want))
+    named = [part.strip() for part in want.split("+")]
+    problem = replace(problem, config=problem.config.with_(trust=(*problem.config.kernel.trust, *named)))
     changes = list(_changes(problem, pairs, other_devices=other_devices))
     level: dict[frozenset[Change], Problem] = {frozenset(): problem}
     met: set[frozenset[Change]] = {frozenset()}
@@ -176,7 +178,7 @@ def _types(pair: tuple[str, str]) -> tuple[type[PrepareFinalize], type[FusedExpe
 
 def _reasons(pair: tuple[str, str], problem: Problem) -> set[str]:
     """Every reason, by its text without the remedy."""
-    return {f"{reason.code}: {reason.text}" for reason in reasons_against_pair(*_types(pair), problem)}
+    return {f"{reason.code}: {reason.text}" for reason in reasons_against_pair(*pair, problem)}
 
 
 def _decided(problem: Problem, pairs: list[tuple[str, str]]) -> Decision | None:

@@ -13,8 +13,8 @@ from moe_mk.experts.base import FusedExperts
 from moe_mk.lab.testing.bits import bits_of
 from moe_mk.lab.testing.limits import require, require_close
 from moe_mk.permute import permute, weight_and_reduce
-from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import ExpertWeights
+from moe_mk.tokens import LAYOUT_NAMES, BatchedTokens, ExpertOutput, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 WARM, CALLS = 2, 6
 """Calls before tensors are counted, and calls between two counts."""
@@ -43,18 +43,33 @@ def check_calls_of_experts(
 
 def check_batch_invariance(backend: FusedExperts, stack: ExpertWeights, rows: RowTokens, what: str) -> None:
     """A row in a batch of its own has the same bits as in the full batch."""
-    weights, layout = backend.relayout(stack), backend.traits.consumes[0]
+    weights = backend.relayout(stack)
 
-    def reduced(some: RowTokens) -> Tensor:
+    def reduced(some: RowTokens, layout: type) -> Tensor:
         tokens = permute(some, (layout,))
         return weight_and_reduce(backend.run(tokens, weights), tokens, OutputStage.REDUCED).y
 
-    together_RH = reduced(rows)
-    for row in range(len(rows.ids_RK)):
-        one = slice(row, row + 1)
-        x = replace(rows.x_RH, values=rows.x_RH.values[one], scales=_cut(rows.x_RH.scales, one))
-        alone = reduced(replace(rows, x_RH=x, ids_RK=rows.ids_RK[one], weights_RK=rows.weights_RK[one]))
-        require(torch.equal(alone[0], together_RH[row]), f"{what}: row {row} has other bits in a batch of its own")
+    for layout in backend.traits.consumes:
+        together_RH = reduced(rows, layout)
+        for row in range(len(rows.ids_RK)):
+            one = slice(row, row + 1)
+            x = replace(rows.x_RH, values=rows.x_RH.values[one], scales=_cut(rows.x_RH.scales, one))
+            cut = replace(rows, x_RH=x, ids_RK=rows.ids_RK[one], weights_RK=rows.weights_RK[one])
+            same = torch.equal(reduced(cut, layout)[0], together_RH[row])
+            require(same, f"{what}, {LAYOUT_NAMES[layout]}: row {row} has other bits in a batch of its own")
+
+
+def check_alone(backend: FusedExperts, weights: Weights, rows: RowTokens, error: float, what: str) -> None:
+    """NaN in the first row changes the output of no other row. rows: of plain values."""
+    values = rows.x_RH.values.clone()
+    values[0] = torch.nan
+    spoiled = replace(rows, x_RH=replace(rows.x_RH, values=values))
+    for layout in backend.traits.consumes:
+        got = []
+        for some in (rows, spoiled):
+            tokens = permute(some, (layout,))
+            got.append(weight_and_reduce(backend.run(tokens, weights), tokens, OutputStage.REDUCED).y.float()[1:])
+        require_close(got[1], got[0], error, f"{what}, {LAYOUT_NAMES[layout]}, with a token of NaN")
 
 
 def _cut(scales: Tensor | None, rows: slice) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ class RoutingCase:
     """Per rank, with physical experts, as passed to a transport."""
     logical_ids: tuple[Tensor, ...]
     """The same assignments with logical experts."""
+    factors: tuple[float, ...] = (1.0,)
+    """By which the tokens of a rank are multiplied, over and over again."""
+    gaps: bool = False
+    """Whether the rows of experts lie apart in memory, as those of a message do."""
+
+    def scaled(self, x_TH: Tensor) -> Tensor:
+        """Tokens times the factors."""
+        factors = torch.tensor(self.factors, dtype=x_TH.dtype, device=x_TH.device)
+        return x_TH * factors[torch.arange(len(x_TH), dtype=torch.int64, device=x_TH.device) % len(factors)][:, None]
 
     @property
     def num_tokens(self) -> list[int]:
@@ -32,12 +41,19 @@ class RoutingCase:
         """The case with the tokens of the busiest rank on every rank, as with tensor-parallel attention."""
         source = max(range(len(self.routings)), key=self.num_tokens.__getitem__)
         count, routing = len(self.routings), self.routings[source]
-        return RoutingCase(self.name, self.expert_map, (routing,) * count, (self.logical_ids[source],) * count)
+        return replace(self, routings=(routing,) * count, logical_ids=(self.logical_ids[source],) * count)
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.routings[0].ids_TK.shape[1]
 
 
 TOKENS = (31, 33, 65, 129, 257, 1025)
 """Tokens of the first rank in the larger cases: below and above the tiles and chunks of usual kernels."""
 ROWS_OF_ONE_EXPERT = 130
+LARGE_AND_SMALL = (0.0, 16.0, 2.0**-8)
+"""Factors of tokens: zeros, as of padding, and rows far from the usual size."""
 SLOTS = (40, 257)
 """Physical experts of one rank in the larger cases."""
 
@@ -83,13 +99,16 @@ def larger_routings(
 ) -> list[RoutingCase]:
     """Up to 1025 tokens on the first rank, half of the ids -1, and one expert with 130 rows; the placement is linear.
 
+    Then tokens of zeros and of other sizes, rows that lie apart in memory, one choice a token, and all of them.
     The other ranks have half as many tokens, none, or as many. Needs at least as many experts as ranks.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
     linear, where = ExpertMap.linear(num_experts, num_ranks), torch.device(device)
 
-    def case(name: str, tokens: Sequence[int], first: int | None = None, drop: float = 0.0) -> RoutingCase:
-        ids = [_draw_ids(draw, count, num_experts, min(top_k, num_experts), drop=drop) for count in tokens]
+    def case(
+        name: str, tokens: Sequence[int], first: int | None = None, drop: float = 0.0, num_choices: int = top_k
+    ) -> RoutingCase:
+        ids = [_draw_ids(draw, count, num_experts, min(num_choices, num_experts), drop=drop) for count in tokens]
         if first is not None:  # every token chooses this expert, and others than this one
             others = [expert for expert in range(num_experts) if expert != first]
             rest = [_draw_ids(draw, count, num_experts, min(top_k, num_experts) - 1, among=others) for count in tokens]
@@ -102,6 +121,10 @@ def larger_routings(
         *(case(f"{count} tokens", _uneven(count, num_ranks)) for count in TOKENS),
         case("65 tokens, some -1", _uneven(65, num_ranks), drop=0.5),
         case(f"{ROWS_OF_ONE_EXPERT} rows of one expert", shares, linear.local_to_global(num_ranks - 1)[-1]),
+        replace(case("zeros, large and small tokens", _uneven(9, num_ranks)), factors=LARGE_AND_SMALL),
+        replace(case("rows apart in memory", _uneven(9, num_ranks)), gaps=True),
+        case("one choice per token", _uneven(9, num_ranks), num_choices=1),
+        case("every expert per token", _uneven(9, num_ranks), num_choices=num_experts),
     ]
 
 
@@ -124,7 +147,7 @@ def hostile_routings(
 ) -> list[RoutingCase]:
     """Every case on a linear placement, then ordinary tokens on every other kind of placement.
 
-    Weights are positive; assignments of -1 carry 0. Needs at least as many experts as ranks.
+    Weights are positive, also those of assignments of -1. Needs at least as many experts as ranks.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
     linear = ExpertMap.linear(num_experts, num_ranks)
@@ -164,7 +187,6 @@ def _case(
     tables, routings = expert_map.tables(device), []
     for rank, ids_TK in enumerate(logical):
         weights_TK = torch.rand(ids_TK.shape, generator=draw, dtype=torch.float32, device="cpu") + 0.1
-        weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
         routings.append(Routing(tables.to_physical(ids_TK.to(device), salt=rank), weights_TK.to(device)))
     return RoutingCase(name, expert_map, tuple(routings), tuple(ids_TK.to(device) for ids_TK in logical))
 

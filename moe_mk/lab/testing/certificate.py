@@ -16,9 +16,7 @@ import torch
 from moe_mk.external.device import describe
 from moe_mk.lab.testing.cases import Sizes
 from moe_mk.lab.testing.laws import LAWS
-
-CONTRACT = 3
-"""Incremented when a conforming backend could become non-conforming."""
+from moe_mk.oracle.trust import CONTRACT, Identity
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,10 @@ class Certificate:
     not_covered: tuple[str, ...] = ()
     """Traits that are not checked."""
     environment: dict[str, str] = field(default_factory=lambda: environment())
+    identity: Identity | None = None
+    """What it holds for; None: for nothing that can be recognised later, such as a class of an interactive session."""
+    quick: bool = False
+    """Whether the larger sizes were left out."""
 
     @property
     def passed(self) -> bool:
@@ -81,6 +83,8 @@ class Certificate:
         return {
             "contract": CONTRACT,
             "backend": {"name": self.backend, "kind": self.kind, "origin": self.origin, "traits": self.traits},
+            "identity": None if self.identity is None else asdict(self.identity),
+            "quick": self.quick,
             "environment": self.environment,
             "laws": {law.name: law.text for law in LAWS},
             "sizes": asdict(self.sizes),

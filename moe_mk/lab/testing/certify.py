@@ -13,13 +13,14 @@ from unittest import SkipTest
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from moe_mk.config.traits import Traits
-from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.external.library import EMULATED, installed
 from moe_mk.lab.testing.bits import bits_of
 from moe_mk.lab.testing.certificate import Certificate, Failed, Passed, traits_of
 from moe_mk.lab.testing.certify_checks import KINDS, WITHOUT_VALUES, Check, checks_of, fault_check, kind_of, untried
 from moe_mk.lab.testing.laws import LOADS, RUNS, SIGNATURE, VALUES, YIELD_POINTS, Law, law_of
 from moe_mk.lab.testing.limits import NonConforming
+from moe_mk.oracle.trust import Identity
 
 __all__ = ["backend_conformance", "certify", "checks_of", "kind_of"]
 
@@ -69,7 +70,10 @@ def certify(
             missed = (*missed, f"{result.check}: no case applies")
     if traits.library and traits.library not in installed():
         missed = (*missed, f"{traits.library} itself: tested on its emulation")
-    return Certificate(name, kind, KINDS[kind].origin(name), traits_of(traits), tuple(passed), tuple(failed), missed)
+    return Certificate(
+        name, kind, KINDS[kind].origin(name), traits_of(traits), tuple(passed), tuple(failed), missed,
+        identity=_identity_of(kind, name), quick=quick,
+    )  # fmt: skip
 
 
 def backend_conformance(name: str, *, processes: bool = False, quick: bool = False) -> type:
@@ -78,6 +82,13 @@ def backend_conformance(name: str, *, processes: bool = False, quick: bool = Fal
     for check in checks_of(name, processes=processes, quick=quick):
         body[f"test_{_identifier(check.name)}"] = _as_test(check)
     return type(f"TestConformanceOf_{_identifier(name)}", (), body)
+
+
+def _identity_of(kind: str, name: str) -> Identity | None:
+    try:
+        return Identity.of(name, KINDS[kind][name])
+    except ConfigError:
+        return None
 
 
 def _tried(check: Check) -> Passed | Failed:

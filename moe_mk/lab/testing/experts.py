@@ -14,9 +14,9 @@ from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.kernels.reference.activation import CLAMPED
 from moe_mk.lab.testing.bits import bits_of
-from moe_mk.lab.testing.calls import check_batch_invariance, check_calls_of_experts
+from moe_mk.lab.testing.calls import check_alone, check_batch_invariance, check_calls_of_experts
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
-from moe_mk.lab.testing.limits import fake, later_call, no_host_reads, require, require_close
+from moe_mk.lab.testing.limits import fake, later_call, no_global_changes, no_host_reads, require, require_close
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import FP32, Plain
@@ -51,7 +51,8 @@ def check_experts(
     to; None is the layer's dtype. activation: one that its traits have; those other than silu run in fewer cases.
     cases: of one rank with num_slots experts, each run with one kind of weights; None is `hostile_routings`.
     Checks the output, its declared stage, that padding is never read, that inputs and weights are not modified, that
-    two calls give equal bits if the backend is declared deterministic, and that outputs follow their weights.
+    two calls give equal bits if the backend is declared deterministic, that outputs follow their weights, that NaN
+    stays in its row, and that states of the process are left alone.
     """
     where, compute = torch.device(device), compute or dtype
     backend = EXPERTS[name](context_of(dtype, compute, activation, num_slots, hidden_size, intermediate_size, where))
@@ -75,9 +76,12 @@ def check_experts(
             ran += pair.check(rows, stack, own, what, given)
         require(bits_of(stack) == before, f"{name}: {given.layout} weights were changed")
     require(ran > 0, f"{name} reads neither {CANONICAL} nor mapped weights")
+    first, what = _rows(chosen[0], dtype, dtype, hidden_size, num_slots), f"{name}, {weights.name}, {dtype.name}"
+    if cases is None and isinstance(compute, Plain):
+        check_alone(backend, backend.relayout(layouts[0]), first, pair.error, what)
     if CANONICAL in backend.traits.layouts and cases is None:
-        first = _rows(chosen[0], dtype, dtype, hidden_size, num_slots)
-        check_calls_of_experts(backend, reference, stacks, first, pair.error, f"{name}, {weights.name}, {dtype.name}")
+        with no_global_changes(what):
+            check_calls_of_experts(backend, reference, stacks, first, pair.error, what)
     return ran
 
 
@@ -206,8 +210,15 @@ def _rows(case: RoutingCase, travelled: QuantScheme, dtype: Plain, hidden_size: 
     routing = case.routings[0]
     draw = torch.Generator("cpu").manual_seed(3)
     x_RH = torch.randn((routing.num_tokens, hidden_size), generator=draw, dtype=torch.float32, device="cpu")
-    x_RH = x_RH.to(device=routing.ids_TK.device, dtype=dtype.dtype)
-    return RowTokens(travelled.quantize(x_RH), routing.ids_TK, routing.weights_TK, num_slots)
+    x = travelled.quantize(case.scaled(x_RH).to(device=routing.ids_TK.device, dtype=dtype.dtype))
+    return RowTokens(x.changed(_apart) if case.gaps else x, routing.ids_TK, routing.weights_TK, num_slots)
+
+
+def _apart(part: Tensor) -> Tensor:
+    """The same rows in memory with as much between two of them, whose bits are those of NaN."""
+    rows = torch.full((len(part), 2, part[0].nbytes), 0x7F, dtype=torch.uint8, device=part.device)
+    made = rows.view(part.dtype).view(len(part), 2, *part.shape[1:])[:, 0]
+    return made.copy_(part)
 
 
 def _poisoned(tokens: BatchedTokens) -> BatchedTokens:

@@ -16,8 +16,17 @@ from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStag
 from moe_mk.weights.expert_weights import Weights
 
 
+def _is_padding(tokens: GroupedTokens | BatchedTokens, y: Tensor) -> Tensor:
+    """Which rows belong to no assignment, [N, 1] or [L, S, 1]: experts may return anything there."""
+    if isinstance(tokens, BatchedTokens):
+        slot_S = torch.arange(y.shape[1], dtype=torch.int64, device=y.device)
+        return (slot_S >= tokens.counts_L[:, None])[..., None]
+    row_N = torch.arange(y.shape[0], dtype=torch.int64, device=y.device)
+    return (row_N >= tokens.counts_L.sum())[:, None]
+
+
 class IdentityExperts(FusedExperts):
-    """Every expert is the identity, or a factor (L,). Never registered."""
+    """Every expert is the identity, or a factor (L,); padding becomes NaN. Never registered."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="returns its input, to check transports",
@@ -38,7 +47,8 @@ class IdentityExperts(FusedExperts):
         assert not isinstance(tokens, RowTokens)
         x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
         y = x.dequantize(self.context.dtype.dtype)
-        return ExpertOutput(y if self.factors_L is None else y * self._factors_of(tokens, y), OutputStage.RAW)
+        y = y if self.factors_L is None else y * self._factors_of(tokens, y)
+        return ExpertOutput(torch.where(_is_padding(tokens, y), torch.nan, y), OutputStage.RAW)
 
     def _factors_of(self, tokens: GroupedTokens | BatchedTokens, y: Tensor) -> Tensor:
         assert self.factors_L is not None

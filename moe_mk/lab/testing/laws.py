@@ -34,6 +34,8 @@ SLOTS = Law("slots", "every assignment reaches the slot of its expert")
 CALLS = Law("calls", "a call does not depend on earlier or concurrent calls")
 KEPT = Law("kept", "outputs are not changed by later calls and share no memory with inputs")
 NOTHING_LEFT = Law("nothing left", "a call does not leak tensors")
+ALONE = Law("alone", "NaN in one token reaches no other token")
+GLOBALS = Law("globals", "a call leaves random states, default dtype, threads and modes of the process as they were")
 GRAPHS = Law("graphs", "a call reads no values on the host, if the traits declare graph_safe")
 PROCESSES = Law("processes", "processes and ranks of one process give the same bits")
 VALUES = Law("values", "outputs are within the error limit of the number formats")
@@ -44,7 +46,7 @@ RUNS = Law("runs", "every case runs without an unexpected exception")
 
 LAWS = (
     LOADS, SIGNATURE, INPUTS, SHAPE, STAGE, WEIGHTING, ORDER, LOST, NOWHERE, PADDING, DETERMINISTIC, INVARIANT,
-    SLOTS, CALLS, KEPT, NOTHING_LEFT, YIELD_POINTS, GRAPHS, PROCESSES, VALUES, FAULTS, RUNS,
+    SLOTS, CALLS, KEPT, NOTHING_LEFT, ALONE, GLOBALS, YIELD_POINTS, GRAPHS, PROCESSES, VALUES, FAULTS, RUNS,
 )  # fmt: skip
 
 WITH_NOWHERE = re.compile(r"(all to one rank|all to one expert|all -1|some -1)\b(?!, (grouped|batched))")
@@ -55,6 +57,8 @@ READ_ON_HOST = "a value is read on the host"
 
 STATED = (
     (re.compile(r"outcomes after faults"), FAULTS),
+    (re.compile(r"with a token of NaN"), ALONE),
+    (re.compile(r"of the process (was|were) changed"), GLOBALS),
     (re.compile(f"{ON_FRESH}$|{AT_ONCE}|, called again: tokens"), CALLS),
     (re.compile(READ_ON_HOST), GRAPHS),
     (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
@@ -68,7 +72,7 @@ STATED = (
     (re.compile(r"yield points|other ranks (wait|call)|disagree"), YIELD_POINTS),
     (re.compile(r"different bits|changes? bits"), DETERMINISTIC),
     (re.compile(r"the traits declare"), STAGE),
-    (re.compile(r"output is torch|is on device|got \(|shape \(|got torch"), SHAPE),
+    (re.compile(r"dispatched tokens|output is torch|is on device|got \(|shape \(|got torch"), SHAPE),
     (re.compile(r"not finite"), PADDING),
 )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -71,6 +73,29 @@ def no_host_reads(what: str) -> Iterator[FakeTensorMode]:
             if not HOST_READ.search(str(problem)):
                 raise
             raise NonConforming(f"{what}: {READ_ON_HOST}: {problem}") from problem
+
+
+@contextmanager
+def no_global_changes(what: str) -> Iterator[None]:
+    """Raise NonConforming where the block changes a state of torch, Python or numpy that other code depends on."""
+    before = _globals()
+    yield
+    changed = [name for name, value in _globals().items() if value != before[name]]
+    require(not changed, f"{what}: {', '.join(changed)} of the process were changed")
+
+
+def _globals() -> dict[str, Any]:
+    return {
+        "random numbers of torch": torch.get_rng_state().numpy().tobytes(),
+        "random numbers of Python": random.getstate(),
+        "random numbers of numpy": str(np.random.get_state()),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the number of threads": torch.get_num_threads(),
+        "the gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "precision of products": torch.get_float32_matmul_precision(),
+    }
 
 
 def fake(mode: FakeTensorMode, value: Held) -> Held:

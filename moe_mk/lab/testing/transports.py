@@ -24,13 +24,13 @@ from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.experts import output_shape
 from moe_mk.lab.testing.identity import IdentityExperts
 from moe_mk.lab.testing.laws import AT_ONCE, Law, explained
-from moe_mk.lab.testing.limits import NonConforming, fake, later_call, no_host_reads, require
+from moe_mk.lab.testing.limits import NonConforming, fake, later_call, no_global_changes, no_host_reads, require
 from moe_mk.layer import MoELayer
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
 from moe_mk.quant.plain import BF16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner.overlap import alongside
-from moe_mk.tokens import ExpertOutput, Routing
+from moe_mk.tokens import ExpertOutput, GroupedTokens, Routing, RowTokens, Tokens
 from moe_mk.weights.expert_weights import MappedExpertWeights
 
 X = TypeVar("X")
@@ -120,7 +120,8 @@ def check_transport(
     """Every hostile case through one transport with identity experts, on virtual ranks.
 
     Checks the output, that inputs stay as they were, that two calls give equal bits, that every rank makes the same
-    yield points with and without tokens, and that overlap with other work or with a second micro-batch changes no bit.
+    yield points with and without tokens, that overlap with other work or with a second micro-batch changes no bit,
+    dispatched tokens, that NaN stays in its token, and that states of the process are left alone.
     wire: what travels; None is the layer's dtype. ranks_per_node: of one host; None is all of them. cases: instead of
     `hostile_routings`; those that the traits exclude are left out.
     """
@@ -141,7 +142,8 @@ def check_transport(
         what, tokens = f"{name}, {num_ranks} ranks, {ranks.wire.name}, {case.name}", ranks.tokens()
         before = bits_of(*tokens, *case.routings)
         points: list[list[str]] = [[] for _ in range(num_ranks)]
-        alone = ranks.run(tokens, points)
+        with no_global_changes(what):
+            alone = ranks.run(tokens, points)
         require(before == bits_of(*tokens, *case.routings), f"{what}: an input changed")
         _check_identity(ranks, case, alone, tokens, what)
         require(all(log == points[0] for log in points), f"{what}: ranks have different yield points: {points}")
@@ -160,13 +162,18 @@ def check_transport(
             require(not traits.deterministic or equal_bits(alone, again), f"{what}: {law}")
         dual = _at_once(ranks, case, tokens, what)
         require(not traits.deterministic or equal_bits(alone, dual), f"{what}: two micro-batches change bits")
-    _check_calls(ranks_of(first), f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {first.name}")
+    what = f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {first.name}"
+    _check_calls(ranks_of(first), what)
+    _check_dispatched(ranks_of(first), what)
+    if isinstance(wire or dtype, Plain):
+        _check_alone(ranks_of(first), what)
     return len(cases)
 
 
 def suited_to(traits: TransportTraits, cases: Sequence[RoutingCase]) -> list[RoutingCase]:
     """The cases that the traits of a transport allow, with equal tokens on all ranks where it requires them."""
     allowed = [c for c in cases if traits.uneven or len(set(map(len, c.expert_map.experts_of_rank))) == 1]
+    allowed = [c for c in allowed if traits.max_top_k is None or c.top_k <= traits.max_top_k]
     return allowed if "sharded" in traits.tokens else [case.replicated() for case in allowed]
 
 
@@ -210,7 +217,7 @@ class _VirtualTransport:
         for rank, count in enumerate(self.case.num_tokens):
             draw = torch.Generator("cpu").manual_seed(0 if self.partial else rank)
             x_TH = torch.randn((count, self.hidden_size), generator=draw, dtype=torch.float32, device="cpu")
-            made.append(x_TH.to(device=self.device, dtype=self.dtype.dtype))
+            made.append(self.case.scaled(x_TH).to(device=self.device, dtype=self.dtype.dtype))
         return made
 
     def telling_ranks(self) -> _VirtualTransport:
@@ -331,6 +338,56 @@ def check_graph_safe_transport(name: str, num_ranks: int, ranks_per_node: int | 
     return 1
 
 
+def _check_dispatched(ranks: _VirtualTransport, what: str) -> None:
+    """Dispatched tokens are what the traits and the layout state."""
+
+    def call(kernel: FusedMoEKernel, x_TH: Tensor, routing: Routing) -> Flight[None]:
+        transport = kernel.prepare_finalize
+        tokens = yield from transport.prepare(x_TH, routing)
+        found = _problems_of(tokens, transport.traits, transport.context.num_slots)
+        stage = transport.traits.wants
+        y = torch.zeros(output_shape(tokens, stage), dtype=x_TH.dtype, device=x_TH.device)
+        yield from transport.finalize(ExpertOutput(y, stage), tokens)
+        require(not found, f"{what}: dispatched tokens have {'; '.join(found)}")
+
+    each = zip(ranks.kernels, ranks.tokens(), ranks.case.routings, strict=True)
+    fly_together(ranks.world, [call(kernel, x_TH, routing) for kernel, x_TH, routing in each])
+
+
+def _problems_of(tokens: Tokens, traits: TransportTraits, num_slots: int) -> list[str]:
+    """How dispatched tokens depart from their layout."""
+    if type(tokens) is not traits.produces:
+        return [f"layout {type(tokens).__name__}, the traits state {traits.produces.__name__}"]
+    if not isinstance(tokens, RowTokens):
+        total, counts_L = tokens.x_NH.values.shape[0] if isinstance(tokens, GroupedTokens) else None, tokens.counts_L
+        wrong = [] if len(counts_L) == num_slots else [f"{len(counts_L)} counts, for {num_slots} slots"]
+        beyond = total is not None and int(counts_L.sum()) > total
+        return wrong + ([f"counts of {int(counts_L.sum())}, for {total} rows"] if beyond else [])
+    ids_RK, wrong = tokens.ids_RK, []
+    if tokens.num_slots != num_slots:
+        wrong.append(f"num_slots {tokens.num_slots}, the rank has {num_slots}")
+    if (ids_RK.dtype, tokens.weights_RK.dtype) != (torch.int32, torch.float32):
+        wrong.append(f"ids and weights of {ids_RK.dtype} and {tokens.weights_RK.dtype}, not int32 and float32")
+    if ids_RK.numel() and not -1 <= int(ids_RK.min()) <= int(ids_RK.max()) < num_slots:
+        wrong.append(f"slots from {int(ids_RK.min())} to {int(ids_RK.max())}, the rank has {num_slots}")
+    held = int((ids_RK >= 0).sum(dim=1).max()) if ids_RK.numel() else 0
+    if tokens.most_K is not None and held > tokens.most_K:
+        wrong.append(f"rows with {held} choices, most_K is {tokens.most_K}")
+    return wrong
+
+
+def _check_alone(ranks: _VirtualTransport, what: str) -> None:
+    """NaN in the first token of each rank changes no other token."""
+    spoiled = ranks.tokens()
+    for x_TH in spoiled:
+        x_TH[:1] = torch.nan
+    clean, outputs = ranks.run(ranks.tokens()), ranks.run(spoiled)
+    rounding = torch.finfo(ranks.dtype.dtype).eps * (len(outputs) + 1)
+    for rank, (y_TH, clean_TH) in enumerate(zip(outputs, clean, strict=True)):
+        wrong = ~((y_TH[1:] - clean_TH[1:]).abs() <= rounding * clean_TH[1:].abs())
+        require(not bool(wrong.any()), f"{what}, with a token of NaN: other tokens of rank {rank} differ")
+
+
 def factors_of(ids: Tensor) -> Tensor:
     """f32 factors 1, 2, 4 or 8 per logical expert: different for neighbours and for experts 8, 32 or 128 apart."""
     return torch.exp2(((ids + ids // 8 + ids // 32 + ids // 128) % 4).to(torch.float32))
@@ -346,6 +403,10 @@ def _check_calls(ranks: _VirtualTransport, what: str) -> None:
     except Exception as problem:  # without the smaller call it passes
         raise NonConforming(f"{what}, after a smaller call: {type(problem).__name__}: {problem}") from problem
     _check_identity(ranks, ranks.case, full, tokens, f"{what}, after a smaller call")
+    with torch.inference_mode():
+        known = [x.clone() for x in tokens]
+        inside = ranks.run(known)
+    _check_identity(ranks, ranks.case, inside, tokens, f"{what}, in inference mode")
     before, shared = bits_of(*full), {x.untyped_storage().data_ptr() for x in tokens if x.numel()}
     negated = [-x for x in tokens]
     ranks.run(negated)

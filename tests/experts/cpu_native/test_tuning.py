@@ -56,7 +56,7 @@ compiled = NEEDS_COMPILER
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where tuned files are read from, empty; a processor called "A B"."""
     monkeypatch.setattr(tuned_files, "config_folder", lambda: tmp_path)
-    monkeypatch.setattr(cpu_native_tuning, "_processor", lambda: "A B")
+    monkeypatch.setattr(cpu_native_tuning, "processor", lambda: "A B")
     tuned_files._log_missing.cache_clear()
     return tmp_path / "tuned"
 
