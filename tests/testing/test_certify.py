@@ -68,8 +68,10 @@ def test_sizes_that_a_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPat
 def test_the_larger_cases_have_the_sizes_of_their_names() -> None:
     cases = larger_routings(4)
     assert [case.num_tokens for case in cases[:3]] == [[31, 15, 0, 31], [33, 16, 0, 33], [65, 32, 0, 65]]
-    ids = torch.cat([ids_TK.flatten() for ids_TK in cases[-1].logical_ids])
-    assert torch.bincount(ids)[7] == 130 and sum(cases[-1].num_tokens) == 130
+    (crowded,) = [case for case in cases if case.name == "130 rows of one expert"]
+    ids = torch.cat([ids_TK.flatten() for ids_TK in crowded.logical_ids])
+    assert torch.bincount(ids)[7] == 130 and sum(crowded.num_tokens) == 130
+    assert [case.top_k for case in cases[-2:]] == [1, 8] and cases[-3].gaps and 0.0 in cases[-4].factors
     for case in (*cases, routings_of_slots(4, 40)):
         assert case.name.endswith("some -1") or all(bool((routing.ids_TK >= 0).all()) for routing in case.routings)
         for row in torch.cat(case.logical_ids).tolist():

@@ -61,7 +61,7 @@ STATED = (
     (re.compile(r"of the process (was|were) changed"), GLOBALS),
     (re.compile(f"{ON_FRESH}$|{AT_ONCE}|, called again: tokens"), CALLS),
     (re.compile(READ_ON_HOST), GRAPHS),
-    (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
+    (re.compile(r"breaks the contract|registered twice|reads neither"), SIGNATURE),
     (re.compile(r"could not be loaded"), LOADS),
     (re.compile(r"input changed|(weights|tokens) were changed"), INPUTS),
     (re.compile(r"calls leak \d+ tensors"), NOTHING_LEFT),
@@ -73,6 +73,7 @@ STATED = (
     (re.compile(r"different bits|changes? bits"), DETERMINISTIC),
     (re.compile(r"the traits declare"), STAGE),
     (re.compile(r"dispatched tokens|output is torch|is on device|got \(|shape \(|got torch"), SHAPE),
+    (re.compile(r"zeros, large and small tokens"), VALUES),
     (re.compile(r"not finite"), PADDING),
 )
 

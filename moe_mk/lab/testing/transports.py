@@ -278,6 +278,7 @@ def _check_identity(
         require(y_TH.device == x_TH.device, f"{what}: the output of rank {rank} is on device {y_TH.device}")
         require(y_TH.shape == x_TH.shape, f"{what}: rank {rank} got {tuple(y_TH.shape)}, not {tuple(x_TH.shape)}")
         require(ranks.partial or y_TH.dtype is x_TH.dtype, f"{what}: rank {rank} got {y_TH.dtype}, not {x_TH.dtype}")
+        require(bool(y_TH.isfinite().all()), f"{what}: the output of rank {rank} is not finite")
         wrong = (y_TH.double() - expected_TH).abs() > rounding * expected_TH.abs()
         if bool(wrong.any()):
             token = int(wrong.any(dim=1).nonzero()[0])

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.oracle.expected_error import experts_error
+from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
@@ -254,6 +256,18 @@ class OneActivation(Right):
     traits = replace(Right.traits, activations=frozenset({"silu", "gelu"}))
 
 
+# Twice the expected error: within the limit of a token, and not of all together.
+AllRowsAHairTooLarge = changed(
+    "AllRowsAHairTooLarge", "values", Right,
+    finish=lambda was, y, tokens: was(y * (1 + 2.2 * experts_error(FP32, FP32, FP32, y.shape[1])), tokens),
+)  # fmt: skip
+
+
+@breaks("signature")
+class ReadsNoWeights(Right):
+    traits = replace(Right.traits, layouts=frozenset({"of its own"}))
+
+
 # The kit weighs it again.
 WeighsRawOutput = changed(
     "WeighsRawOutput", "values", Right, finish=lambda was, y, tokens: was(y * tokens.weights_N[:, None], tokens)
@@ -279,6 +293,33 @@ class OrderOfSumsByBatch(Right):
             for some, part in zip(x[row].chunk(self.parts), weight.chunk(self.parts, dim=1), strict=True):
                 y[row] += (some * part).sum(dim=1)
         return y
+
+
+@breaks("invariant")
+class OrderOfSumsByBatchOfRows(Right):
+    """The same in the second of its layouts alone."""
+
+    traits = replace(
+        Right.traits, batch_invariant=True, emits={GroupedTokens: OutputStage.RAW, RowTokens: OutputStage.REDUCED}
+    )
+
+    def reduced_rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        y_RH = super().reduced_rows(tokens, weights)
+        return y_RH if len(y_RH) <= 3 else y_RH * (1 + 1e-7)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = [(weight * row).sum(dim=1) for row in x]  # of one row at a time: independent of their number
+        return torch.stack(rows) if rows else x.new_zeros((0, len(weight)))
+
+
+NaNOfAll = changed("NaNOfAll", "alone", Right, sorted_rows=lambda was, *given: (y := was(*given)) + 0 * y.sum())
+
+
+@breaks("globals")
+class DrawsRandomNumbers(Right):
+    def rows(self, x: QuantTensor) -> Tensor:
+        torch.rand(1)
+        return super().rows(x)
 
 
 # Padding and ids of -1.
@@ -319,6 +360,50 @@ class NowhereIsTheLastExpert(RightRows):
 
 
 @breaks("nowhere")
+class NowhereIsTheFirstExpertByItsNumber(RightRows):
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        return tokens.ids_RK.clamp(min=0), tokens.weights_RK
+
+
+@breaks("values", larger=True)
+class OneChoiceHasNoWeight(RightRows):
+    """With one choice a token its weight is taken for 1."""
+
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        alone = tokens.ids_RK.shape[1] == 1
+        return tokens.ids_RK, torch.ones_like(tokens.weights_RK) if alone else tokens.weights_RK
+
+
+@breaks("padding", larger=True)
+class TakesRowsForAdjacent(RightRows):
+    """Reads memory from the first row on, whatever the stride."""
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = x.values
+        return values.as_strided(values.shape, (values.shape[1], 1)) if len(values) else values
+
+
+@breaks("values", larger=True)
+class DividesByTheLargest(Right):
+    """Rows are scaled by their largest value and back, which rows of zeros have not."""
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        zero_N1 = (values == 0).all(dim=1, keepdim=True) & (len(values) > 16)
+        return torch.where(zero_N1, torch.nan, values)
+
+
+@breaks("values", larger=True)
+class ActivationOfASmallRange(Right):
+    """silu from a table of [-12, 12]."""
+
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        w13, w2 = self.matrices(slot, weights)
+        gate, up = self.product(x_NH, w13).chunk(2, dim=1)
+        return self.product(silu(gate.clamp(-12, 12)) * up, w2)
+
+
+@breaks("nowhere")
 class MeanOverAllChoices(RightRows):
     """Divides by the number of choices that count, and multiplies by top_k."""
 
@@ -337,6 +422,18 @@ class StaleCounts(Right):
     def counts(self, counts_L: Tensor) -> list[int]:
         self.held = self.held or super().counts(counts_L)
         return self.held
+
+
+@breaks("calls")
+class WrongTheSecondTime(Right):
+    """Doubles what it returned in the call before."""
+
+    held = torch.empty(0)
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        again = y.numel() and self.held.shape == y.shape and torch.equal(self.held, y)
+        self.held = y
+        return super().finish(y * 2 if again else y, tokens)
 
 
 @breaks("calls")
@@ -440,6 +537,17 @@ class WeightsInPlace(Right):
 
 
 @breaks("inputs")
+class WeightsInPlaceOfACall(Right):
+    """Moves one weight by its last bit in each call."""
+
+    def sorted_rows(self, x_NH: Tensor, counts: list[int], weights: Weights) -> Tensor:
+        assert isinstance(weights, ExpertWeights)
+        one = weights.w2.values[0, 0]
+        one[0] = torch.nextafter(one[0], torch.tensor(9.0))
+        return super().sorted_rows(x_NH, counts, weights)
+
+
+@breaks("inputs")
 class ClearsCounts(Right):
     def counts(self, counts_L: Tensor) -> list[int]:
         counts = super().counts(counts_L)
@@ -463,6 +571,7 @@ OutputInPlaceOfRows = changed(
 # Outputs.
 
 OutputInF64 = changed("OutputInF64", "shape", Right, finish=lambda was, y, tokens: was(y.double(), tokens))
+OutputElsewhere = changed("OutputElsewhere", "shape", Right, finish=lambda was, y, tokens: was(y.to("meta"), tokens))
 OutputInBf16 = changed("OutputInBf16", "shape", Right, finish=lambda was, y, tokens: was(y.bfloat16(), tokens))
 PaddedOutput = changed(
     "PaddedOutput", "shape", Right,

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.flight import Flight, InFlight
+from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.no_ep import NoEP
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from tests.testing.broken.corpus import breaks, changed
 
 PLAIN = frozenset({"plain"})
@@ -42,7 +43,23 @@ class RightAlone(NoEP):
     traits = replace(NoEP.traits, wire=PLAIN, graph_safe=True)
 
 
-RIGHT = (Right, RightAlone)
+class RightBatches(RightAlone):
+    """A block for each expert; weighs and sums in `finalize`."""
+
+    traits = replace(NoEP.traits, wire=PLAIN, produces=BatchedTokens, wants=OutputStage.RAW, graph_safe=False)
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        return permute((yield from super().prepare(x_TH, routing)), (BatchedTokens,))
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        yield InFlight("combine")
+        return self.summed(output, tokens)
+
+    def summed(self, output: ExpertOutput, tokens: Tokens) -> Tensor:
+        return weight_and_reduce(output, tokens, OutputStage.REDUCED).y
+
+
+RIGHT = (Right, RightAlone, RightBatches)
 
 
 # Tokens that are lost, moved or weighed wrongly.
@@ -135,6 +152,43 @@ class NowhereIsTheFirstExpert(Right):
             ids_TK=torch.where(nowhere_TK, 0, routing.ids_TK),
             weights_TK=torch.where(nowhere_TK, 0.1, routing.weights_TK),
         )
+
+
+NowhereIsTheFirstExpertByItsNumber = changed(
+    "NowhereIsTheFirstExpertByItsNumber", "nowhere", Right,
+    sent=lambda _, routing: replace(routing, ids_TK=routing.ids_TK.clamp(min=0)),
+)  # fmt: skip
+
+
+@breaks("padding")
+class SumsPadding(RightBatches):
+    """Adds padding times 0."""
+
+    def summed(self, output: ExpertOutput, tokens: Tokens) -> Tensor:
+        assert isinstance(tokens, BatchedTokens) and tokens.home is not None
+        total_TH = torch.zeros((tokens.home.num_rows, output.y.shape[-1]))
+        weighted = output.y.float() * tokens.home.weights_LS[..., None]
+        rows = tokens.home.row_LS.clamp(min=0).flatten()
+        return total_TH.index_add_(0, rows, weighted.flatten(0, 1)).to(output.y.dtype) if len(total_TH) else total_TH
+
+
+@breaks("weighting", larger=True)
+class FourChoices(Right):
+    """Choices after the fourth of a token are dropped."""
+
+    def sent(self, routing: Routing) -> Routing:
+        ids_TK = routing.ids_TK.clone()
+        ids_TK[:, 4:] = -1
+        return replace(routing, ids_TK=ids_TK)
+
+
+@breaks("weighting", larger=True)
+class OneChoiceHasNoWeight(Right):
+    """With one choice a token its weight is taken for 1."""
+
+    def sent(self, routing: Routing) -> Routing:
+        alone = routing.ids_TK.shape[1] == 1
+        return replace(routing, weights_TK=torch.ones_like(routing.weights_TK)) if alone else routing
 
 
 # Slots.
@@ -269,6 +323,8 @@ OutputInF64 = changed("OutputInF64", "shape", Right, combined=lambda _, y: y.dou
 PaddedOutput = changed(
     "PaddedOutput", "shape", Right, combined=lambda _, y: torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1]))))
 )
+NaNOfAll = changed("NaNOfAll", "alone", Right, combined=lambda _, y: y + 0 * y.sum())
+StatesFewerChoices = changed("StatesFewerChoices", "shape", Right, arrived=lambda _, tokens: replace(tokens, most_K=1))
 OtherDevice = changed("OtherDevice", "shape", Right, combined=lambda _, y: y.to("meta"))
 
 
@@ -279,6 +335,32 @@ class LastBitByCall(Right):
     def combined(self, y_TH: Tensor) -> Tensor:
         self.calls += 1
         return y_TH * (1 + torch.finfo(y_TH.dtype).eps * (self.calls % 2))
+
+
+@breaks("globals")
+class DrawsRandomNumbers(Right):
+    def sent(self, routing: Routing) -> Routing:
+        torch.rand(1)
+        return routing
+
+
+@breaks("globals")
+class SetsThreads(Right):
+    threads = 2
+
+    def sent(self, routing: Routing) -> Routing:
+        torch.set_num_threads(SetsThreads.threads)
+        SetsThreads.threads += 1
+        return routing
+
+
+@breaks("runs")
+class ReadsVersions(Right):
+    """Tensors of inference mode have none."""
+
+    def sent(self, routing: Routing) -> Routing:
+        assert torch.is_inference_mode_enabled() is False, "cannot be called in inference mode"
+        return routing
 
 
 @breaks("yield points")
@@ -295,6 +377,28 @@ class YieldsOnceMoreWithTokens(Right):
         if len(x_TH):
             yield InFlight("tokens")
         return (yield from super().prepare(x_TH, routing))
+
+
+@breaks("yield points")
+class YieldsOnceMoreOnTheFirstRank(Right):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        if self.context.comm.rank == 0:
+            yield InFlight("first")
+        return (yield from super().prepare(x_TH, routing))
+
+
+@breaks("deterministic")
+class LastBitOfTheSecondOpenCall(Right):
+    opened = 0
+
+    def sent(self, routing: Routing) -> Routing:
+        self.opened += 1
+        self.most = self.opened
+        return routing
+
+    def combined(self, y_TH: Tensor) -> Tensor:
+        self.opened -= 1
+        return y_TH * (1 + torch.finfo(y_TH.dtype).eps) if self.most > 1 else y_TH
 
 
 @breaks("runs")
