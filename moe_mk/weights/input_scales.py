@@ -39,8 +39,8 @@ def read_input_scales(
     """The scales of all experts of one layer, not only those of a rank; None if the checkpoint has none.
 
     prefix: the part of names before "experts.0..."; None: the layer's block is searched. shared: whether those of the
-    shared experts count, which then round with the same ones. Raises WeightError if only some experts have a scale, and
-    for scales that are not finite and positive.
+    shared experts count, which then round with the same ones. Raises WeightError if only some experts have a scale, for
+    scales that are not finite or negative, and where all are 0.
     """
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     if not has_input_scales(source, layer, prefix):
@@ -61,11 +61,16 @@ def read_input_scales(
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
     scales = {name: source.open(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
     scales = {name: 1.0 / scale if convention.divides else scale for name, scale in scales.items()}
-    if broken := [name for name, s in scales.items() if not s.numel() or not bool((torch.isfinite(s) & (s > 0)).all())]:
+    # Calibration leaves 0 for an expert that it sent no token to; the largest scale is that of others then.
+    if broken := [
+        name for name, s in scales.items() if not s.numel() or not bool((torch.isfinite(s) & (s >= 0)).all())
+    ]:
         raise WeightError(f"{title}: input scales are not finite and positive: {some(broken)}")
     down = {name for name in wanted if (part := convention.parse(name)) and part.projection == "down"}
     tokens = [float(scale.max()) for name, scale in scales.items() if name not in down]
     hidden = [float(scale.max()) for name, scale in scales.items() if name in down]
+    if not max(tokens) or not max(hidden):
+        raise WeightError(f"{title}: all input scales of {'down' if max(tokens) else 'gate and up'} projections are 0")
     return InputScales(max(tokens), max(hidden))
 
 

@@ -75,6 +75,26 @@ def test_broken_and_missing_scales_are_refused() -> None:
         read_input_scales(MappingSource(content), 3)
 
 
+def test_an_expert_that_calibration_sent_no_token_to_has_no_part_in_the_largest_scale() -> None:
+    content, one = tensors(), PREFIX + "experts.1."
+    before = read_input_scales(MappingSource(content), 3)
+    for projection in ("gate", "up", "down"):
+        content[f"{one}{projection}_proj.input_scale"].zero_()
+    assert read_input_scales(MappingSource(content), 3) == before
+    for name in content:
+        if name.endswith("down_proj.input_scale"):
+            content[name].zero_()
+    with pytest.raises(WeightError, match="all input scales of down projections are 0"):
+        read_input_scales(MappingSource(content), 3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_a_scale_may_have_axes_of_size_1(shape: tuple[int, ...]) -> None:
+    content = tensors()
+    shaped = {n: t.reshape(shape) if n.endswith("input_scale") else t for n, t in content.items()}
+    assert read_input_scales(MappingSource(shaped), 3) == read_input_scales(MappingSource(content), 3)
+
+
 def test_experts_round_with_the_scales_of_the_checkpoint(checkpoint: Callable[[dict[str, Tensor]], Path]) -> None:
     folder = checkpoint(tensors())
     layer = DeepseekV3MoE.from_checkpoint(folder, 3, dtype=torch.float32, experts="reference", activations="checkpoint")
