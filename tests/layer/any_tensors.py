@@ -20,7 +20,7 @@ def tensors_of(spec: LayerSpec, seed: int) -> dict[str, Tensor]:
         part, shape = expected.part, expected.shape
         if part.role is Role.TABLE:
             made[name] = torch.rand((shape[0], spec.num_experts), generator=draw).argsort(1)[:, : shape[1]]
-        elif part.extra == "bias" or part.role in (Role.BIAS, Role.LOGIT_BIAS):
+        elif part.extra == "bias" or part.role in (Role.BIAS, Role.LOGIT_BIAS, Role.IMAGE_BIAS):
             made[name] = torch.randn(shape, generator=draw) * 0.3
         elif part.role in (Role.INPUT_NORM, Role.EXPERT_SCALE):
             size = spec.hidden_size**0.5 if part.projection == "router" else 1.0
