@@ -163,8 +163,8 @@ def sites() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse((KIT / file).read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("require", "require_close")):
                 continue
-            said = node.args[-1]
-            parts = said.values if isinstance(said, ast.JoinedStr) else [said]
+            message = node.args[-1]
+            parts = message.values if isinstance(message, ast.JoinedStr) else [message]
             words = [each.value.strip(" :,;(") for each in parts if isinstance(each, ast.Constant)]
             if sum(map(len, words)) >= 8:
                 yield file, " * ".join(filter(None, words))

@@ -165,11 +165,13 @@ class SumsPadding(RightBatches):
     """Adds padding times 0."""
 
     def summed(self, output: ExpertOutput, tokens: Tokens) -> Tensor:
-        assert isinstance(tokens, BatchedTokens) and tokens.home is not None
-        total_TH = torch.zeros((tokens.home.num_rows, output.y.shape[-1]))
-        weighted = output.y.float() * tokens.home.weights_LS[..., None]
-        rows = tokens.home.row_LS.clamp(min=0).flatten()
-        return total_TH.index_add_(0, rows, weighted.flatten(0, 1)).to(output.y.dtype) if len(total_TH) else total_TH
+        assert isinstance(tokens, BatchedTokens)
+        source = tokens.home
+        assert source is not None
+        total_TH = torch.zeros((source.num_rows, output.y.shape[-1]))
+        weighted = (output.y.float() * source.weights_LS[..., None]).flatten(0, 1)
+        added = total_TH.index_add_(0, source.row_LS.clamp(min=0).flatten(), weighted) if len(total_TH) else total_TH
+        return added.to(output.y.dtype)
 
 
 @breaks("weighting", larger=True)
