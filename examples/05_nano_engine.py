@@ -101,7 +101,8 @@ class NanoModel:
                         value = QuantTensor(value, shard.get_tensor(scales), FP8_128x128).dequantize(torch.bfloat16)
                     tensors[name] = value
         moe = {}
-        groups = moe_mk.ParallelGroups(ep=group, tp=tp)
+        given = {"ep": group, "tp": tp}
+        groups = moe_mk.ParallelGroups(**{name: each for name, each in given.items() if each is not None})
         for number in range(facts["first_k_dense_replace"], facts["num_hidden_layers"]):
             layer = moe_mk.DeepseekV3MoE(config, groups=groups, name=f"layer {number}", pool=pool)
             moe[number] = layer.load_from_safetensors(folder, layer=number)

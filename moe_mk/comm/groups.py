@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,26 +22,59 @@ if TYPE_CHECKING:
 Group = dist.ProcessGroup | Communicator
 
 
+class Absent(Enum):
+    """The value of a group that is not given, which is not None: `dist.group.WORLD` is, before there is one."""
+
+    ABSENT = "one rank"
+
+
+def expect_group(what: str, group: object) -> None:
+    """Raise ConfigError for what is no group; what: its name."""
+    if group is None:
+        raise ConfigError(
+            f"{what} is None, as dist.group.WORLD is before torch.distributed.init_process_group; call that first, or "
+            f"leave {what} out where it has one rank (or pass moe_mk.comm.SingleRank())"
+        )
+    if not isinstance(group, dist.ProcessGroup | Communicator | Absent):
+        kinds = "a torch.distributed.ProcessGroup or a moe_mk.comm.Communicator"
+        raise ConfigError(f"{what} is {group!r} ({type(group).__name__}), not {kinds}")
+
+
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups, or communicators, for the dimensions of a MoE layer. None is a dimension of one.
+    """Process groups, or communicators, for the dimensions of a MoE layer. One that is left out has one rank.
 
     ep: ranks that share out the experts. tp: ranks that hold the same tokens and a slice of every expert.
     dp: ranks that hold different tokens; used to add up expert loads, never inside a forward.
 
     Layers that get the same object share what transports keep open over its groups, such as windows of equal geometry:
     one set serves all layers of a model. This object owns them; they end with the last layer that uses them.
+    Raises ConfigError for None and for what is no group.
     """
 
-    ep: Group | None = None
-    tp: Group | None = None
-    dp: Group | None = None
+    ep: Group | Absent = Absent.ABSENT
+    tp: Group | Absent = Absent.ABSENT
+    dp: Group | Absent = Absent.ABSENT
     kept: dict[str, dict[Hashable, object]] = field(default_factory=dict, compare=False, repr=False)
     """What is open, by dimension; see `Communicator.kept`."""
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "tp", "dp"):
+            expect_group(f"ParallelGroups({name}=...)", getattr(self, name))
+
+    @classmethod
+    def of(cls, groups: ParallelGroups | DeviceMesh | None) -> ParallelGroups:
+        """Groups as they are, those of a mesh, or one rank for None. Raises ConfigError for anything else."""
+        if groups is None:
+            return cls()
+        return groups if isinstance(groups, ParallelGroups) else cls.from_mesh(groups)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelGroups:
         """Take the dimensions ep, tp and dp of a device mesh. Raises ConfigError for a mesh without any of them."""
+        if not hasattr(mesh, "mesh_dim_names"):
+            wanted = "moe_mk.ParallelGroups(ep=...) or a DeviceMesh with a dimension ep, tp or dp"
+            raise ConfigError(f"groups is {mesh!r} ({type(mesh).__name__}), not {wanted}")
         names = mesh.mesh_dim_names or ()
         dimensions: tuple[Literal["ep", "tp", "dp"], ...] = ("ep", "tp", "dp")
         known: dict[str, Any] = {name: mesh.get_group(name) for name in dimensions if name in names}
@@ -73,14 +107,18 @@ def rank_groups(num_ranks: int, *, pp: int = 1, dp: int = 1, pcp: int = 1, tp: i
 
 
 def communicator(
-    group: Group | None,
+    group: Group | Absent,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     layer: str = "",
     kept: dict[Hashable, object] | None = None,
 ) -> Communicator:
-    """The communicator of a group; a communicator is taken as it is. kept: what its views share, see `Communicator`."""
-    if group is None:
+    """The communicator of a group; a communicator is taken as it is. kept: what its views share, see `Communicator`.
+
+    Raises ConfigError for None and for what is no group.
+    """
+    expect_group("group", group)
+    if isinstance(group, Absent):
         return SingleRank()
     if isinstance(group, Communicator):
         return group

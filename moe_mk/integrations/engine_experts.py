@@ -259,7 +259,7 @@ class EngineExperts(RankExperts):
         settings = settings or {}
         super().__init__(
             given,
-            Grid(groups or ParallelGroups(), settings.get("timeout_s", DEFAULT_TIMEOUT_S), name),
+            Grid(ParallelGroups.of(groups), settings.get("timeout_s", DEFAULT_TIMEOUT_S), name),
             weights.model(given.scheme) | {"name": name},
             top_k=top_k,
             dtype=weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16),

@@ -37,6 +37,7 @@ from moe_mk.integrations.hf.op import (
     parallel_registry,
     refuse_adapters,
     refuse_others,
+    refuse_where_freed,
 )
 from moe_mk.integrations.hf.packed import PackedModule, PackedReport, experts_of, replace_experts
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of, pooled
@@ -148,7 +149,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 
 
 def _warn_where_it_is_ignored() -> None:
-    """Warn where a model with experts is built with an implementation that its class never calls.
+    """Warn where a model with experts is built with an implementation that its class never calls, and refuse to select
+    another one for a model whose weights were freed.
 
     transformers 5.24 checks the name for every model, but dispatches only experts with @use_experts_implementation;
     those of Llama 4 have none.
@@ -161,6 +163,7 @@ def _warn_where_it_is_ignored() -> None:
     def checked(self: PreTrainedModel, requested_experts: str | None) -> str:
         name: str = chosen(self, requested_experts)
         ours = isinstance(moe.ExpertsInterface._global_mapping.get(name), ExpertsFunction)
+        refuse_where_freed(self, name)
         if (
             ours
             and not self._can_set_experts_implementation()

@@ -121,10 +121,7 @@ class MoELayer(WithoutParameters):
         slots or bytes. Raises ConfigError, or UnsupportedError with every reason.
         """
         super().__init__()
-        if groups is not None and not isinstance(groups, ParallelGroups):
-            groups = ParallelGroups.from_mesh(groups)
-        wanted = wanted_device(device)
-        groups = groups or ParallelGroups()
+        groups, wanted = ParallelGroups.of(groups), wanted_device(device)
         self.dtype, self.name, self.spans, self.pool = dtype, name, Spans(), pool
         grid = Grid(groups, config.kernel.timeout_s, name)
         config = settings.with_sizes(config, grid.sizes)

@@ -46,7 +46,8 @@ class SequenceParallelMoE(nn.Module):
     own groups are not touched: its EP ranks usually are those of several such groups, with parallel.tokens = sharded.
     """
 
-    def __init__(self, layer: MoELayer, group: Group | None) -> None:
+    def __init__(self, layer: MoELayer, group: Group) -> None:
+        """Raises ConfigError for None and for what is no group."""
         super().__init__()
         self.layer = layer
         self.comm = communicator(group, timeout_s=layer.config.kernel.timeout_s, layer=layer.name)

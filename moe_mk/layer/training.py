@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.single import SingleRank
+from moe_mk.comm.groups import Absent, Group, communicator
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import wait
@@ -60,7 +59,7 @@ class TrainingMoE(nn.Module):
     def __init__(
         self,
         config: MoEConfig,
-        comm: Communicator | None = None,
+        comm: Group | Absent = Absent.ABSENT,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -69,12 +68,12 @@ class TrainingMoE(nn.Module):
     ) -> None:
         """config: model, router and parallel.placement; the kernel section is not read.
 
-        comm: the ranks that share out the experts; None for one rank. generator: draws the noise of noisy_topk, and the
+        comm: the ranks that share out the experts; left out: one rank. generator: draws the noise of noisy_topk and the
         initial weights, which do not depend on the number of ranks. balance_weight: of the auxiliary loss; 0.0 omits it
         and its collective. Raises UnsupportedError with every setting that cannot be trained.
         """
         super().__init__()
-        self.config, self.comm, self.generator = config, comm or SingleRank(), generator
+        self.config, self.comm, self.generator = config, communicator(comm), generator
         self.balance_weight = balance_weight
         if reasons := _reasons_against(config, self.comm.size):
             raise UnsupportedError(f"{config.model.name} cannot be trained as configured", reasons)

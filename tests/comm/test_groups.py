@@ -1,23 +1,56 @@
 """What an engine hands over, and what becomes of it. Real groups and meshes: `test_distributed.py`."""
 
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_mk.comm import LockstepWorld, ParallelGroups, SingleRank, communicator, rank_groups
+from moe_mk.config import load_config
 from moe_mk.errors import ConfigError
+from moe_mk.layer import MoELayer, SequenceParallelMoE, TrainingMoE
 
 
-def test_no_group_is_one_rank_and_a_communicator_is_itself() -> None:
-    assert isinstance(communicator(None), SingleRank)
+def test_a_group_that_is_not_given_is_one_rank_and_a_communicator_is_itself() -> None:
+    assert isinstance(communicator(ParallelGroups().ep), SingleRank)
     comm = LockstepWorld(2).communicators()[1]
-    assert communicator(comm) is comm
-    assert ParallelGroups() == ParallelGroups(ep=None, tp=None, dp=None)
+    assert communicator(comm) is comm and ParallelGroups(ep=comm).ep is comm
+    assert ParallelGroups() == pickle.loads(pickle.dumps(ParallelGroups())) != ParallelGroups(tp=comm)
+    assert replace(ParallelGroups(tp=comm), ep=comm) == ParallelGroups(ep=comm, tp=comm)
+
+
+CONFIG = load_config("tiny")
+DOORS: dict[str, Callable[[Any], object]] = {
+    "ParallelGroups(ep)": lambda group: ParallelGroups(ep=group),
+    "ParallelGroups(tp)": lambda group: ParallelGroups(tp=group),
+    "ParallelGroups(dp)": lambda group: ParallelGroups(dp=group),
+    "communicator": communicator,
+    "from_mesh": ParallelGroups.from_mesh,
+    "TrainingMoE(comm)": lambda group: TrainingMoE(CONFIG, group),
+    "SequenceParallelMoE(group)": lambda group: SequenceParallelMoE(MoELayer(CONFIG), group),
+    "MoELayer(groups)": lambda group: MoELayer(CONFIG, groups=group),
+}
+"""Everything public that takes a group."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_none_and_what_is_no_group_are_refused_at_every_door(door: str) -> None:
+    # dist.group.WORLD is None before init_process_group: the layer would hold all experts, on every rank.
+    assert dist.group.WORLD is None
+    for wrong in (2, "world", [0, 1], object(), dist):
+        with pytest.raises(ConfigError, match="not "):
+            DOORS[door](wrong)
+    if door != "MoELayer(groups)":  # None is its default
+        with pytest.raises(ConfigError, match="init_process_group" if door != "from_mesh" else "groups is None"):
+            DOORS[door](None)
 
 
 @pytest.mark.parametrize("names", [None, ("rows", "columns")])

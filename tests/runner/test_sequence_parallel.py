@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import ConfigError, ParallelGroups, ShapeError
-from moe_mk.comm import LockstepWorld
+from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer import MoELayer, SequenceParallelMoE
@@ -99,7 +99,7 @@ def test_sliced_experts_are_added_up_before_the_chunks_are_gathered() -> None:
 
 
 def test_one_rank_has_one_chunk_and_bad_tokens_are_refused_before_anything_moves() -> None:
-    one = SequenceParallelMoE(layer(8, TOP_K), None)
+    one = SequenceParallelMoE(layer(8, TOP_K), SingleRank())
     x_TH = torch.randn(5, HIDDEN)
     assert torch.equal(one(x_TH), one.layer(x_TH))
     with pytest.raises(ShapeError, match="hidden_states"):
@@ -150,6 +150,6 @@ def test_every_rank_refuses_ids_that_only_one_would_meet(
 
 
 def test_ids_are_without_effect_where_scores_choose() -> None:
-    one = SequenceParallelMoE(layer(8, TOP_K), None)
+    one = SequenceParallelMoE(layer(8, TOP_K), SingleRank())
     x_TH = torch.randn(5, HIDDEN)
     assert torch.equal(one(x_TH, torch.tensor(7)), one(x_TH))

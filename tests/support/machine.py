@@ -347,7 +347,9 @@ def grid_of(ep: int, tp: int) -> list[ParallelGroups]:
     columns = [LockstepWorld(ep).communicators() for _ in range(tp)]
     rows = [LockstepWorld(tp).communicators() for _ in range(ep)]
     return [
-        ParallelGroups(ep=columns[slice_][rank] if ep > 1 else None, tp=rows[rank][slice_] if tp > 1 else None)
+        ParallelGroups(
+            **({"ep": columns[slice_][rank]} if ep > 1 else {}), **({"tp": rows[rank][slice_]} if tp > 1 else {})
+        )
         for rank in range(ep)
         for slice_ in range(tp)
     ]

@@ -3,6 +3,7 @@ tokens are small integers, the activation is relu(x)^2, routing weights are 1/2 
 below 2^24 or a quarter of one. A wrong, missing or doubled expert changes it; an order of adding does not."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,9 +74,10 @@ def config(**settings: object) -> MoEConfig:
 
 
 def layers_of(comm: Communicator, tp: Communicator | None = None, **settings: object) -> list[MoELayer]:
+    groups = ParallelGroups(ep=comm) if tp is None else ParallelGroups(ep=comm, tp=tp)
     return [
         MoELayer(
-            config(**settings), dtype=torch.float32, groups=ParallelGroups(ep=comm, tp=tp), name=f"layer {x}"
+            config(**settings), dtype=torch.float32, groups=replace(groups, kept={}), name=f"layer {x}"
         ).load_weights(tensors(x))
         for x in range(LAYERS)
     ]

@@ -135,9 +135,19 @@ def refuse_others(module: nn.Module) -> None:
     module.register_state_dict_pre_hook(_cannot_be_saved)  # type: ignore[no-untyped-call]
 
 
+def refuse_where_freed(model: nn.Module, name: object) -> None:
+    """Raise UnsupportedError if experts of another implementation are selected for a module that `refuse_others`."""
+    for module in model.modules():
+        if _must_be_ours in module._forward_pre_hooks.values():
+            _refuse(module, name)
+
+
 def _must_be_ours(module: nn.Module, args: object) -> None:
     del args
-    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    _refuse(module, getattr(getattr(module, "config", None), "_experts_implementation", None))
+
+
+def _refuse(module: nn.Module, name: object) -> None:
     if not isinstance(name, str) or function_of(module, name) is None:
         raise UnsupportedError(
             f"{type(module).__name__} has freed its weights for moe_mk, but has experts_implementation={name!r}",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError, MoEMKError
 from moe_mk.flight import wait
 from moe_mk.lab.cli import environment
@@ -102,8 +103,9 @@ def groups_of(place: Place) -> ParallelGroups:
     if place.tp == 1:
         return ParallelGroups(ep=dist.group.WORLD)
     everyone = list(range(place.size))
-    ep = _subgroup([everyone[t :: place.tp] for t in range(place.tp)]) if place.size > place.tp else None
-    return ParallelGroups(ep=ep, tp=_subgroup([everyone[i : i + place.tp] for i in everyone[:: place.tp]]))
+    groups = {"ep": [everyone[t :: place.tp] for t in range(place.tp)]} if place.size > place.tp else {}
+    groups["tp"] = [everyone[i : i + place.tp] for i in everyone[:: place.tp]]
+    return ParallelGroups(**{name: _subgroup(members) for name, members in groups.items()})
 
 
 def _subgroup(members: list[list[int]]) -> dist.ProcessGroup:
@@ -113,7 +115,7 @@ def _subgroup(members: list[list[int]]) -> dist.ProcessGroup:
 
 def team_of(place: Place, timeout_s: float, layer: str) -> Communicator:
     """A communicator of all ranks of the command, for communication outside the layer."""
-    return communicator(dist.group.WORLD if place.size > 1 else None, timeout_s=timeout_s, layer=layer)
+    return communicator(dist.group.WORLD if place.size > 1 else SingleRank(), timeout_s=timeout_s, layer=layer)
 
 
 def together(team: Communicator, step: Callable[[], T]) -> T:

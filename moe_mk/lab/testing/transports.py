@@ -45,7 +45,8 @@ def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
     tp_worlds = [LockstepWorld(tp).communicators() for _ in range(ep)]
     return [
         ParallelGroups(
-            ep=ep_worlds[tp_rank][ep_rank] if ep > 1 else None, tp=tp_worlds[ep_rank][tp_rank] if tp > 1 else None
+            **({"ep": ep_worlds[tp_rank][ep_rank]} if ep > 1 else {}),
+            **({"tp": tp_worlds[ep_rank][tp_rank]} if tp > 1 else {}),
         )
         for ep_rank in range(ep)
         for tp_rank in range(tp)

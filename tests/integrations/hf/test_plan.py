@@ -70,8 +70,12 @@ def test_other_experts_are_refused_where_the_weights_were_given_up(other: str) -
     wanted = logits(model, ids)
     prepare(model, in_place=True)
     prepare(model, in_place=True)
-    model.set_experts_implementation(other)
-    with pytest.raises(UnsupportedError, match=rf"has freed its weights for moe_mk, but has .*{other}"):
+    freed = rf"has freed its weights for moe_mk, but has .*{other}"
+    with pytest.raises(UnsupportedError, match=freed):
+        model.set_experts_implementation(other)
+    assert torch.equal(logits(model, ids), wanted), "nothing has changed"
+    model.config._experts_implementation_internal = other  # behind its back: the next forward refuses
+    with pytest.raises(UnsupportedError, match=freed):
         logits(model, ids)
     model.set_experts_implementation("moe_mk")
     assert torch.equal(logits(model, ids), wanted)
