@@ -51,7 +51,9 @@ def steps(
         router = routing.router_of(x_TH, token_ids_T) if given is None else routing.router
         is_accepted = True
         if grid.agreed != epochs:
-            yield from grid.agree(lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes()})
+            yield from grid.agree(
+                lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes(), **routing.notes()}
+            )
         if state.lost is not None:
             state.lost.check()
         fused = None if shared is None else backends.fuse_shared(state.kernel, state.laid_out)

@@ -151,14 +151,16 @@ def copied(layer: L, memo: dict[int, Any]) -> L:
     where = {"device": layer.device, "dtype": layer.dtype, "groups": layer.groups, "name": layer.name}
     twin = type(layer)(layer.config, **where, pool=copy.deepcopy(layer.pool, memo))  # type: ignore[arg-type]
     memo[id(layer)] = twin
-    return _with_state(twin, copy.deepcopy(weights, memo), layer.expert_map, layer.expert_load, layer.routing.counted)
+    state = layer.expert_map, layer.expert_load, layer.routing.counted, layer.routing.router
+    return _with_state(twin, copy.deepcopy(weights, memo), *state)
 
 
 def pickled(layer: MoELayer) -> tuple[Any, ...]:
     """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
-    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), layer.routing.counted
+    routing = layer.routing
+    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), routing.counted, routing.router
     where = {"device": str(layer.device), "dtype": layer.dtype, "name": layer.name, "pool": layer.pool}
     return _rebuild, (type(layer), layer.config, where, state)
 
@@ -167,7 +169,10 @@ def _rebuild(cls: type[L], config: MoEConfig, where: dict[str, Any], state: tupl
     return _with_state(cls(config, **where), *state)
 
 
-def _with_state(layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, counted: Any) -> L:
+def _with_state(
+    layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, counted: Any, router: Any
+) -> L:
+    layer.routing.use(router)
     if weights is not None:
         LivePlacement(layer).set_placement(expert_map)
         layer.take(weights)

@@ -37,14 +37,13 @@ from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
 from moe_mk.layer.module_habits import Part, WithoutParameters, copied, counter, pickled
 from moe_mk.layer.report import cleared, explained, memory_of, report_of
-from moe_mk.layer.routing import LayerRouting
+from moe_mk.layer.routing import LayerRouting, RouterPart
 from moe_mk.layer.serving_state import Backends, ServingState, build_state
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router.hashed import HashRouter, ImageRouter
-from moe_mk.router.router import Router
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
@@ -94,8 +93,8 @@ class MoELayer(WithoutParameters):
     """The ranks whose expert loads are summed."""
     on_lost_expert = Part[str]("state.backends.config.parallel.on_lost_expert")
     """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
-    router = Part[Router]("routing.router")
-    """Chooses experts by scores; may be replaced."""
+    router = RouterPart("routing.router")
+    """Chooses experts by scores; may be replaced by a function of logits and bias that returns a `Routing`."""
     hash_router = Part[HashRouter | ImageRouter | None]("routing.hash_router")
     """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
     on_routing = Part[Callable[[Routing], None] | None]("routing.listener")

@@ -17,7 +17,7 @@ from moe_mk.layer.gate import keeps_gate_in_f32
 from moe_mk.oracle.cost import expert_bytes, mlp_bytes
 from moe_mk.oracle.decide import INSIDE
 from moe_mk.oracle.memory import resident_experts, slot_bytes
-from moe_mk.oracle.verdict import UNROUTED, Decision
+from moe_mk.oracle.verdict import REPLACED, UNROUTED, Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.text import amount
@@ -117,6 +117,8 @@ class RunReport:
     """Assignments that chose no expert, see `MoELayer.unrouted`."""
     zero_assignments: int = 0
     """Assignments to experts without weights (model.num_zero_experts), which no stage computes."""
+    router: str = ""
+    """The router that is used instead of that of the settings; empty: none."""
     residency: ResidencyCounts | None = None
     """What was read from the store of `kernel.residency` since loading; None: all experts are in memory."""
 
@@ -149,6 +151,7 @@ class RunReport:
         if self.lost_experts or self.dropped_assignments:
             lost = f"{len(self.lost_experts)} lost experts, on_lost_expert = {self.on_lost_expert}"
             lines.append(f"! {lost}, {self.dropped_assignments:,} assignments left out")
+        lines += [f"! {REPLACED.format(self.router)}"] * bool(self.router)
         lines += [f"! {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         lines += [f"  {self.zero_assignments:,} assignments to experts without weights"] * bool(self.zero_assignments)
         lines += [f"  sent {phase:<22}{count:>28,} B" for phase, count in self.sent.items()]
@@ -176,14 +179,15 @@ def report_of(layer: MoELayer) -> RunReport:
         dropped_assignments=layer.dropped_assignments,
         unrouted=layer.unrouted,
         zero_assignments=0 if layer.routing.zero is None else int(layer.routing.zero),
+        router=layer.routing.replaced,
         residency=getattr(layer.state.laid_out, "counts", None),
     )
 
 
 def explained(layer: MoELayer) -> Decision:
-    """The decision: every pair with every reason, and assignments that chose no expert, if any; see `unrouted`."""
-    unrouted = layer.unrouted
-    return replace(layer.decision, unrouted=unrouted) if unrouted else layer.decision
+    """The decision: every pair with every reason; assignments that chose no expert, and a router that was replaced."""
+    unrouted, router = layer.unrouted, layer.routing.replaced
+    return replace(layer.decision, unrouted=unrouted, router=router) if unrouted or router else layer.decision
 
 
 def memory_of(layer: MoELayer) -> MemoryReport:

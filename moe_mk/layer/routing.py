@@ -5,20 +5,63 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ShapeError
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.layer.gate import Gate
+from moe_mk.layer.module_habits import Part
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.settings import router_of
 from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter, ImageRouter
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
+
+
+@dataclass(frozen=True)
+class OwnRouter:
+    """A router of the program in place of that of the settings. Checks what it returns."""
+
+    choose: Callable[[Tensor, Tensor | None], Routing]
+    top_k: int
+    num_experts: int
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        """Route [T, E] logits. Raises ShapeError for a routing that a layer cannot use; ids are read on a CPU only."""
+        routing, (num_tokens, _) = self.choose(router_logits, e_score_correction_bias), router_logits.shape
+        if not isinstance(routing, Routing):
+            raise ShapeError(f"router {self.name} returned {type(routing).__name__}, not moe_mk.tokens.Routing")
+        sizes, where = {"T": num_tokens, "K": self.top_k}, router_logits.device
+        expect(f"ids_TK of router {self.name}", routing.ids_TK, "T K", INTEGERS, where, **sizes)
+        expect(f"weights_TK of router {self.name}", routing.weights_TK, "T K", torch.float32, where, **sizes)
+        if where.type == "cpu" and routing.ids_TK.numel():
+            lowest, highest = (int(each) for each in torch.aminmax(routing.ids_TK))
+            if lowest < -1 or highest >= self.num_experts:
+                stated = f"ids from {lowest} to {highest}, the layer has experts 0 to {self.num_experts - 1}"
+                raise ShapeError(f"router {self.name} returned {stated}, and -1 for none")
+        return routing
+
+    @property
+    def name(self) -> str:
+        """Module and name of the function, or of the class."""
+        named = self.choose if hasattr(self.choose, "__qualname__") else type(self.choose)
+        return f"{named.__module__}.{named.__qualname__}"
+
+
+class RouterPart(Part[Any]):
+    """The router of a layer, as it was set."""
+
+    def __get__(self, owner: object | None, kind: type) -> Any:
+        found = super().__get__(owner, kind)
+        return found.choose if isinstance(found, OwnRouter) else found
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.routing.use(value)
 
 
 class LayerRouting:
@@ -38,6 +81,27 @@ class LayerRouting:
 
     def __init__(self, config: MoEConfig, name: str) -> None:
         self.router, self._top_k, self._name = router_of(config), config.router.top_k, name
+        self._own, self._num_experts = self.router, config.model.scored_experts
+
+    def use(self, router: Router | HashedTokens | OwnRouter | Callable[[Tensor, Tensor | None], Routing]) -> None:
+        """Choose experts by another router. Raises ConfigError for one that does not choose top_k experts."""
+        if not callable(router):
+            raise ConfigError(f"router is {router!r} ({type(router).__name__}), not a function of logits and bias")
+        if type(router) is Router and router.top_k != self._top_k:
+            raise ConfigError(f"the router chooses {router.top_k} experts a token, router.top_k is {self._top_k}")
+        plain = type(router) is Router or isinstance(router, HashedTokens | OwnRouter)
+        self.router = router if plain else OwnRouter(router, self._top_k, self._num_experts)  # type: ignore[assignment]
+
+    @property
+    def replaced(self) -> str:
+        """The router that is used instead of that of the settings; empty: none."""
+        if self.router == self._own:
+            return ""
+        return self.router.name if isinstance(self.router, OwnRouter) else repr(self.router)
+
+    def notes(self) -> dict[str, str]:
+        """What ranks compare."""
+        return {"router in use": self.replaced} if self.replaced else {}
 
     def router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
         """The router of these tokens. Layers that choose by scores ignore token ids.

@@ -211,6 +211,7 @@ def untrusted_oracles(problem: Problem) -> tuple[str, ...]:
 
 
 CARRIERS = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
+REPLACED = "experts are chosen by {}, not by the router of the settings"
 UNROUTED = "{:,} assignments chose no expert: NaN or infinity in hidden states, or ids of -1"
 
 
@@ -254,6 +255,8 @@ class Decision:
     """How the kernel parameters of the experts were chosen on this machine; "" before loading, or if they have none."""
     unrouted: int = 0
     """Assignments of the layer's tokens that chose no expert, see `MoELayer.unrouted`."""
+    router: str = ""
+    """The router that the layer uses instead of that of the settings; empty: none."""
 
     @property
     def chosen(self) -> Verdict:
@@ -324,6 +327,7 @@ class Decision:
             "residency": reads.as_dict() if (reads := expected_reads(self.problem)) else None,
             "parameters": self.parameters,
             "unrouted": self.unrouted,
+            "router": self.router,
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
             "warnings": list(self.warnings),
@@ -356,6 +360,7 @@ class Decision:
         head += [f"  {kernel.tiles} tiles per call, sent by {CARRIERS[kernel.tile_carrier]}"] * (kernel.tiles > 1)
         head += [f"  {reads}"] if (reads := expected_reads(p)) else []
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
+        head += [f"  {REPLACED.format(self.router)}"] * bool(self.router)
         head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         head += [f"  not selected: {line}" for line in untrusted_oracles(p)]

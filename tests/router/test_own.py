@@ -1,0 +1,131 @@
+"""A router of the program in a layer: it is used, reported, compared between ranks, copied, and checked."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import CommError, ConfigError, MoEConfig, MoELayer, ParallelGroups, ShapeError
+from moe_mk.comm import LockstepWorld
+from moe_mk.flight import interleave
+from moe_mk.lab.testing.conformance import NonConforming, check_router
+from moe_mk.router import Router, grouped_topk
+from moe_mk.tokens import Routing
+
+H, I, E, K = 64, 64, 8, 2
+
+
+def layer(groups: ParallelGroups | None = None, **settings: object) -> MoELayer:
+    model = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "quant": {"weights": "fp32"}}
+    config = MoEConfig.parse({"model": model, "router": {"top_k": K}}, "a test").with_(experts="torch_cpu", **settings)
+    made, draw = MoELayer(config, dtype=torch.float32, groups=groups), torch.Generator().manual_seed(0)
+    tensors = {"gate.weight": torch.randn(E, H, generator=draw)}
+    for expert in range(E):
+        for name, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
+            tensors[f"experts.{expert}.{name}_proj.weight"] = torch.randn(shape, generator=draw) / 8
+    return made.load_weights(tensors)
+
+
+def least(logits_TE: Tensor, bias_E: Tensor | None = None) -> Routing:
+    """The experts with the lowest scores, of equal weight."""
+    _, ids_TK = grouped_topk(-logits_TE, K, 1, 1, "softmax", bias_E, True, 1.0)
+    return Routing(ids_TK, torch.where(ids_TK >= 0, 1.0 / K, 0.0))
+
+
+class Least(Router):
+    """A subclass that routes otherwise."""
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        return least(router_logits, e_score_correction_bias)
+
+
+X = torch.randn(5, H, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("router", [least, Least(K)], ids=["function", "subclass"])
+def test_a_router_that_is_set_is_used_and_stands_in_every_report(router: Callable[..., Routing]) -> None:
+    made = layer()
+    before, logits_TE = made(X), made.route(X).logits_TE
+    assert made.report().router == "" and made.explain() is made.decision
+    made.router = router
+    assert made.router is router and torch.equal(made.route(X).ids_TK, least(logits_TE).ids_TK)
+    changed = made(X)
+    assert not torch.equal(changed, before)
+    name = f"{__name__}.{'Least' if isinstance(router, Least) else 'least'}"
+    stated = f"experts are chosen by {name}, not by the router of the settings"
+    assert stated in str(made.explain()) and stated in str(made.report())
+    assert made.explain().as_dict()["router"] == made.report().as_dict()["router"] == name
+    assert torch.equal(copy.deepcopy(made)(X), changed), "a copy chooses alike"
+    made.router = Router(K)
+    assert torch.equal(made(X), before) and made.report().router == ""
+
+
+def test_settings_of_a_router_that_were_changed_are_reported() -> None:
+    made = layer()
+    made.router = replace(made.router, simulate="balanced")
+    assert "simulate='balanced'" in made.report().router and "simulate='balanced'" in str(made.explain())
+
+
+def test_ranks_with_different_routers_do_not_go_on() -> None:
+    ranks = [layer(ParallelGroups(ep=comm)) for comm in LockstepWorld(2).communicators()]
+    ranks[1].router = least
+    with pytest.raises(CommError, match="router in use"):
+        interleave([rank.steps(X) for rank in ranks])
+
+
+WRONG: dict[str, Callable[[Routing], object]] = {
+    "Tensor, not moe_mk.tokens.Routing": lambda right: right.ids_TK,
+    "ids_TK of router": lambda right: replace(right, ids_TK=right.ids_TK[:, :1]),
+    "ids_TK .*dtype": lambda right: replace(right, ids_TK=right.ids_TK.float()),
+    "weights_TK of router": lambda right: replace(right, weights_TK=right.weights_TK[1:]),
+    "weights_TK .*dtype": lambda right: replace(right, weights_TK=right.weights_TK.double()),
+    "ids from . to 8, the layer has experts 0 to 7": lambda right: replace(right, ids_TK=right.ids_TK.fill_(8)),
+    "ids from -2": lambda right: replace(right, ids_TK=right.ids_TK.fill_(-2)),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_a_layer_cannot_use_is_refused_with_the_name_of_the_router(words: str) -> None:
+    made = layer()
+    made.router = lambda logits, bias: WRONG[words](least(logits, bias))
+    with pytest.raises(ShapeError, match=words) as caught:
+        made(X)
+    assert "test_own" in str(caught.value)
+
+
+def test_what_is_no_router_is_refused_when_it_is_set() -> None:
+    made = layer()
+    for wrong, words in ((None, "not a function"), ("softmax", "not a function"), (Router(3), "router.top_k is 2")):
+        with pytest.raises(ConfigError, match=words):
+            made.router = wrong
+
+
+BROKEN: dict[str, Callable[[Tensor, Routing], Routing]] = {
+    "an input changed": lambda logits, right: (logits.add_(1), right)[1],
+    "weights are not finite": lambda logits, right: replace(right, weights_TK=right.weights_TK / 0),
+    "chooses an expert twice": lambda logits, right: replace(right, ids_TK=right.ids_TK[:, :1].expand(-1, K)),
+    "two calls give different bits": lambda logits, right: replace(right, weights_TK=right.weights_TK + next(COUNT)),
+    "in a batch of its own": lambda logits, right: (
+        right if len(logits) > 1 else replace(right, ids_TK=right.ids_TK * 0 - 1)
+    ),
+    "with NaN among its logits chooses": lambda logits, right: replace(
+        right, ids_TK=torch.where(right.ids_TK < 0, torch.arange(K, dtype=torch.int32), right.ids_TK)
+    ),
+    "of the process were changed": lambda logits, right: (torch.rand(1), right)[1],
+    "ids_TK of router": lambda logits, right: replace(right, ids_TK=right.ids_TK[:-1]),
+}
+COUNT = iter(range(10**6))
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_broken_router_does_not_pass_the_kit(words: str) -> None:
+    with pytest.raises(NonConforming, match=words):
+        check_router(lambda logits, bias: BROKEN[words](logits, least(logits, bias)), num_experts=E, top_k=K)
+
+
+def test_correct_routers_pass_the_kit() -> None:
+    assert check_router(least, num_experts=E, top_k=K) == 20
+    assert check_router(Router(K, scoring_func="sigmoid"), num_experts=E, top_k=K, has_bias=True) == 20
