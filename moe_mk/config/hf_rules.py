@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from moe_mk.config.keys import is_empty, section_problems
@@ -246,10 +247,19 @@ def auto_round(quant: Said, block: Block) -> Rules:
     outside = {key: {**quant, "bits": 16, **own, _OWN: {"bits": 16, **own}} for key, own in extra.items()}
     inside = starts(quant)
 
+    @cache
+    def matches_inside(rule: re.Pattern[str]) -> bool:
+        """Whether an expression is about modules of the blocks, so that it does not count outside of them."""
+        names = (module.name for module in block.of_all_layers())
+        return any(rule.search(name) for name in names if name.startswith(inside))
+
     def part_of(module: Module) -> Said | None:
-        fits = (key for rule, key in rules if rule is not None and rule.search(module.name))
-        key = module.name if module.name in extra else next(fits, None)
         is_inside = not inside or module.name.startswith(inside)
+        fits = (
+            key for rule, key in rules
+            if rule is not None and rule.search(module.name) and (is_inside or not matches_inside(rule))
+        )  # fmt: skip
+        key = module.name if module.name in extra else next(fits, None)
         if key is None:
             return quant if is_inside else None
         return (own_of if is_inside else outside)[key]

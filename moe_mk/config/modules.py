@@ -64,6 +64,8 @@ class Block:
     """The same of shared experts; () without them."""
     layers: tuple[int, ...] = (0,)
     """The layers that are described."""
+    of_model: tuple[int, ...] = ()
+    """All layers with experts, where only some are described."""
     num_experts: int = 1
     every: bool = True
     """Whether the names of all experts are looked at, and not only of `SAMPLED` ones."""
@@ -85,6 +87,12 @@ class Block:
                 held = prefix + _holder(path) if role == "experts" else ""
                 for e in experts:
                     yield from (Module(layer, e, end, prefix + path.replace("{e}", str(e)), held) for end in ends)
+
+    def of_all_layers(self) -> Iterator[Module]:
+        """Of both roles, in all layers of the model, of `SAMPLED` experts."""
+        whole = replace(self, layers=self.of_model or self.layers, every=False)
+        for role in ("experts", "shared_experts"):
+            yield from whole.modules(role)
 
     def names_experts(self, name: str) -> bool:
         """Whether a name is that of routed experts, or of some or one of their modules, in any layer."""
@@ -313,7 +321,8 @@ def _of_quark(patterns: Sequence[str]) -> Match:
 def with_layers(block: Block, hf: Mapping[str, Any], layer: int | None) -> Block:
     """The block with the layers that are described: one, or all that have experts."""
     if layer is not None:
-        return replace(block, layers=(layer,))
+        found = layers_with_experts(hf) if block.tensors is None else block.layers
+        return replace(block, layers=(layer,), of_model=found)
     if block.tensors is None:
         return replace(block, every=False, layers=layers_with_experts(hf))
     count = hf.get("num_hidden_layers")  # what follows are layers of multi-token prediction
