@@ -50,6 +50,7 @@ class RowTokens:
     """One row per received token ("standard" activation format)."""
 
     x_RH: QuantTensor
+    """The received tokens, in the wire scheme or the layer's dtype; rows may lie apart in memory."""
     ids_RK: Tensor
     """int32. Local slot in [0, num_slots); -1 is not mine."""
     weights_RK: Tensor
@@ -73,6 +74,7 @@ class GroupedTokens:
     """One row per assignment, sorted by local expert, keeping row order inside one (contiguous grouped GEMM)."""
 
     x_NH: QuantTensor
+    """A row for each assignment, those of expert 0 first."""
     counts_L: Tensor
     """int64. Assignments of each local expert; sums to N, or to less: rows behind them are padding, NaN included."""
     row_N: Tensor
@@ -82,6 +84,7 @@ class GroupedTokens:
     num_rows: int
     """R, the received rows behind the assignments."""
     handle: object = None
+    """As of RowTokens."""
     out_RH: Tensor | None = None
     """As of RowTokens."""
     expected_N: float | None = None
@@ -108,11 +111,13 @@ class BatchedTokens:
     """One padded block per local expert ("batched experts" format, masked grouped GEMM). Padding is never read."""
 
     x_LSH: QuantTensor
+    """A block of S slots for each expert."""
     counts_L: Tensor
     """int64. The first counts_L[l] slots of block l are tokens, the others anything at all, NaN included."""
     home: RowsOfSlots | None
     """None: the transport weighs and sums in its combine, and wants the output RAW."""
     handle: object = None
+    """As of RowTokens."""
     expected_N: float | None = None
     """As of RowTokens: blocks may be mostly padding. None: unknown."""
 
@@ -129,6 +134,7 @@ class ExpertOutput:
     y: Tensor
     """RAW, WEIGHTED: (N, H) or (L, S, H) like the tokens. REDUCED: (R, H)."""
     stage: OutputStage
+    """RAW, WEIGHTED or REDUCED, as `ExpertsTraits.emits` states for the layout."""
 
     @classmethod
     def reduced(cls, y_RH: Tensor, dtype: dtype, out_RH: Tensor | None = None) -> ExpertOutput:

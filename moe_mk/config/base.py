@@ -52,6 +52,7 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
+        """Read a YAML or JSON file. Raises ConfigError with every problem by its key."""
         return cls.parse(read_mapping(Path(path)), str(path))
 
 

@@ -102,11 +102,17 @@ class ExpertsContext:
     compute: QuantScheme
     """The scheme activations are quantised to before each GEMM; the dtype itself means no quantisation."""
     activation: str
+    """The activation function between the products, a name of `ExpertsTraits.activations`."""
     num_slots: int
+    """L, the physical experts of this rank."""
     hidden_size: int
+    """H, the width of rows."""
     intermediate_size: int
+    """I, of this rank where TP ranks share it out."""
     device: torch.device
+    """Where tokens and weights are."""
     spans: Spans = field(default_factory=Spans)
+    """Records times of stages: `with self.context.spans.span("name")`."""
     batch_invariant: bool = False
     """Whether the result of a row must not depend on the other rows of its batch."""
     own_threads: bool = False
@@ -124,6 +130,7 @@ class ExpertsContext:
     swiglu_limit: float | None = None
     """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0
+    """Factor inside the sigmoid of the clamped activations."""
     weights: QuantScheme | None = None
     """Scheme of the weights; set only for `tuning_space`, which is called without weights."""
     top_k: int | None = None

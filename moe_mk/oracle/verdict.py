@@ -303,6 +303,7 @@ class Decision:
         }
 
     def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
         return {
             "oracle": self.oracle,
             "problem": self.problem.as_dict(),

@@ -130,14 +130,23 @@ class TransportContext:
     """Everything a transport is built from; transports use no default process group and no globals."""
 
     comm: Communicator
+    """The EP ranks; every wait for a peer is through it."""
     expert_map: ExpertMap
+    """Which rank holds which expert, on the host."""
     tables: PlacementTables
+    """The same on the device: `rank_of_P` and `slot_of_P`, by physical expert."""
     wire: QuantScheme
+    """The scheme of dispatched rows, for `encode`."""
     dtype: Plain
+    """The dtype of outputs, in which rows come back."""
     hidden_size: int
+    """H, the width of rows."""
     top_k: int
+    """K, the choices of a token."""
     device: torch.device
+    """Where tokens are."""
     spans: Spans = field(default_factory=Spans)
+    """Records times of stages."""
     max_num_tokens: int = KernelConfig.model_fields["max_num_tokens"].default
     """Maximum number of tokens of this rank in one call; determines the size of windows."""
     ranks_per_node: int | None = None

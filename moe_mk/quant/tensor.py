@@ -66,8 +66,11 @@ class QuantTensor:
     """Values, scales and scheme. Leading dimensions (experts, rows of a batch) index values and scales alike."""
 
     values: Tensor
+    """Values in the dtype of a plain scheme, or codes; `dequantize(dtype)` gives numbers."""
     scales: Tensor | None
+    """Scales of blocks, groups, rows or columns, by the scheme; None for plain values."""
     scheme: QuantScheme
+    """How values and scales make numbers."""
     global_scale: Tensor | None = None
     """f32, (..., P, 1): one for each of P equal parts of the rows; None where the scheme has none."""
     zeros: Tensor | None = None

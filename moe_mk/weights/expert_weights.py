@@ -54,8 +54,11 @@ class SlotWeights:
     """One physical expert: y = w2(act(gate(x)) * up(x)). An ungated expert has no gate."""
 
     gate_IH: QuantTensor | None
+    """(I, H); None for an ungated expert."""
     up_IH: QuantTensor
+    """(I, H)."""
     down_HI: QuantTensor
+    """(H, I)."""
     biases: SlotBiases | None = None
     """None for experts without biases."""
 
@@ -97,7 +100,9 @@ class ExpertWeights:
     w2: QuantTensor
     """(L, H, I)."""
     layout: str = CANONICAL
+    """"canonical", or the name that a backend's `relayout` gave."""
     gated: bool = True
+    """Whether there is a gate projection."""
 
     @staticmethod
     def from_engine(
