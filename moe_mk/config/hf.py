@@ -194,7 +194,8 @@ def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     section, other = hf.get("quantization"), hf.get("quantization_config")
     if not isinstance(section, Mapping) or "bits" not in section:
         return hf
-    if not is_empty(other) and other != section:
+    of_auto_round = isinstance(other, Mapping) and other.get("packing_format") == "mlx"  # the same, without modules
+    if not is_empty(other) and other != section and not of_auto_round:
         raise ConfigError(f"{where}: quantization and quantization_config differ; remove the one that is wrong")
     modules = {key: each for key, each in section.items() if isinstance(each, Mapping | bool)}
     stated = {key: each for key, each in section.items() if not isinstance(each, Mapping | bool)}

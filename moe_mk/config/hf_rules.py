@@ -231,6 +231,21 @@ def awq(quant: Said, block: Block) -> Rules:
     return one_format(quant, (settings, problems + others_of(quant, held)))
 
 
+_AUTO_ROUND = {
+    "auto_gptq": "gptq", "gptq": "gptq", "auto_round": "gptq_v2", "gptqmodel": "gptq_v2", "auto_awq": "awq",
+    "awq": "awq", "llm_compressor": "llm_compressor",
+}  # fmt: skip
+"""How AutoRound 0.16 packs for a `packing_format`; the one of asymmetric weights, `auto_round`, leaves zero points as
+they are."""
+
+
+def stores_whole_zeros(quant: Said) -> bool:
+    """Whether zero points in the tensors of GPTQ are stored as they are, not less one."""
+    packing = str(quant.get("packing_format") or "").removeprefix("auto_round:")
+    stated = quant.get("checkpoint_format"), quant.get("format"), _AUTO_ROUND.get(packing)
+    return "gptq_v2" in stated
+
+
 def auto_round(quant: Said, block: Block) -> Rules:
     """Integers in the tensors of GPTQ or AWQ, or floats in those of compressed-tensors.
 
@@ -238,9 +253,9 @@ def auto_round(quant: Said, block: Block) -> Rules:
     `get_layer_config` of AutoRound 0.16; modules outside of `block_name_to_quantize` are left as they are.
     """
     packing = str(quant.get("packing_format") or "auto_round:auto_gptq")
-    stored, extra = packing.removeprefix("auto_round:").removeprefix("auto_"), quant.get("extra_config") or {}
-    if stored not in ("gptq", "awq", "llm_compressor"):
-        supported = "supported are auto_round:auto_gptq, auto_awq and llm_compressor"
+    stored, extra = _AUTO_ROUND.get(packing.removeprefix("auto_round:")), quant.get("extra_config") or {}
+    if stored is None:
+        supported = "supported are auto_round, auto_round:gptqmodel, auto_gptq, auto_awq and llm_compressor"
         return Rules(lambda module: None, lambda part: ({}, []), [f"packing_format is {packing!r} ({supported})"])
     rules = [(expression(key), key) for key, own in extra.items() if own and not block.names_a_module(key)]
     own_of = {key: {**quant, **own, _OWN: own} for key, own in extra.items()}
@@ -270,6 +285,8 @@ def auto_round(quant: Said, block: Block) -> Rules:
         settings, problems = _packed(part, zeros=stored == "awq")
         if stored == "awq" and str(settings.get("weights")).startswith("int8"):
             problems.append(f"packing_format is {packing!r} with {settings['weights']}, AWQ holds 4 bits")
+        if stores_whole_zeros(quant) and str(settings.get("weights")).endswith("_zp"):
+            settings = {**settings, "gptq_v2": True}
         return settings, problems
 
     return Rules(part_of, read)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_mk import quant
+from moe_mk.config.hf_rules import stores_whole_zeros
 from moe_mk.errors import ConfigError, WeightError, unless_signalled
 from moe_mk.files import read_json
 from moe_mk.quant.grouped import GROUPED, GROUPS, Grouped, grouped, kind_of
@@ -292,7 +293,7 @@ def _guess_packed(parts: dict[Part, TensorEntry], convention: Convention, quanti
     elif width and convention.packing != "gguf":
         own = _integers(theirs, convention, (None, hidden, width), quantization)
         shared_scheme = own if own != schemes[0] else None
-    v2 = convention.packing == "gptq" and quantization.get("checkpoint_format") == "gptq_v2"
+    v2 = convention.packing == "gptq" and stores_whole_zeros(quantization)
     return LayerSpec(
         num_experts, hidden, inner, schemes[0], int(width > 0), width,
         has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
@@ -328,7 +329,7 @@ def _integers(
     bits = 4 if convention.packing == "awq" else 32 * values.shape[1 if by_row else 0] // sizes[of]
     zeros = Part(Role.EXPERT, of, expert, extra="zeros") in parts
     if convention.packing == "gptq":
-        zeros = zeros and quantization.get("sym") is not True
+        zeros = zeros and (not quantization or quantization.get("sym") is False)  # absent is true, as in the settings
     return grouped(bits, group, zeros=zeros) if group in GROUPS and bits in (4, 8) else None
 
 

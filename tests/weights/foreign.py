@@ -138,7 +138,7 @@ def _integers(draw: Draw, bits: int, n: int, k: int, g: torch.Generator) -> tupl
 def _gptq(bits: int) -> Callable[..., tuple[Parts, Tensor]]:
     def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
         codes, scales, zeros, dense = _integers(draw, bits, n, k, g)
-        less = 0 if draw.options.get("checkpoint_format") == "gptq_v2" else 1
+        less = 0 if {"gptq_v2", "auto_round", "auto_round:gptqmodel"} & {*draw.options.values()} else 1
         found = {"qweight": words(codes, bits).T.contiguous(), "scales": scales.T.contiguous()}
         found["qzeros"] = words((zeros - less).T.contiguous(), bits)
         if draw.g_idx or draw.ordered:
@@ -252,8 +252,10 @@ def quantization(draw: Draw) -> dict[str, Any] | None:
         tokens = {**eight, "strategy": "token", "dynamic": True}
         return _compressed(draw, "int-quantized", tokens, **eight, strategy="channel")
     if form.startswith("gptq"):
-        stated = {"bits": bits, "group_size": GROUP, "sym": draw.symmetric, "desc_act": draw.ordered}
-        return {"quant_method": "gptq", **stated, **draw.options}
+        stated = {"bits": bits, "group_size": GROUP, "sym": draw.symmetric}
+        if "packing_format" in draw.options:
+            return {"quant_method": "auto-round", "data_type": "int", **stated, **draw.options}
+        return {"quant_method": "gptq", "desc_act": draw.ordered, **stated, **draw.options}
     if form == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     if form in ("ct4", "ct8"):

@@ -95,6 +95,16 @@ def test_every_format_is_read_in_every_layout(form: str, layout: str, odd: str, 
     expect_read(Draw(form, layout, **ODD[odd]), tmp_path)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel", "auto_round:auto_gptq"])
+def test_auto_round_states_by_its_packing_how_zero_points_are_stored(
+    packing: str, symmetric: bool, tmp_path: Path
+) -> None:
+    """`auto_round` is what it writes of asymmetric weights; gptqmodel alone has g_idx."""
+    options, g_idx = {"packing_format": packing}, packing.endswith("model")
+    expect_read(Draw("gptq4", symmetric=symmetric, g_idx=g_idx, options=options), tmp_path)
+
+
 @pytest.mark.parametrize("layout", ["gguf", "gguf_one_by_one"])
 @pytest.mark.parametrize("form", GGUF_FORMS)
 def test_blocks_of_ggml_are_read_as_the_gguf_package_writes_them(form: str, layout: str, tmp_path: Path) -> None:

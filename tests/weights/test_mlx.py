@@ -201,3 +201,12 @@ def test_modules_without_scales_are_plain_whatever_the_section_lists(name: str, 
             assert torch.equal(slot.matrices[projection].values, values[expert])
     x = torch.randn(5, layer.config.model.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert layer(x).isfinite().all()
+
+
+def test_auto_round_writes_its_own_section_next_to_that_of_mlx(tmp_path: Path) -> None:
+    model, section, kinds = CASES["4 bits"]
+    folder = written(tmp_path, model, section)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"quant_method": "auto-round", "packing_format": "mlx", "bits": 4, "group_size": 64, "sym": False}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    assert MoEConfig.from_hf(folder).model.quant.weights == kinds["weights"]
