@@ -16,7 +16,7 @@ from moe_mk.config.modules import Block, Module, layers_with_experts, matcher, o
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.layer.settings import config_of
-from tests.config.test_published import MORE, PUBLISHED, REFUSED, published, written
+from tests.config.test_published import BY_LAYER, PUBLISHED, REFUSED, published, written
 
 READ = sorted(PUBLISHED.keys() - REFUSED.keys())
 QWEN = published("Qwen--Qwen3-30B-A3B")["config"]
@@ -48,7 +48,7 @@ def config_settings(name: str) -> dict[str, Any]:
     from moe_mk.config.hf import settings_from_hf
 
     return settings_from_hf(
-        {**published(name)["config"], "quantization_config": None}, name, 3 if name in MORE else None
+        {**published(name)["config"], "quantization_config": None}, name, 3 if name in BY_LAYER else None
     )
 
 

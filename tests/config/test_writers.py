@@ -1,4 +1,4 @@
-"""Lists of modules select what the functions of their writers select: as recorded, and live where they are installed."""
+"""Lists of modules select what the functions of their writers select, as recorded, and live where they are there."""
 
 import importlib.util
 import json
