@@ -277,6 +277,8 @@ class Written:
     experts: list[tuple[Tensor, Tensor, Tensor]]
     """gate (I, H), up (I, H) and down (H, I) of each, f64."""
     tensors: dict[str, Tensor]
+    biases: list[list[Tensor]] = field(default_factory=list)
+    """Of gate, up and down of each."""
 
 
 CT = ("ct4", "ct8", "mxfp4", "nvfp4_ct", "fp8_channel", "int8")
@@ -302,6 +304,13 @@ def write(draw: Draw, folder: Path) -> Written:
     ]
     if draw.ordered:
         drawn = [[gate, up, _ordered(down, draw, e)] for e, (gate, up, down) in enumerate(drawn)]
+    biases = [
+        [torch.randn(n, generator=_random(draw, e, at, 5)) for at, (n, _) in enumerate(sizes)]
+        for e in range(draw.experts)
+    ]
+    for matrices, of_expert in zip(drawn if draw.biased else [], biases, strict=False):
+        for (parts, _), bias in zip(matrices, of_expert, strict=True):
+            parts["bias"] = bias
     tensors = {"gate.weight": torch.randn(draw.experts, draw.hidden, generator=_random(draw, 7)).bfloat16()}
     tensors |= LAYOUTS[draw.layout](draw, [[parts for parts, _ in expert] for expert in drawn])
     prefix, config = _config(draw)
@@ -314,7 +323,7 @@ def write(draw: Draw, folder: Path) -> Written:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({prefix + name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     dense = [tuple(values for _, values in expert) for expert in drawn]
-    return Written(folder, dense, tensors)  # type: ignore[arg-type]
+    return Written(folder, dense, tensors, biases)  # type: ignore[arg-type]
 
 
 def _ordered(down: tuple[Parts, Tensor], draw: Draw, expert: int) -> tuple[Parts, Tensor]:
@@ -354,7 +363,7 @@ def _one_by_one(draw: Draw, experts: list[list[Parts]]) -> dict[str, Tensor]:
 
 def _stacks(draw: Draw, experts: list[list[Parts]]) -> dict[str, Tensor]:
     """Tensors of all experts, gate and up apart, or in one."""
-    ends, found = {"": "", "inverse": "_scale_inv"}, {}
+    ends, found = {"": "", "inverse": "_scale_inv", "bias": "_bias"}, {}
     for at, name in enumerate(WORDS["official"]):
         for end in experts[0][at]:
             found[f"{name}{ends[end]}"] = torch.stack([matrices[at][end] for matrices in experts])

@@ -1,6 +1,7 @@
 """Every format in every layout and at odd sizes, from a writer that shares no code with the reader."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_mk import MoELayer
+from moe_mk.errors import UnsupportedError
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.weights import LayerLoader, LayerWeights, inspect_checkpoint, load_layer
 from moe_mk.weights.gguf_source import open_source
-from tests.weights.foreign import FORMS, GGUF_FORMS, Draw, layouts_of, write, write_gguf
+from tests.weights.foreign import FORMS, GGUF_FORMS, Draw, Written, layouts_of, write, write_gguf
 from tests.weights.one_layer import wide
 
 
@@ -95,6 +98,34 @@ def test_every_format_is_read_in_every_layout(form: str, layout: str, odd: str, 
     expect_read(Draw(form, layout, **ODD[odd]), tmp_path)
 
 
+BIASED = [
+    *((form, "official") for form in ("gptq4", "awq", "ct4", "bf16", "fp8_block", "fp8_tensor", "nvfp4")),
+    ("gptq8", "mixtral"), ("bf16", "stacked"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form,layout", BIASED)
+def test_biases_follow_the_rows_of_their_matrices_over_ranks(form: str, layout: str, tmp_path: Path) -> None:
+    """Also where columns of down are ordered by activation: rows of gate and up follow them, and so do biases."""
+    gptq = form.startswith("gptq")
+    draw = Draw(form, layout, ordered=gptq, symmetric=not gptq, biased=True, inner=320 if form == "bf16" else 256)
+    written = write(draw, tmp_path)
+    spec = replace(layer_spec_of(stated(config_of(tmp_path, 0), tmp_path, 0)), has_expert_bias=True)
+    x = torch.randn(3, draw.hidden, generator=torch.Generator().manual_seed(1)).double()
+    for size in (1, 2):
+        got = torch.zeros_like(x)
+        for rank in range(size):
+            read = load_layer(open_source(tmp_path), 0, spec, owned=[2], tp_rank=rank, tp_size=size)
+            (slot,) = read.experts.slots
+            assert slot.biases is not None and slot.biases.gate_I is not None
+            (gate, up, down), biases = (m.double() for m in wide(slot)), slot.biases
+            h = torch.nn.functional.silu(x @ gate.T + biases.gate_I) * (x @ up.T + biases.up_I)
+            got += h @ down.T + biases.down_H
+        (gate, up, down), (b_gate, b_up, b_down) = written.experts[2], written.biases[2]
+        h = torch.nn.functional.silu(x @ gate.T + b_gate) * (x @ up.T + b_up)
+        torch.testing.assert_close(got, h @ down.T + b_down, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel", "auto_round:auto_gptq"])
 def test_auto_round_states_by_its_packing_how_zero_points_are_stored(
@@ -118,3 +149,31 @@ def test_blocks_of_ggml_are_read_as_the_gguf_package_writes_them(form: str, layo
 def test_what_is_read_is_what_was_written(draw: Draw) -> None:
     with tempfile.TemporaryDirectory() as root:
         expect_read(draw, Path(root))
+
+
+def dense(written: Written, x: Tensor, gate_EH: Tensor) -> Tensor:
+    """The layer in f64: the softmax of two experts a token, renormalised."""
+    top, y = torch.softmax(x @ gate_EH.double().T, -1).topk(2), torch.zeros_like(x)
+    for e, matrices in enumerate(written.experts):
+        t, k = (top.indices == e).nonzero(as_tuple=True)
+        weights = (top.values / top.values.sum(-1, keepdim=True))[t, k]
+        y.index_add_(0, t, weights[:, None] * outputs(x[t], *matrices))
+    return y
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form,layout", ONCE)
+def test_layers_compute_what_a_file_holds_at_odd_widths(form: str, layout: str, tmp_path: Path) -> None:
+    """Zero blocks under scales of 0, and widths that end within a block, in every backend of a CPU that serves them."""
+    draw, served = Draw(form, layout, experts=3, inner=320, hidden=160, zero_block=True, symmetric=False), 0
+    written, x = write(draw, tmp_path), torch.randn(33, 160, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for experts in ("reference", "torch_cpu", "cpu_native"):
+        for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+            try:
+                layer = MoELayer.from_checkpoint(tmp_path, 0, experts=experts, dtype=dtype, activations="plain")
+            except UnsupportedError:
+                continue
+            want, served = dense(written, x.double(), layer.weights.gate_EH), served + 1
+            error = float((layer(x.to(dtype)).double() - want).norm() / want.norm())
+            assert error < limit, (experts, dtype, error)
+    assert served >= 4
