@@ -79,6 +79,22 @@ class TensorNames(Settings):
         return self
 
 
+class LayerGroup(Settings):
+    """The settings of some layers of a model."""
+
+    layers: tuple[int, ...]
+    model: dict[str, Any]
+    """Sizes and experts, with the keys of `MoEConfig.model`. The format (`quant`) is read from config.json."""
+    router: dict[str, Any]
+    """The keys of `MoEConfig.router`."""
+
+    @model_validator(mode="after")
+    def _has_no_format(self) -> Self:
+        if "quant" in self.model:
+            raise ValueError("model.quant is read from config.json; drop it")
+        return self
+
+
 class LayerEquation(Settings):
     """The settings of the layers of one model, and the names of their tensors."""
 
@@ -87,7 +103,7 @@ class LayerEquation(Settings):
     """As in config.json."""
     derived_from: str = ""
     """The class that was measured and its library, for information."""
-    config: dict[str, int | float | bool | str | list[Any] | None] = Field(default_factory=dict)
+    config: dict[str, int | float | bool | str | list[Any] | dict[str, Any] | None] = Field(default_factory=dict)
     """Keys of config.json, or of its text_config, with the values for which the equation holds."""
     layers: tuple[int, ...] | None = None
     """The layers that have this equation; None: all that have experts."""
@@ -95,14 +111,30 @@ class LayerEquation(Settings):
     """Sizes and experts, with the keys of `MoEConfig.model`. The format (`quant`) is read from config.json."""
     router: dict[str, Any]
     """The keys of `MoEConfig.router`."""
+    others: tuple[LayerGroup, ...] = ()
+    """Layers with other settings, of the same configuration; `layers` then lists those of `model` and `router`."""
+    refused: dict[str, str] = Field(default_factory=dict)
+    """Layers that no settings describe, with the reason, for information."""
     names: TensorNames | None = None
-    """None: the names of a known family."""
+    """Of the tensors of all layers. None: the names of a known family."""
 
     @model_validator(mode="after")
-    def _has_no_format(self) -> Self:
+    def _has_one_equation_a_layer(self) -> Self:
         if "quant" in self.model:
             raise ValueError("model.quant is read from config.json; drop it")
+        stated = [number for group in self.groups for number in group.layers]
+        if self.others and self.layers is None:
+            raise ValueError("layers must list the layers of model and router, since others has layers of its own")
+        if twice := sorted({number for number in stated if stated.count(number) > 1}):
+            raise ValueError(f"layers {twice} are listed more than once")
         return self
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """All groups of layers with equal settings; none where one equation is that of all layers."""
+        if self.layers is None:
+            return self.others
+        return LayerGroup(layers=self.layers, model=self.model, router=self.router), *self.others
 
     def settings(self, hf: Mapping[str, Any], where: str, layer: int | None) -> dict[str, Any]:
         """Keys of `MoEConfig` but for the format. hf: the config.json, or its text_config.
@@ -114,13 +146,23 @@ class LayerEquation(Settings):
             for key, value in {"model_type": self.model_type, **self.config}.items()
             if hf.get(key) != value
         ]
-        if layer is not None and self.layers is not None and layer not in self.layers:
-            problems.append(f"layer {layer} has another equation, or no experts; this is that of {list(self.layers)}")
+        groups = self.groups
+        mine: LayerGroup | LayerEquation = self
+        if layer is None and self.others:
+            listed = "; ".join(f"layers {list(group.layers)}" for group in groups)
+            problems.append(f"its layers have {len(groups)} equations ({listed}); name one: from_hf(..., layer=N)")
+        elif layer is not None and groups:
+            mine = next((group for group in groups if layer in group.layers), self)
+            if mine is self:
+                reasons = [why for numbers, why in self.refused.items() if str(layer) in numbers.split(", ")]
+                known = sorted(number for group in groups for number in group.layers)
+                which = reasons[0] if reasons else f"another equation, or no experts; those that have one: {known}"
+                problems.append(f"layer {layer}: {which}")
         if problems:
             raise ConfigError(
                 f"{where}: {FILE} does not describe this model: {'; '.join(problems)}; derive it again: moe-mk derive"
             )
-        return {"model": dict(self.model), "router": dict(self.router)}
+        return {"model": dict(mine.model), "router": dict(mine.router)}
 
 
 def equation_next_to(file: Path) -> LayerEquation | None:

@@ -89,7 +89,19 @@ def test_the_command_runs_it_and_headers_describe_it(tmp_path: Path) -> None:
     [
         ({"config": {"width": 32}}, "width is 16, and the equation is that of 32; derive it again"),
         ({"model_type": "even"}, "model_type is 'odd', and the equation is that of 'even'"),
-        ({"layers": [3, 4]}, r"layer 1 has another equation, or no experts; this is that of \[3, 4\]"),
+        (
+            {"layers": None, "others": [{"layers": [3], "model": EQUATION["model"], "router": {}}]},
+            "layers must list the layers of model and router",
+        ),
+        (
+            {"others": [{"layers": [3, 1], "model": EQUATION["model"], "router": {}}]},
+            r"layers \[1\] are listed more than once",
+        ),
+        (
+            {"others": [{"layers": [3], "model": EQUATION["model"] | {"quant": {}}, "router": {}}]},
+            "model.quant is read from config.json",
+        ),
+        ({"layers": [3, 4]}, r"layer 1: another equation, or no experts; those that have one: \[3, 4\]"),
         ({"model": EQUATION["model"] | {"quant": {"weights": "fp8_block"}}}, "model.quant is read from config.json"),
         ({"router": {"top_k": 2, "scoring": "softmax"}}, "unknown key 'router.scoring'; did you mean 'scoring_func'"),
         ({"names": {"prefix": "a.", "parts": {}}}, r"names.prefix='a.' must have \{N\}"),
@@ -120,7 +132,7 @@ def test_the_equation_is_given_by_name_or_inside_the_configuration(tmp_path: Pat
 def test_every_key_is_documented() -> None:
     schema = LayerEquation.model_json_schema()
     assert set(schema["properties"]) == {
-        "version", "model_type", "derived_from", "config", "layers", "model", "router", "names",
+        "version", "model_type", "derived_from", "config", "layers", "model", "router", "others", "refused", "names",
     }  # fmt: skip
     page = (Path(__file__).parents[2] / "docs" / "configure.md").read_text()
     assert [key for key in schema["properties"] if f"`{key}`" not in page] == []

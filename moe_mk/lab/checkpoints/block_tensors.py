@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from moe_mk.kernels.reference.activation import activation
 from moe_mk.router.router import Router
 from moe_mk.router.topk import SCORING_FUNCS
 from moe_mk.shapes import divisors_of
-from moe_mk.weights.names import CONVENTIONS, Part, Role, layer_of
+from moe_mk.weights.names import CONVENTIONS, Part, Role
 
 
 @dataclass
@@ -151,7 +151,7 @@ def tensors_of_block(block: nn.Module, sizes: Sizes) -> Iterator[Tensors]:
     vectors = {
         name: t
         for name, t in named.items()
-        if name not in used and t.numel() in (num_experts, scored) and t.is_floating_point() and t.ndim <= 2
+        if name not in used and max(t.shape, default=1) == t.numel() in (num_experts, scored) and t.is_floating_point()
     }
     shared_gates = [name for name, t in named.items() if name not in used and t.shape == (1, hidden)]
     scales = {n: t for n, t in named.items() if n not in used and t.numel() == 1 and t.is_floating_point()}
@@ -341,31 +341,44 @@ def template_of(first: str, last: str, number: int) -> str:
     return first
 
 
-def names_of(parts: dict[str, str | TensorPart], path: str) -> TensorNames | None:
-    """The names below their common prefix; None for those that checkpoints of DeepSeek-V3 have."""
-    number = layer_of(f"{path}.")
-    spelled = {key: part if isinstance(part, str) else part.tensor for key, part in parts.items()}
-    common = zip(*(name.split(".") for name in spelled.values()), strict=False)
-    prefix = "".join(f"{words[0]}." for words in itertools.takewhile(lambda words: len(set(words)) == 1, common))
-    local: dict[str, str | TensorPart] = {
-        key: part.removeprefix(prefix)
-        if isinstance(part, str)
-        else part.model_copy(update={"tensor": part.tensor.removeprefix(prefix)})
-        for key, part in parts.items()
+def numbered(parts: Mapping[str, str | TensorPart], number: int) -> dict[str, str | TensorPart]:
+    """The names of tensors with {N} in place of the number of their layer.
+
+    Raises UnsupportedError where they have no common prefix with the number.
+    """
+    spelled = [part if isinstance(part, str) else part.tensor for part in parts.values()]
+    prefix, at = _common(spelled), f".{number}."
+    if at not in prefix:
+        raise UnsupportedError(
+            f"the tensors of layer {number} have no common prefix with its number", sorted(spelled)[:8]
+        )
+    head = prefix.rpartition(at)[0]
+    return {
+        key: _spelled(part, lambda name: f"{head}.{{N}}.{name[len(head) + len(at) :]}") for key, part in parts.items()
     }
+
+
+def names_of(parts: Mapping[str, str | TensorPart]) -> TensorNames | None:
+    """Names with {N} below their common prefix; None for those that checkpoints of DeepSeek-V3 have."""
+    prefix = _common(part if isinstance(part, str) else part.tensor for part in parts.values())
+    local = {key: _spelled(part, lambda name: name.removeprefix(prefix)) for key, part in parts.items()}
     official = CONVENTIONS["official"]
     names = {key: str(part).replace("{e}", "0") + ".weight" * (key in MODULES) for key, part in local.items()}
-    if prefix == official.prefix.replace("{N}", str(number)) and all(
+    if prefix == official.prefix and all(
         key in OFFICIAL_PARTS and name == official.spell(OFFICIAL_PARTS[key]) for key, name in names.items()
     ):
         return None
-    at = f".{number}."
-    if at not in prefix:
-        raise UnsupportedError(
-            f"the tensors of layer {number} have no common prefix with its number", sorted(spelled.values())[:8]
-        )
-    head, _, tail = prefix.rpartition(at)
-    return TensorNames(prefix=f"{head}.{{N}}.{tail}", parts=local)
+    return TensorNames(prefix=prefix, parts=local)
+
+
+def _common(names: Iterable[str]) -> str:
+    """The words that names have in common at their beginning."""
+    common = zip(*(name.split(".") for name in names), strict=False)
+    return "".join(f"{words[0]}." for words in itertools.takewhile(lambda words: len(set(words)) == 1, common))
+
+
+def _spelled(part: str | TensorPart, change: Callable[[str], str]) -> str | TensorPart:
+    return change(part) if isinstance(part, str) else part.model_copy(update={"tensor": change(part.tensor)})
 
 
 OFFICIAL_PARTS = {

@@ -1,58 +1,37 @@
 """The equation of a MoE layer from its class: a small block is built, and what its tensors do is measured.
 
-Tensors are recognised by their shapes, whatever their names. Experts are set so that a token's output shows the
-activation, then so that it shows the routing weight of every expert; the settings that reproduce both are checked
-against the block with random weights and tokens in f64. Built with transformers 5.24.
+Layers may differ in any value that their block reads by the number of the layer, so layers have one equation only if
+small blocks of all of them return the same for the same weights and tokens. Built with transformers 5.24.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import itertools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from moe_mk.config.base import read_mapping
-from moe_mk.config.equation import MODULES, VECTORS, LayerEquation, TensorNames, TensorPart
+from moe_mk.config.equation import LayerEquation, LayerGroup, TensorPart
 from moe_mk.config.hf import text_of
 from moe_mk.errors import MoEMKError, UnsupportedError, unless_signalled
-from moe_mk.integrations.hf.modules import WIDTH, Act, activation_of
 from moe_mk.integrations.hf.without_experts import FAILURES, config_of, first_line, model_of
-from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
-from moe_mk.lab.checkpoints.block_tensors import (
-    Tensors,
-    is_block,
-    names_of,
-    part_in,
-    parts_of,
-    routings,
-    shapes_of,
-    sizes_of,
-    template_of,
-    tensors_of_block,
-)
+from moe_mk.lab.checkpoints.block_tensors import is_block, names_of, numbered
+from moe_mk.lab.checkpoints.measured_block import Measured
+from moe_mk.lab.checkpoints.small_block import behaviour_of, described, readings_of
 from moe_mk.weights.names import layer_of
-
-TOKENS = 96
-CLOSE = 1e-4
-"""Of the largest routing weight: some gates compute in f32."""
 
 
 def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquation:
-    """The equation of the layers of a model. path: its config.json or folder. layer: None, the first with experts.
+    """The equations of the layers of a model. path: its config.json or folder. layer: only of this one.
 
-    Raises UnsupportedError for a class that transformers lacks or that cannot be built, and for a block that no
-    settings describe, with what differs.
+    Raises UnsupportedError for a class that transformers lacks or that cannot be built, and if no settings describe the
+    block of any layer, with what differs. Layers that no settings describe are in `refused`, with the reason.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     stated = read_mapping(file)
@@ -60,7 +39,7 @@ def derive(path: str | os.PathLike[str], layer: int | None = None) -> LayerEquat
 
 
 def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int | None = None) -> LayerEquation:
-    """The equation of the layers of a configuration. stated: its config.json."""
+    """The equations of the layers of a configuration. stated: its config.json."""
     with torch.device("meta"):
         model = model_of(config)
     found: dict[int, tuple[str, nn.Module]] = {}
@@ -74,421 +53,87 @@ def derive_from(config: PretrainedConfig, stated: Mapping[str, Any], layer: int 
         )
     if layer is not None and layer not in found:
         raise UnsupportedError(f"layer {layer} of {title} cannot be derived", [f"layers with experts: {sorted(found)}"])
-    text = config.get_text_config()
-    # Of every kind of layers the first; in some models the first layers choose experts by token id.
-    kinds = {str(shapes_of(found[n][1])): n for n in sorted(found, reverse=True)} if layer is None else {"": layer}
-    refused: MoEMKError | None = None
-    for at in sorted(kinds.values()):
-        name, block = found[at]
+    configs = {n: list(_configs(model, name, n)) for n, (name, _) in found.items()}
+    alike = _alike({n: (block, configs[n]) for n, (_, block) in sorted(found.items())}) if layer is None else [[layer]]
+    groups, refused, problems = list[LayerGroup](), dict[str, str](), list[MoEMKError]()
+    names: dict[str, str | TensorPart] = {}
+    read: set[str] = set()
+    for layers in alike:
+        path, block = found[layers[0]]
         try:
-            measured, settings = _measured(block, text, at)
-            break
+            measured, settings = _measured(block, configs[layers[0]], layers[0], read)
+            parts = numbered(measured.names(model, path), layers[0])
+            if other := [key for key, part in parts.items() if names.get(key, part) != part]:
+                raise UnsupportedError(
+                    f"its {other[0]} is elsewhere than that of other layers",
+                    [f"{parts[other[0]]!r}, in others {names[other[0]]!r}"],
+                )
         except unless_signalled(*FAILURES) as problem:
             one = UnsupportedError(f"{title} cannot be measured", [first_line(problem)])
-            refused = refused or (problem if isinstance(problem, MoEMKError) else one)
-    else:
-        assert refused is not None
-        raise refused
-    same = [n for n, (_, other) in found.items() if type(other) is type(block) and shapes_of(other) == shapes_of(block)]
+            problems.append(problem if isinstance(problem, MoEMKError) else one)
+            refused[", ".join(map(str, layers))] = str(problems[-1]).replace("\n  - ", ": ")
+            continue
+        names |= parts
+        settings["model"] = {"name": config.model_type, **settings["model"]}
+        same = next((n for n, each in enumerate(groups) if (each.model, each.router) == tuple(settings.values())), None)
+        before = () if same is None else groups.pop(same).layers
+        groups.append(LayerGroup(layers=tuple(sorted((*before, *layers))), **settings))
+    if not groups:
+        raise problems[0]
+    first, *others = sorted(groups, key=lambda each: each.layers)
     keys = text_of(stated)
-    names = {text.attribute_map.get(key, key) for key in measured.read} | measured.read
-    read = {key: value for key, value in keys.items() if key in names and type(value) in (int, float, bool, str, list)}
+    text = config.get_text_config()
+    read = {text.attribute_map.get(key, key) for key in read} | read | {"per_layer_config"}
+    read -= {"model_type", "dtype", "torch_dtype"}
     return LayerEquation(
         model_type=str(keys.get("model_type", text.model_type)),
-        derived_from=f"{type(block).__name__} of transformers {transformers.__version__}",
-        config={key: value for key, value in read.items() if key not in ("model_type", "dtype", "torch_dtype")},
-        layers=tuple(sorted(same)),
-        model={"name": config.model_type, **settings["model"]},
-        router=settings["router"],
-        names=measured.names(model, name),
+        derived_from=f"{type(found[first.layers[0]][1]).__name__} of transformers {transformers.__version__}",
+        config={k: v for k, v in keys.items() if k in read and type(v) in (int, float, bool, str, list, dict)},
+        layers=first.layers,
+        model=first.model,
+        router=first.router,
+        others=tuple(others),
+        refused=refused,
+        names=names_of(names),
     )
 
 
-def _measured(block: nn.Module, config: PretrainedConfig, number: int) -> tuple[Measured, dict[str, Any]]:
+def _alike(blocks: Mapping[int, tuple[nn.Module, Sequence[PretrainedConfig]]]) -> list[list[int]]:
+    """The layers in groups with blocks that compute the same."""
+    found: dict[object, list[int]] = {}
+    by_state: dict[str, object] = {}
+    for number, (block, configs) in blocks.items():
+        # Values of buffers that no checkpoint stores are unknown on the meta device.
+        is_known = block.state_dict().keys() >= {name for name, _ in block.named_buffers()}
+        state = f"{number if not is_known else ''} {described(block)}"
+        if state not in by_state:
+            by_state[state] = behaviour_of(block, configs, number)
+        found.setdefault(by_state[state], []).append(number)
+    return list(found.values())
+
+
+def _configs(model: nn.Module, path: str, layer: int) -> Iterator[PretrainedConfig]:
+    """What the block of a layer may have been built from: the configurations of the modules that it is in."""
+    words = path.split(".")
+    for end in range(len(words), -1, -1):
+        config = getattr(model.get_submodule(".".join(words[:end])), "config", None)
+        if isinstance(config, PretrainedConfig):
+            text = config.get_text_config()
+            if getattr(text, "is_heterogeneous", False):  # values by layer, for which no class has a list
+                yield text.per_layer_config[layer]
+            yield from (text, config)
+
+
+def _measured(
+    block: nn.Module, configs: Sequence[PretrainedConfig], number: int, read: set[str]
+) -> tuple[Measured, dict[str, Any]]:
     """A small block and its settings. Raises UnsupportedError with the reason of the first way to read the block."""
-    sizes = sizes_of(block)
-    assert sizes is not None
-    readings = {(each.width, each.reach, each.shared_width): each for each in tensors_of_block(block, sizes)}
     refused = None
-    for real in readings.values():
+    for blocks in readings_of(block, configs, number, read):
         try:
-            measured = Measured.of(block, real, config, number)
+            measured = Measured(blocks)
             return measured, measured.settings()
         except UnsupportedError as problem:
             refused = refused or problem
     assert refused is not None
     raise refused
-
-
-@dataclass
-class Measured:
-    """A small block of a class, and the sizes of the real one."""
-
-    block: nn.Module
-    real: Tensors
-    """Of the real block, on the meta device."""
-    read: set[str]
-    """Attributes of the configuration that the block reads."""
-    numbers: frozenset[int]
-    """Whole numbers of the configuration."""
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What was found: the tensors of each of `equation.MODULES` and `VECTORS`, of one or of all experts."""
-
-    @classmethod
-    def of(cls, block: nn.Module, real: Tensors, config: PretrainedConfig, number: int) -> Measured:
-        """Build a small block of the class. real, config: of the real one."""
-        num_experts, hidden, width, shared = real.sizes.experts, real.sizes.hidden, real.width, real.shared_width
-        small_width = next(n for n in (24, 12, 16, 32, 48) if not {num_experts} & {n, 2 * n, 2 * n + 4, 2 * n + 8})
-        wanted = {width: small_width, real.reach: 2 * small_width + 4, hidden: 2 * small_width + 8}
-        if shared not in (0, *wanted):
-            wanted[shared] = small_width * (shared // width if shared % width == 0 else 1)
-        small, read = copy.deepcopy(config), set[str]()
-        for key, value in config.to_dict().items():
-            is_count = num_experts in wanted and "experts" in key and "size" not in key
-            if type(value) is int and value in wanted and not is_count:
-                is_width = value == width and ("intermediate" in key or "ffn" in key)
-                setattr(small, key, small_width if is_width else wanted[value])
-        small._experts_implementation = "eager"
-        small.__class__ = _recording(type(config), read)
-        made = _built(type(block), small, number)
-        numbers = frozenset(value for value in config.to_dict().values() if type(value) is int)
-        return cls(made, real, read, numbers)
-
-    def run(self, x_TH: Tensor) -> Tensor:
-        """(T, H) to (T, H)."""
-        try:
-            try:
-                found = self.block(x_TH[None])
-            except RuntimeError:  # it converts tokens to f32, and multiplies them with weights that it does not convert
-                found = copy.deepcopy(self.block).float()(x_TH[None].float())
-        except unless_signalled(*FAILURES) as problem:
-            raise UnsupportedError("its block cannot be called with tokens alone", [first_line(problem)]) from None
-        found = found[0] if isinstance(found, tuple) else found
-        if not isinstance(found, Tensor) or found.numel() != x_TH.numel():
-            raise UnsupportedError("its block does not return one tensor of the tokens' shape")
-        return found.detach().reshape(x_TH.shape).double()
-
-    @property
-    def hints(self) -> set[int]:
-        """Small numbers of the configuration."""
-        return {value for value in self.numbers if value <= self.real.sizes.experts}
-
-    @torch.no_grad()
-    def settings(self) -> dict[str, Any]:
-        """Keys of MoEConfig.model and .router. Raises UnsupportedError where none computes what the block does."""
-        sizes = sizes_of(self.block)
-        if sizes is None or sizes._replace(hidden=0) != self.real.sizes._replace(hidden=0):
-            raise UnsupportedError("a small block of its class has other experts than the model")
-        hidden, reasons = sizes.hidden, list[str]()
-        for tensors in tensors_of_block(self.block, sizes):
-            act = self._activation(tensors, hidden) if 2 * tensors.width < tensors.reach else None
-            if act is None:
-                reasons = reasons or ["the activation of its experts is none of those that are known"]
-                continue
-            routing, why = self._routing(tensors, act, hidden)
-            if routing is None:
-                reasons = [why]
-                continue
-            shared = self._shared(tensors, act, hidden)
-            if isinstance(shared, str):
-                reasons = [shared]
-                continue
-            self._check(tensors, act, shared, routing, hidden)
-            self.parts = parts_of(tensors, routing.pop("vectors"))
-            model = self._model(tensors, act, shared, routing.pop("zero"))
-            return {"model": model, "router": routing}
-        raise UnsupportedError("no equation that a layer computes is that of its block", reasons)
-
-    @torch.no_grad()
-    def names(self, model: nn.Module, path: str) -> TensorNames | None:
-        """Where checkpoints of the model hold the tensors; None where they have the names of a known family.
-
-        path: the block in the model. The tensors have other names and shapes there than in the module: those that
-        save_pretrained writes. Raises UnsupportedError where one is not found.
-        """
-        draw = torch.Generator().manual_seed(19)
-        for tensor in (*self.block.parameters(), *(t for each in self.parts.values() for t in each)):
-            tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64, device="cpu"))
-        held = {f"{path}.{key}": tensor for key, tensor in self.block.state_dict().items()}
-        saved = revert_weight_conversion(model, held)  # type: ignore[arg-type]
-        parts: dict[str, str | TensorPart] = {}
-        for key, tensors in self.parts.items():
-            first, last = (
-                part_in(saved, each, at if "{e}" in key else None)
-                for each, at in ((tensors[0], 0), (tensors[-1], len(tensors) - 1))
-            )
-            if first is None or last is None:
-                raise UnsupportedError(f"{key} is in no tensor that save_pretrained writes", sorted(saved)[:8])
-            template = template_of(first.tensor, last.tensor, len(tensors) - 1)
-            after = self.real.sizes.experts if key.startswith("shared_experts.{e}") else 0
-            is_row = key in VECTORS and saved[first.tensor].ndim == 2
-            turned = first.transposed or is_row
-            whole = first.rows == "all" and not turned and (("{e}" in template) == ("{e}" in key))
-            module = template.removesuffix(".weight") if key in MODULES else template
-            plain = whole and (key in VECTORS or template.endswith(".weight")) and not after
-            place = {"rows": first.rows, "transposed": turned, "first": after}
-            parts[key] = module if plain else TensorPart.model_validate({"tensor": template, **place})
-        return names_of(parts, path)
-
-    def _model(self, tensors: Tensors, act: Act, shared: Act | None, zero: str) -> dict[str, Any]:
-        sizes = self.real.sizes
-        model: dict[str, Any] = {
-            "hidden_size": sizes.hidden,
-            "moe_intermediate_size": self.real.width,
-            "num_experts": sizes.experts + sizes.fused,
-            **_settings_of(act),
-        }
-        if sizes.fused:
-            model["num_fused_shared_experts"] = sizes.fused
-        if sizes.zero:
-            model |= {"num_zero_experts": sizes.zero, "zero_expert_type": zero}
-        if tensors.latent is not None:
-            model["latent_size"] = self.real.reach
-        if tensors.experts[0].gate is None:
-            model["gated"] = False
-        if tensors.zeroed:
-            model["expert_bias"] = True
-        if tensors.shared is not None and shared is not None:
-            model |= {
-                "num_shared_experts": 1,
-                "shared_intermediate_size": self.real.shared_width,
-                "shared_gate": tensors.shared_gate is not None,
-            }
-            if shared != act:
-                model |= {
-                    f"shared_{key}": value for key, value in _settings_of(shared).items() if key != "swiglu_alpha"
-                }
-        return model
-
-    def _zero(self, tensors: Tensors) -> None:
-        """Set everything to 0, so that a test sees what it sets alone. Experts read the first values of a token."""
-        for tensor in (*self.block.parameters(), *tensors.vectors.values(), *tensors.zeroed):
-            tensor.zero_()
-        for tensor in tensors.scales.values():
-            tensor.fill_(1.0)
-        for tensor in tensors.latent or ():
-            tensor.copy_(torch.eye(*tensor.shape, dtype=torch.float64, device="cpu"))
-
-    def _activation(self, tensors: Tensors, hidden: int) -> Act | None:
-        """All experts alike, so that the output is the activation times the sum of the routing weights."""
-        self._zero(tensors)
-        width = tensors.experts[0].down.shape[1]
-        one = torch.eye(width, dtype=torch.float64, device="cpu")
-        gated = tensors.experts[0].gate is not None
-        for mlp in tensors.experts:
-            if mlp.gate is not None:
-                mlp.gate[:, :width] = one
-            mlp.up[:, width : 2 * width] = one
-            mlp.down[:width] = one
-
-        def raw(gate_up: Tensor, stretch: float = 1.0) -> Tensor:
-            gate, up = (
-                gate_up.double().chunk(2, -1) if gated else (torch.zeros_like(gate_up.double()), gate_up.double())
-            )
-            x = torch.zeros((gate.numel() // width, hidden), dtype=torch.float64, device="cpu")
-            x[:, :width], x[:, width : 2 * width] = gate.reshape(-1, width) * stretch, up.reshape(-1, width) * stretch
-            if tensors.sizes.zero:  # the others are chosen
-                x[:, -1], tensors.router_EH[: tensors.sizes.experts, -1] = 1.0, 1.0
-            return self.run(x)[:, :width].reshape(gate.shape)
-
-        def at(gate: float, up: float) -> float:
-            row = torch.tensor(
-                [[gate] * WIDTH + [up] * WIDTH if gated else [up] * WIDTH], dtype=torch.float64, device="cpu"
-            )
-            return float(raw(row)[0, 0])
-
-        tiny = 1e-6
-        sums = {at(tiny, 1.0) / (tiny / 2), at(tiny, 0.0) / (tiny / 2), at(1.0, 1.0), at(1.0, tiny) / (tiny / 2)}
-        sums.add(at(tiny, tiny) / (tiny * tiny / 2))
-        for total in sums:
-            if total:
-                found = activation_of(lambda p, s=total: (raw(p) / s).float(), gated=gated, device=torch.device("cpu"))  # type: ignore[misc]
-                if found is not None:
-                    return found
-        return activation_of(lambda p: raw(p, 2.0).float(), gated=gated, device=torch.device("cpu"))
-
-    def _routing(self, tensors: Tensors, act: Act, hidden: int) -> tuple[dict[str, Any] | None, str]:
-        """Expert e writes its routing weight to a coordinate of its own; as many as there are at a time."""
-        self._zero(tensors)
-        draw = torch.Generator().manual_seed(11)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
-
-        x_TH, num_experts, zero = random(TOKENS, hidden), len(tensors.experts), tensors.sizes.zero
-        x_TH[:, tensors.reach - 1] = 1.0
-        tensors.router_EH.copy_(random(*tensors.router_EH.shape) * hidden**-0.5 * 1.5)
-        for vector in tensors.vectors.values():
-            vector.copy_((random(vector.numel()) * 0.2).reshape(vector.shape))
-        for mlp in tensors.experts:
-            mlp.up[:, -1] = 1.0
-            if mlp.gate is not None:
-                mlp.gate[:, -1] = 1.0
-        one = torch.ones(1, dtype=torch.float64, device="cpu")
-        unit = float(
-            activation(
-                act.name, None if tensors.experts[0].gate is None else one, one, alpha=act.alpha, limit=act.limit
-            )
-        )
-        own_TH = self.run(x_TH) if zero else torch.zeros_like(x_TH)
-        own_T = (own_TH * x_TH).sum(1) / x_TH.square().sum(1)
-        if not torch.allclose(own_TH, own_T[:, None] * x_TH, atol=CLOSE):
-            return None, "its experts without weights return something else than zeros or the layer's input"
-        returned = zero if float(own_T.abs().max()) > 0 else 0
-
-        def measured() -> Tensor:
-            parts = []
-            for start in range(0, num_experts, tensors.reach):
-                here = tensors.experts[start : start + tensors.reach]
-                for at, mlp in enumerate(here):
-                    mlp.down[at] = 1 / (mlp.down.shape[1] * unit)
-                parts.append((self.run(x_TH) - own_TH)[:, : len(here)])
-                for mlp in here:
-                    mlp.down.zero_()
-            return torch.cat([*parts, own_T[:, None]] if returned else parts, 1)
-
-        got_TE = measured()
-        counts = (got_TE[:, :num_experts].abs() > 1e-9).sum(1)
-        if not zero and len(set(counts.tolist())) != 1:
-            return None, f"its tokens have {int(counts.min())} to {int(counts.max())} experts"
-        most, nearest, why = int(counts.max()), float("inf"), ""
-        found = ((routings(x_TH, tensors, k, None if zero else got_TE, self.hints)) for k in self.choices(most, zero))
-        for settings, all_TE in itertools.chain.from_iterable(found):
-            zero_T1 = [all_TE[:, num_experts:].sum(1, keepdim=True)] if returned else []
-            expected_TE = torch.cat([all_TE[:, :num_experts], *zero_T1], 1) if zero else all_TE
-            scale = float((got_TE * expected_TE).sum() / expected_TE.square().sum())
-            scale = float(f"{scale:.4g}") if abs(float(f"{scale:.4g}") - scale) < CLOSE * abs(scale) else scale
-            off_TE = (got_TE - scale * expected_TE).abs()
-            if scale > 0 and float(off_TE.max()) <= CLOSE * float(got_TE.abs().max()):
-                found_settings = settings | {"routed_scaling_factor": scale, "zero": "identity" if returned else "drop"}
-                return self._scaled(tensors, found_settings, got_TE, measured)
-            w_TE = expected_TE if tensors.experts[0].gate is not None else None
-            on_input_TE = activation(act.name, w_TE, expected_TE, alpha=act.alpha, limit=act.limit) / unit
-            if most == 1 and torch.allclose(on_input_TE, got_TE, atol=CLOSE):
-                return settings | {"routed_scaling_factor": 1.0, "weight_on_input": True, "zero": "drop"}, ""
-            if float(off_TE.mean()) < nearest:
-                token, expert = divmod(int(off_TE.argmax()), off_TE.shape[1])
-                shown = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "vectors")
-                ours, theirs = scale * float(expected_TE[token, expert]), float(got_TE[token, expert])
-                nearest = float(off_TE.mean())
-                why = (
-                    f"its routing is none that is known; the nearest ({shown}, routed_scaling_factor={scale:.4g}) "
-                    f"gives expert {expert} the weight {ours:.4g} for token {token}, the block {theirs:.4g}"
-                )
-        return None, why
-
-    def choices(self, most: int, zero: int) -> list[int]:
-        """How many experts a token can have. most: the greatest number of experts with weights that one has."""
-        return sorted({most, *(n for n in self.hints if most <= n <= 4 * most)}) if zero else [most]
-
-    @staticmethod
-    def _scaled(
-        tensors: Tensors, settings: dict[str, Any], got_TE: Tensor, measured: Callable[[], Tensor]
-    ) -> tuple[dict[str, Any] | None, str]:
-        """The settings, with a tensor of one value that multiplies the routing weights where there is one."""
-        for name, tensor in tensors.scales.items():
-            tensor.fill_(2.0)
-            doubled_TE = measured()
-            tensor.fill_(1.0)
-            if torch.allclose(doubled_TE, 2 * got_TE) and "scale" not in settings["vectors"]:
-                settings["vectors"]["scale"], settings["has_expert_scale"] = name, True
-            elif not torch.allclose(doubled_TE, got_TE):
-                return None, f"{name} has another effect than a factor of the routing weights"
-        return settings, ""
-
-    def _shared(self, tensors: Tensors, act: Act, hidden: int) -> Act | str | None:
-        """The activation of the shared experts, or why there is none."""
-        if tensors.shared is None:
-            return None
-        self._zero(tensors)
-        draw = torch.Generator().manual_seed(13)
-        for part in (tensors.shared.gate, tensors.shared.up, tensors.shared.down, tensors.shared_gate):
-            if part is not None:
-                part.copy_(
-                    torch.randn(part.shape, generator=draw, dtype=torch.float64, device="cpu") * part.shape[1] ** -0.5
-                )
-        x_TH = 4 * torch.randn((TOKENS, hidden), generator=draw, dtype=torch.float64, device="cpu")
-        got = self.run(x_TH)
-        factor = 1.0 if tensors.shared_gate is None else torch.sigmoid(x_TH @ tensors.shared_gate.T)
-        errors = {
-            each: float((factor * tensors.shared(x_TH, each) - got).norm() / got.norm())
-            for each in (act, *map(Act, ACTIVATIONS))
-        }
-        best = min(errors, key=lambda each: errors[each])
-        return (
-            best
-            if errors[best] < CLOSE
-            else f"its shared experts differ from {best.name} by {errors[best]:.1e} of their output"
-        )
-
-    def _check(self, tensors: Tensors, act: Act, shared: Act | None, routing: Mapping[str, Any], hidden: int) -> None:
-        """Compare with the block on random weights and tokens."""
-        draw = torch.Generator().manual_seed(17)
-        for tensor in {id(t): t for t in (*self.block.parameters(), *tensors.vectors.values())}.values():
-            tensor.copy_(
-                torch.randn(tensor.shape, generator=draw, dtype=torch.float64, device="cpu") * tensor.shape[-1] ** -0.5
-            )
-        for tensor in tensors.zeroed:
-            tensor.zero_()
-        for tensor in tensors.scales.values():
-            tensor.fill_(1.5)
-        x_TH = torch.randn((TOKENS, hidden), generator=draw, dtype=torch.float64, device="cpu")
-        groups, use = {routing["num_expert_group"], routing["topk_group"]}, routing["vectors"]
-        like = {**routing, "vectors": {key: name for key, name in use.items() if name not in tensors.scales}}
-        found = (w for s, w in routings(x_TH, tensors, routing["top_k"], None, groups) if s.items() <= like.items())
-        weights_TE = next(found) * routing["routed_scaling_factor"] * (1.5 if like["vectors"] != use else 1.0)
-        in_TR = x_TH if tensors.latent is None else x_TH @ tensors.latent[0].T
-        expected = torch.zeros_like(in_TR)
-        for expert, mlp in enumerate(tensors.experts):
-            w = weights_TE[:, expert : expert + 1]
-            expected += mlp(in_TR * w, act) if routing.get("weight_on_input") else mlp(in_TR, act) * w
-        expected = expected if tensors.latent is None else expected @ tensors.latent[1].T
-        if routing["zero"] == "identity":
-            expected = expected + weights_TE[:, len(tensors.experts) :].sum(1, keepdim=True) * x_TH
-        if tensors.shared is not None and shared is not None:
-            factor = 1.0 if tensors.shared_gate is None else torch.sigmoid(x_TH @ tensors.shared_gate.T)
-            expected += factor * tensors.shared(x_TH, shared)
-        got = self.run(x_TH)
-        off_T = (expected - got).norm(dim=1) / got.norm(dim=1)
-        if float(off_T.max()) > CLOSE:
-            token = int(off_T.argmax())
-            raise UnsupportedError(
-                "its block computes something else than its parts",
-                [f"the output of token {token} differs by {float(off_T[token]):.1e} of its size"],
-            )
-
-
-def _settings_of(act: Act) -> dict[str, object]:
-    """Keys of MoEConfig.model, the factor only of activations that have one."""
-    has_factor = act.name in ("swiglu_oai", "situ")
-    return {key: value for key, value in act.settings().items() if key != "swiglu_alpha" or has_factor}
-
-
-def _built(cls: type[nn.Module], config: PretrainedConfig, number: int) -> nn.Module:
-    """A block of a class in f64, as its decoder layer builds it."""
-    given: dict[str, Any] = {}
-    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
-        if name in ("config", "cfg", "configuration"):
-            given[name] = config
-        elif name in ("layer_idx", "layer_id", "layer_index", "layer"):
-            given[name] = number
-        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            given[name] = getattr(config, name, config)
-    try:
-        made = cls(**given)
-    except unless_signalled(*FAILURES) as problem:
-        raise UnsupportedError(
-            f"{cls.__name__} cannot be built from its configuration alone", [first_line(problem)]
-        ) from None
-    return made.double().eval()
-
-
-def _recording(cls: type[PretrainedConfig], read: set[str]) -> type[PretrainedConfig]:
-    """The class of a configuration that notes the names of attributes that are read."""
-
-    def note(self: PretrainedConfig, name: str) -> Any:
-        if not name.startswith("_"):
-            read.add(name)
-        return cls.__getattribute__(self, name)  # type: ignore[no-untyped-call]
-
-    return type(cls.__name__, (cls,), {"__getattribute__": note})

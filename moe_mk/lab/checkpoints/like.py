@@ -157,21 +157,25 @@ def small(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _small_equation(equation: LayerEquation, hf: Mapping[str, Any]) -> LayerEquation:
     """The equation of the same layers in the sizes of a small configuration."""
     text = text_of(hf)
-    widths = dict.fromkeys(("hidden_size", "moe_intermediate_size", "latent_size"), SMALL)
-    routed, shared = (equation.model.get(f"{role}_intermediate_size") or 0 for role in ("moe", "shared"))
-    stated = any(text.get(key) for key in _SHARED_WIDTHS)  # others are multiples of the width of an expert
-    widths["shared_intermediate_size"] = SMALL * (1 if stated or shared % routed else shared // routed)
     experts = next(text[key] for key in _EXPERTS if text.get(key))
-    fused = equation.model.get("num_fused_shared_experts") or 0
-    sizes = {**widths, "num_experts": experts + fused, "num_zero_experts": experts}
-    model = {key: sizes[key] if key in sizes and value else value for key, value in equation.model.items()}
+    stated = any(text.get(key) for key in _SHARED_WIDTHS)  # others are multiples of the width of an expert
+
+    def in_small(model: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "latent_size"), SMALL)
+        routed, shared = (model.get(f"{role}_intermediate_size") or 0 for role in ("moe", "shared"))
+        sizes["shared_intermediate_size"] = SMALL * (1 if stated or shared % routed else shared // routed)
+        sizes |= {"num_experts": experts + (model.get("num_fused_shared_experts") or 0), "num_zero_experts": experts}
+        return {key: sizes[key] if key in sizes and value else value for key, value in model.items()}
+
     config = {key: text.get(key, value) for key, value in equation.config.items()}
     names = equation.names
-    if fused and names is not None:  # shared experts follow the routed ones
+    if equation.model.get("num_fused_shared_experts") and names is not None:  # shared experts follow the routed ones
         after = {key: part for key, part in names.parts.items() if isinstance(part, TensorPart) and part.first}
         after = {key: part.model_copy(update={"first": experts}) for key, part in after.items()}
         names = names.model_copy(update={"parts": {**names.parts, **after}})
-    return equation.model_copy(update={"model": model, "config": config, "names": names})
+    others = tuple(group.model_copy(update={"model": in_small(group.model)}) for group in equation.others)
+    changes = {"model": in_small(equation.model), "others": others, "config": config, "names": names}
+    return equation.model_copy(update=changes)
 
 
 def _of_equation(

@@ -98,7 +98,7 @@ def derive_command(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="file to write; default: layer_equation.json next to it")
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="which layer; default: the first with experts")] = None,
+    layer: Annotated[int | None, typer.Option(help="only this layer; default: all with experts")] = None,
     family: Annotated[
         str | None, typer.Option("--as", help="model_type with the same keys and layers; nothing is measured")
     ] = None,
@@ -112,6 +112,7 @@ def derive_command(
     from moe_mk.files import write_text
     from moe_mk.lab.cli.outputs import expect_outputs
     from moe_mk.lab.cli.screen import Screen
+    from moe_mk.weights.checkpoint import ranges
 
     try:
         if family is not None:
@@ -127,11 +128,14 @@ def derive_command(
     expect_outputs({"--out": target})
     found = derive(config, layer) if family is None else declared(config, family, layer)
     write_text(target, found.model_dump_json(indent=2, exclude_none=True) + "\n")
-    layers = len(found.layers or ())
-    which = f"{layers} {'layer' if layers == 1 else 'layers'}" if found.layers else "all layers with experts"
-    Screen().fact("derived", f"{target}: {found.derived_from}, {which}")
-    Screen().fact("model", ", ".join(f"{key} {value}" for key, value in found.model.items()))
-    Screen().fact("router", ", ".join(f"{key} {value}" for key, value in found.router.items()))
+    screen = Screen()
+    screen.fact("derived", f"{target}: {found.derived_from}")
+    for group in found.groups or (found,):
+        screen.fact("layers", ranges(group.layers) if group.layers else "all with experts")
+        screen.fact("model", ", ".join(f"{key} {value}" for key, value in group.model.items()))
+        screen.fact("router", ", ".join(f"{key} {value}" for key, value in group.router.items()))
+    for layers, reason in found.refused.items():
+        screen.fact("refused", f"layers {layers}: {reason}")
     return 0
 
 

@@ -147,10 +147,13 @@ def config_problems(path: str | PathLike[str], facts: CheckpointFacts) -> list[s
     return list(found)
 
 
-def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
-    """The router's settings as read, each with its key in a config.json or the family whose default it is."""
+def router_keys(hf: Mapping[str, Any], where: str, layer: int | None = None) -> dict[str, tuple[Any, str]]:
+    """The router's settings as read, each with its key in a config.json or the family whose default it is.
+
+    layer: the one to describe, of an equation with others for other layers.
+    """
     if KEY in hf:
-        router = settings_from_hf(hf, where)["router"]
+        router = settings_from_hf(hf, where, layer)["router"]
         return {ours: (router[ours], FILE) for ours in _READ_BY_ROUTERS if ours in router}
     hf = text_of(hf)
     family, router = family_of(hf), settings_from_hf(hf, where, first_layer(hf))["router"]
@@ -161,7 +164,7 @@ def router_keys(hf: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]
     }
 
 
-def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
+def reading_of(config: MoEConfig, path: str | PathLike[str], layer: int | None = None) -> str:
     """One line on how the router of a checkpoint was read: each value, and its key, default or setting."""
     if is_gguf(path):
         source, router = GgufSource(path), type(config.router).model_fields
@@ -169,7 +172,7 @@ def reading_of(config: MoEConfig, path: str | PathLike[str]) -> str:
         origin = "metadata"
     else:
         root = Path(path)
-        keys, origin = router_keys(read_config(root / "config.json" if root.is_dir() else root), str(path)), ""
+        keys, origin = router_keys(read_config(root / "config.json" if root.is_dir() else root), str(path), layer), ""
     used = config.router.model_dump()
     named = {"scoring_func": "scores", "num_expert_group": "groups", "topk_group": "kept",
              "renormalize": "renormalised", "routed_scaling_factor": "scale"}  # fmt: skip

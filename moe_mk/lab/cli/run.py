@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_mk.comm.agreement import PHASE as AGREEMENT
 from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.traffic import LINKS, SELF, Nodes
+from moe_mk.config.equation import FILE, equation_next_to
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, device_of_rank
@@ -273,9 +274,14 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
         own = settings.against
         config = None if own is None else own.config
         judged = verify(answer, layer.decision, weights, advance, config=config)
+    # The reference computes what the equation states, as the layer does.
+    folder = Path(settings.checkpoint)
+    equation = None if own else equation_next_to((folder if folder.is_dir() else folder.parent) / "config.json")
+    origin = None if equation is None else equation.derived_from or "written by hand"
     rank.report.verification = judged.as_dict() | ({} if own is None else {"against": own.title})
-    show_verdict(rank.screen, judged, layer.decision)
-    reading = reading_of(layer.config, settings.checkpoint)
+    rank.report.verification |= {} if origin is None else {"unchecked": f"{FILE}: {origin}"}
+    show_verdict(rank.screen, judged, layer.decision, origin)
+    reading = reading_of(layer.config, settings.checkpoint, settings.layer)
     if own is None:
         rank.screen.fact("", f"  not verified, since the reference shares it: {reading}")
     else:

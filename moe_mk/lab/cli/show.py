@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
+from moe_mk.config.equation import FILE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
 from moe_mk.lab.cli.checkpoints import show_checkpoint
@@ -124,8 +125,11 @@ def show_load(screen: Screen, report: Report) -> None:
     screen.fact("balance", f"tokens per expert: min {min(load)}, mean {mean:.1f}, max {hottest}; {balance}")
 
 
-def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> None:
-    """Print pass or fail, with the errors and the origin of their limits."""
+def show_verdict(screen: Screen, judged: Verification, decision: Decision, equation: str | None = None) -> None:
+    """Print pass or fail, with the errors and the origin of their limits.
+
+    equation: the origin of the equation that layer and reference share, if nothing else has checked it.
+    """
     word = Text("PASS", "bold green") if judged.passed else Text("FAIL", "bold red")
     if not judged.num_tokens:
         screen.fact("verify", word.append("  no tokens, nothing was compared", "default not bold"))
@@ -138,7 +142,11 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> No
     screen.fact("", f"relative error {judged.error:.2e} (limit {judged.limit:.2e}), {worst}")
     formats = f"{decision.problem.weights.name} weights, {decision.compute.name} activations, {decision.wire.name} wire"
     source = f"  against an independent reference; the limits follow from {formats}"
+    if judged.passed and equation is not None:
+        word, source = Text("CONSISTENT", "bold yellow"), f"  with {FILE}; the limits follow from {formats}"
     screen.fact("", word.append(source, "default not bold"))
+    if equation is not None:
+        screen.fact("", f"  nothing independent has checked {FILE} ({equation}); add --against transformers")
 
 
 def show_pairs(screen: Screen, verdicts: Sequence[Verdict]) -> None:
