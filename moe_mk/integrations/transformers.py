@@ -95,12 +95,6 @@ class ModelReport:
 
 def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
     """The report of one plan. held_bytes: of the module's parameters, 0 if they were freed."""
-    transport = plan.decision.chosen.prepare_finalize
-    others = tuple(
-        verdict
-        for verdict in plan.decision.verdicts
-        if verdict.prepare_finalize == transport and (not plan.facts.canonical or not verdict.chosen)
-    )
     return ModuleReport(
         path=path,
         cls=plan.facts.name,
@@ -109,7 +103,7 @@ def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
         scheme=plan.facts.scheme.name,
         num_bytes=plan.weights.num_bytes,
         copied=plan.weights.layout not in (CANONICAL, MAPPED) and held_bytes > 0,
-        others=others,
+        others=plan.others,
     )
 
 

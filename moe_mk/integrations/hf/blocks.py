@@ -119,7 +119,8 @@ def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any], pool: Res
     else:
         facts = facts_of(parts.experts)
         if not facts.canonical:
-            raise UnsupportedError(what, [f"its experts have {', '.join(facts.oddities)}"])
+            odd = facts.unsupported or ("biases, or gate and up in another layout",)
+            raise UnsupportedError(what, [f"its experts have {', '.join(odd)}"])
         model = model_settings(facts) | {"name": type(block).__name__} | _shared_settings(parts)
         config = MoEConfig.parse({"model": model, "router": _router_settings(parts)}, path).with_(**settings)
         layer = MoELayer(config, device=facts.device, dtype=dtype_of(parts.gate, facts), name=path, pool=pool)

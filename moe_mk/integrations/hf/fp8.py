@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,8 @@ LOADED = "_FINEGRAINED_FP8"
 BUNDLE = "FineGrainedFP8"
 CHECK = "validate_environment"
 REWRITES = "_impl_tp_layer_overrides"
+LOADER = "load_finegrained_fp8_kernel"
+"""What every FP8 product of transformers calls first; 5.16 has none."""
 
 
 @contextmanager
@@ -36,6 +39,7 @@ def cpu_fp8() -> Iterator[None]:
     has another structure.
     """
     layers, quantizer = _parts()
+    _name_this_context(layers)
     own = getattr(layers, BUNDLE)(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul)
     swaps = [(layers, LOADED, own), (quantizer, CHECK, _check_dynamic), *_plans_of_every_name(layers)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
@@ -60,6 +64,26 @@ def _parts() -> tuple[ModuleType, type]:
             [f"it has no {', '.join(missing)}; known to work with 5.16 and 5.24"],
         )
     return layers, quantizer
+
+
+def _name_this_context(layers: ModuleType) -> None:
+    """From the first use on, products of models that were loaded here raise outside of it what is missing."""
+    load = getattr(layers, LOADER, None)
+    if load is None or hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def checked() -> Any:
+        try:
+            return load()
+        except ImportError as missing:
+            raise UnsupportedError(
+                "an FP8 model is called outside of cpu_fp8(), in which it was loaded, and transformers has no FP8 "
+                "products on this machine",
+                [f"call the model and generate inside `with cpu_fp8():`, as it was loaded ({missing})"],
+            ) from missing
+
+    setattr(layers, LOADER, checked)
 
 
 def _plans_of_every_name(layers: ModuleType) -> list[tuple[Any, str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ SPREADS = (1.0, 8.0, 100.0, 3000.0)
 """Standard deviations of its rows, so that a clamp shows."""
 FAR = 1e6
 """Beyond every limit of an activation."""
-_SILU_1 = 1 / (1 + math.exp(-1))
+LOW = 1 / 16
+"""A gate below every limit of an activation."""
+_SILU_LOW = LOW / (1 + math.exp(-LOW))
 CLOSE = 1e-5
 """Relative; two ways to write one activation differ by an ulp or two of f32."""
 
@@ -74,18 +77,17 @@ def activation_of(compute: Callable[[Tensor], Tensor], *, gated: bool, device: t
 def _limited(compute: Callable[[Tensor], Tensor], device: torch.device) -> list[Act]:
     """The limited activations with the parameters that the function would have as one of them.
 
-    Measured at a gate of 1, which is below most limits, and far beyond any. What is measured wrongly does not
-    fit later.
+    Measured at a gate below the limits, and far beyond any. What is measured wrongly does not fit later.
     """
-    pairs = [(1.0, 0.0), (1.0, 1.0), (1.0, FAR), (1.0, -FAR), (FAR, 1.0)]
+    pairs = [(LOW, 0.0), (LOW, 1.0), (LOW, FAR), (LOW, -FAR), (FAR, 1.0)]
     probe = torch.tensor(pairs, dtype=torch.float32, device=device).repeat_interleave(WIDTH, dim=1)
     none, one, most, least, widest = compute(probe)[:, 0].double().tolist()
     up = (most - least) / 2  # the limit times the factor of the gate
     found = []
-    for name, factor in (("swiglu_limit", _SILU_1), ("silu_limit", _SILU_1), ("swiglu_oai", none)):
+    for name, factor in (("swiglu_limit", _SILU_LOW), ("silu_limit", _SILU_LOW), ("swiglu_oai", none)):
         limit = _rounded(up / factor) if factor else 0.0
-        if 0 < limit < FAR / 2 and 0 < factor < 1:
-            alpha = _rounded(math.log(none / (1 - none))) if name == "swiglu_oai" else 1.0
+        if 0 < limit < FAR / 2 and 0 < factor < LOW:
+            alpha = _rounded(math.log(none / (LOW - none)) / LOW) if name == "swiglu_oai" else 1.0
             found.append(Act(name, alpha, limit))
     for limit in _soft_limits(up / one) if one else ():
         found.append(Act("situ", _rounded(widest / (limit * math.tanh(1 / limit))), limit))
@@ -145,20 +147,20 @@ class ModuleFacts:
 
     @property
     def canonical(self) -> bool:
-        """Whether registered experts backends can read the weights directly and support all features of the module."""
-        odd = self.transposed or self.interleaved or self.biased or self.post_norm
-        return self.activation is not None and not odd
+        """Whether the module has neither unsupported features nor another layout or biases."""
+        return not (self.transposed or self.interleaved or self.biased or self.unsupported)
 
     @property
-    def oddities(self) -> tuple[str, ...]:
-        """The features that registered backends do not support."""
-        named = {
+    def unsupported(self) -> tuple[str, ...]:
+        """The features that no registered experts backend computes."""
+        layouts = {
             "transposed weights": self.transposed,
             "interleaved gate and up": self.interleaved,
             "biases": self.biased,
-            "a norm after each expert": self.post_norm,
-            "a custom gate": self.activation is None,
         }
+        named = {"a norm after each expert": self.post_norm, "a custom gate": self.activation is None}
+        if self.scheme.block is not None:  # with scales
+            named = layouts | named
         return tuple(what for what, holds in named.items() if holds)
 
 
@@ -182,6 +184,31 @@ def free_weights(module: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(empty, requires_grad=False)
 
 
+def refuse_until_loaded(module: nn.Module, path: str, where: object) -> None:
+    """Let the experts of a model refuse calls and saving until `load_state_dict` fills all of their parameters.
+
+    torch 2.13 multiplies by tensors on the meta device without an error, and by those of `to_empty` anyway.
+    path: of the module in its model. where: the checkpoint that has its weights.
+    """
+    what = f"{path} ({type(module).__name__}) has no weights"
+    remedy = f"call moe_mk.integrations.transformers.replace_experts(model, {str(where)!r}) first"
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedError(what, [f"the model was built without its experts; {remedy}"])
+
+    def loaded(own: nn.Module, keys: Any) -> None:
+        lacks = any(key.rpartition(".")[2] in own._parameters for key in keys.missing_keys)
+        if lacks or any(tensor.is_meta for tensor in own.parameters()):
+            return
+        for hooks in (own._forward_pre_hooks, own._state_dict_pre_hooks):
+            for number in [number for number, hook in hooks.items() if hook is refuse]:
+                del hooks[number]
+
+    module.register_forward_pre_hook(refuse)
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(loaded)
+
+
 def facts_of(module: nn.Module) -> ModuleFacts:
     """Describe a module; raises UnsupportedError with the class and everything unsupported."""
     reasons = reasons_against(module)
@@ -190,7 +217,14 @@ def facts_of(module: nn.Module) -> ModuleFacts:
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     down = _tensor(module, "down_proj")
     inner, hidden = (down.shape[1], down.shape[2]) if transposed else (down.shape[2], down.shape[1])
-    compute = module._apply_gate if gated else module.act_fn
+    interleaved = gated and not bool(module.is_concatenated)
+
+    def compute(x: Tensor) -> Tensor:
+        if not gated:
+            return module.act_fn(x)  # type: ignore[operator, no-any-return]
+        both = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2) if interleaved else x
+        return module._apply_gate(both)  # type: ignore[operator, no-any-return]
+
     return ModuleFacts(
         name=type(module).__name__,
         num_experts=down.shape[0],
@@ -198,10 +232,10 @@ def facts_of(module: nn.Module) -> ModuleFacts:
         intermediate_size=inner,
         gated=gated,
         transposed=transposed,
-        interleaved=gated and not bool(module.is_concatenated),
+        interleaved=interleaved,
         biased=bool(module.has_bias),
         post_norm=bool(getattr(module, "has_post_expert_norm", False)),
-        activation=activation_of(compute, gated=gated, device=down.device),  # type: ignore[arg-type]
+        activation=activation_of(compute, gated=gated, device=down.device),
         scheme=_scheme(module, down),
         device=down.device,
     )
@@ -245,6 +279,11 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
     held = (_tensor(module, name) for name in names)
     first, down = (tensor.transpose(1, 2) if facts.transposed else tensor for tensor in held)
     expect_not_transposed(first, down, 2 if facts.gated else 1, names=names)
+    if (facts.biased or facts.interleaved) and not facts.unsupported:
+        biases = (_tensor(module, f"{name}_bias") if facts.biased else None for name in names)
+        order = "interleaved" if facts.interleaved else "gate_up"
+        given = dict(zip(("w13_bias", "w2_bias"), biases, strict=True))
+        return ExpertWeights.from_engine(first, down, order=order, gated=facts.gated, **given)
     is_fp8, contents = isinstance(facts.scheme, Fp8Block), Contents(stacked=True)
     scales = [_tensor(module, f"{name}_scale_inv") if is_fp8 else None for name in names]
     w13, w2 = QuantTensor(first, scales[0], facts.scheme), QuantTensor(down, scales[1], facts.scheme)

@@ -144,6 +144,11 @@ def refuse_where_freed(model: nn.Module, name: object) -> None:
 
 def _must_be_ours(module: nn.Module, args: object) -> None:
     del args
+    if any(parameter is not None and not parameter.is_meta for parameter in module._parameters.values()):
+        raise UnsupportedError(
+            f"{type(module).__name__} has freed its weights for moe_mk, and has others or empty ones since",
+            ["load the model again; prepare(model) without in_place keeps the weights"],
+        )
     _refuse(module, getattr(getattr(module, "config", None), "_experts_implementation", None))
 
 

@@ -10,9 +10,10 @@ It is used for modules that no registered backend supports, and is never registe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -24,14 +25,16 @@ from torch.nn import functional
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import KernelConfig
+from moe_mk.config.problem import Reason
 from moe_mk.config.traits import DEVICES
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.integrations.engine_experts import RankExperts
 from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.layer.grid import Grid
 from moe_mk.oracle.decide import check_pins
+from moe_mk.oracle.verdict import Verdict
 from moe_mk.registry import did_you_mean
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
@@ -132,12 +135,13 @@ class ModulePlan(RankExperts):
         of_layer, pool = pooled(settings)
         if pool is not None:
             pool = _pools.setdefault(repr(settings), pool)
-        if not facts.canonical:
+        if facts.unsupported:
             if (pin := of_layer.get("experts", "auto")) != "auto":
-                has = f"{facts.name} has {', '.join(facts.oddities)}"
+                has = f"{facts.name} has {', '.join(facts.unsupported)}"
                 raise UnsupportedError(f"{pin} cannot compute {facts.name}", [f"{has}; use experts='auto'"])
             # Only the transport is needed; the reference works wherever torch does.
             of_layer |= {"experts": "reference", "activations": "plain", "wire": "plain"}
+            _warn_of_a_loop(facts.name, facts.unsupported)
         super().__init__(
             weights_of(module, facts),
             ranks.grid,
@@ -148,24 +152,49 @@ class ModulePlan(RankExperts):
             settings=of_layer,
             tokens="replicated" if ranks.replicated else "sharded",
             pool=pool,
-            unregistered=None if facts.canonical else partial(ModuleExperts, module=module, facts=facts),
+            unregistered=partial(ModuleExperts, module=module, facts=facts) if facts.unsupported else None,
         )
         self.stamp = Stamp(tensors_of(module))
 
     @property
     def experts(self) -> str:
-        return self.decision.chosen.experts if self.facts.canonical else NAME
+        return NAME if self.facts.unsupported else self.decision.chosen.experts
 
     @property
     def because(self) -> str:
-        if self.facts.canonical:
-            chosen, verdicts = self.decision.chosen, self.decision.verdicts
-            pin = self.settings.get("experts", "auto")
-            if pin != "auto":
-                return f"pinned by experts={pin!r}"
-            able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
-            return f"lowest cost of {len(able)} eligible" if len(able) > 1 else "the only eligible one"
-        return f"the module has {', '.join(self.facts.oddities)}, which no registered backend reads"
+        if self.facts.unsupported:
+            return _loop_reason(self.facts.unsupported)
+        chosen, verdicts = self.decision.chosen, self.decision.verdicts
+        pin = self.settings.get("experts", "auto")
+        if pin != "auto":
+            return f"pinned by experts={pin!r}"
+        able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
+        return f"lowest cost of {len(able)} eligible" if len(able) > 1 else "the only eligible one"
+
+    @property
+    def others(self) -> tuple[Verdict, ...]:
+        """The experts backends that do not run, each with its cost or the reasons against it."""
+        decision = self.decision
+        able = [v for v in decision.verdicts if v.prepare_finalize == decision.chosen.prepare_finalize]
+        if not self.facts.unsupported:
+            return tuple(verdict for verdict in able if not verdict.chosen)
+        reason = Reason("module", _loop_reason(self.facts.unsupported))
+        return tuple(replace(each, reasons=(reason,), cost_us=None, chosen=False) for each in able)
+
+
+def _loop_reason(unsupported: tuple[str, ...]) -> str:
+    return f"the module has {', '.join(unsupported)}, which no registered backend computes"
+
+
+@cache
+def _warn_of_a_loop(name: str, unsupported: tuple[str, ...]) -> None:
+    """Warn once for each class."""
+    warnings.warn(
+        f"experts_implementation='moe_mk' computes {name} in a Python loop over its experts, no faster than "
+        f"transformers does: {_loop_reason(unsupported)}; leave the setting out, or see explain(model)",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 _numbers = count(1)
@@ -241,6 +270,7 @@ def model_settings(facts: ModuleFacts) -> dict[str, Any]:
         "hidden_size": facts.hidden_size,
         "moe_intermediate_size": facts.intermediate_size,
         "num_experts": facts.num_experts,
+        "expert_bias": facts.biased and not facts.unsupported,
         **(facts.activation or Act("silu")).settings(),
         "quant": quant,
     }

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from moe_mk.errors import UnsupportedError, WeightError, unless_signalled
+from moe_mk.integrations.hf.modules import refuse_until_loaded
 from moe_mk.integrations.hf.packed import experts_of
 from moe_mk.integrations.hf.stored import StoredParameters, stored_parameters
 from moe_mk.weights.completeness import some
@@ -103,6 +104,8 @@ def model_without_experts(
 ) -> Any:
     """The causal model of a checkpoint folder on the CPU, in evaluation mode, its experts on the meta device.
 
+    Experts refuse calls until `replace_experts` has replaced them.
+
     path: a folder of safetensors, or a GGUF file. dtype: of all parameters, except those that the model keeps in f32.
     config: None reads config.json, or the metadata of a GGUF file.
     Raises ConfigError for a quantisation that is not supported, UnsupportedError for a model that transformers lacks or
@@ -115,7 +118,8 @@ def model_without_experts(
     with _parameters_on_meta():
         model: Any = model_of(config, dtype=dtype)
     stored = stored_parameters(path, model)
-    inside = tuple(f"{name}." for name in experts_of(model))
+    experts = experts_of(model)
+    inside = tuple(f"{name}." for name in experts)
     _load_rest(model, stored, inside, dtype)
     empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if empty:
@@ -124,6 +128,10 @@ def model_without_experts(
             [f"{len(empty)} buffers are neither in the checkpoint nor computed from the config: {some(empty)}"],
         )
     model.tie_weights()
+    if empty := [name for name, p in model.named_parameters() if p.is_meta and not name.startswith(inside)]:
+        raise WeightError(f"{path} lacks {len(empty)} parameters that {type(model).__name__} shares: {some(empty)}")
+    for name, module in experts.items():
+        refuse_until_loaded(module, name, path)
     return model.eval()
 
 

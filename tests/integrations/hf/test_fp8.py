@@ -105,6 +105,18 @@ def test_outside_of_it_transformers_is_as_it_was(fp8_folder: Path) -> None:
     assert finegrained_fp8._FINEGRAINED_FP8 is before
 
 
+@pytest.mark.skipif(not hasattr(finegrained_fp8, "load_finegrained_fp8_kernel"), reason="this version has no such call")
+def test_a_model_that_leaves_the_context_is_refused_with_its_name(fp8_folder: Path) -> None:
+    with cpu_fp8():
+        model = load_fp8(fp8_folder, dtype=torch.float32)
+    for implementation in ("moe_mk", "eager", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        with pytest.raises(
+            UnsupportedError, match=r"outside of cpu_fp8\(\), in which it was loaded(.|\n)*`with cpu_fp8"
+        ):
+            generate(model, prompt())
+
+
 def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(finegrained_fp8, "FineGrainedFP8")
     with pytest.raises(UnsupportedError, match=r"has no FineGrainedFP8; known to work with 5.16 and 5.24"), cpu_fp8():

@@ -1,5 +1,6 @@
 """Experts of packed checkpoints run as they are stored, in models of transformers."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
-from moe_mk.integrations.hf.packed import PackedExperts
+from moe_mk.integrations.hf.packed import PackedExperts, experts_of
 from moe_mk.integrations.hf.stored import stored_parameters
 from moe_mk.integrations.hf.without_experts import _load_rest
 from moe_mk.integrations.transformers import (
@@ -54,6 +55,26 @@ from tests.integrations.hf.packed import (
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.tiers import quick_where, thorough
 
+STATES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "as it is": lambda model: model,
+    "copied": copy.deepcopy,
+    "in another dtype": lambda model: model.to(torch.float64),
+    "with empty tensors": lambda model: model.to_empty(device="cpu"),
+    "with one module replaced": lambda model: _with_one_replaced(model),
+    "with another implementation": lambda model: model.set_experts_implementation("grouped_mm") or model,  # type: ignore[operator]
+    "prepared for training": lambda model: model.train(),
+}  # fmt: skip
+
+
+def _with_one_replaced(model: nn.Module) -> nn.Module:
+    (name, other), *_ = experts_of(model).items()
+    real = copy.deepcopy(other).to_empty(device="cpu")
+    real._forward_pre_hooks.clear()
+    real.load_state_dict({key: torch.zeros_like(t) for key, t in real.named_parameters()})
+    model.set_submodule(name, real)
+    return model
+
+
 MATRICES = 3 * EXPERTS * len(MOE_LAYERS)
 BF16 = 2 * MATRICES * SIZE * SIZE
 KINDS = {"int4_g32": "int4_g32", "int8_g128_zp": "int8_g128_zp", "awq": "int4_g128_zp", "gptq": "int4_g128"}
@@ -73,6 +94,26 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
         return folder
 
     return of
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_model_whose_experts_were_not_replaced_refuses_calls(state: str, written: Written) -> None:
+    folder = written("qwen3_moe", "awq")
+    model = STATES[state](model_without_experts(folder, dtype=torch.float32))
+    remedy = r"has no weights\n.*replace_experts\(model, .*awq'\)"
+    with pytest.raises(UnsupportedError, match=remedy):
+        generate(model, prompt())
+    with pytest.raises(UnsupportedError, match=remedy):
+        model.state_dict()
+
+
+def test_experts_that_get_their_weights_compute(written: Written) -> None:
+    folder = written("qwen3_moe", "awq")
+    model, whole = model_without_experts(folder, dtype=torch.float32), decoded_model(folder, "qwen3_moe")
+    model = copy.deepcopy(model)
+    for name, module in experts_of(model).items():
+        module.load_state_dict(whole.get_submodule(name).state_dict(), assign=True)
+    assert torch.equal(logits(model, prompt()), logits(whole, prompt()))
 
 
 def packed_modules(model: nn.Module) -> list[PackedExperts]:

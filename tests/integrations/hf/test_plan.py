@@ -223,11 +223,63 @@ def test_a_pin_that_cannot_serve_is_refused_with_the_reason() -> None:
     register(experts="cpu_native")
     with pytest.raises(UnsupportedError, match=r"computes in bf16, the layer is fp32"):
         prepare(tiny_model())
-    gpt_oss = experts_of("GptOssExperts")
+    spark = experts_of("MuseSparkExperts")
     with pytest.raises(
-        UnsupportedError, match=r"cpu_native cannot compute GptOssExperts\n.*biases.*use experts='auto'"
+        UnsupportedError, match=r"cpu_native cannot compute MuseSparkExperts\n.*a norm after each.*use experts='auto'"
     ):
-        gpt_oss(*tiny_call())
+        spark(*tiny_call())
+
+
+class Two(nn.Module):
+    """Experts of gpt-oss and of a class that no backend computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = experts_of("GptOssExperts"), experts_of("MuseSparkExperts")
+
+
+def test_what_runs_is_what_explain_states_and_a_loop_is_warned_of_once() -> None:
+    plans._warn_of_a_loop.cache_clear()
+    with pytest.warns(FallbackWarning, match="MuseSparkExperts in a Python loop over its experts, no faster") as seen:
+        reports = [explain(Two()) for _ in range(2)]
+    assert len(seen) == 1
+    report = reports[1]
+    oss, spark = report.modules
+    assert (oss.backend, spark.backend) == ("torch_cpu", "module_loop")
+    for module in report.modules:
+        assert not any(verdict.chosen for verdict in module.others)
+    assert {verdict.experts for verdict in spark.others} == {verdict.experts for verdict in oss.others} | {"torch_cpu"}
+    assert all("a norm after each expert" in str(verdict.reasons[0]) for verdict in spark.others)
+    assert not any(line.strip().startswith("*") for line in str(report).splitlines())
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+def test_gpt_oss_in_bf16_runs_in_the_native_kernels() -> None:
+    module = experts_of("GptOssExperts")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3)
+    x, ids, weights = tiny_call()
+    module.config._experts_implementation = "eager"
+    wanted = module(x, ids, weights)
+    low = copy.deepcopy(module).bfloat16()
+    low.config._experts_implementation = "moe_mk"
+    with torch.no_grad():
+        got = low(x.bfloat16(), ids, weights)
+    assert plans._plans[low].experts == "cpu_native"
+    assert float((got - wanted).norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+def test_experts_without_their_weights_refuse_others_that_they_get_unnoticed() -> None:
+    module = deepseek().bfloat16()
+    x, ids, weights = tiny_call()
+    with torch.no_grad():
+        module(x.bfloat16(), ids, weights)
+        model = nn.ModuleDict({"experts": module})
+        prepare(model, in_place=True)
+        model.to_empty(device="cpu")
+        with pytest.raises(UnsupportedError, match="has freed its weights for moe_mk, and has others or empty ones"):
+            module(x.bfloat16(), ids, weights)
 
 
 def test_two_names_with_two_settings_live_side_by_side() -> None:
