@@ -46,7 +46,7 @@ SIDEWAYS = {
 
 OPTIONAL_LIVES_IN = (
     *(f"moe_mk/{room}/" for room in ("kernels/triton", "kernels/native", "kernels/csrc", "external", "integrations")),
-    *(f"moe_mk/lab/checkpoints/{name}.py" for name in ("derive", "tiny_models")),
+    *(f"moe_mk/lab/checkpoints/{name}.py" for name in ("derive", "measured_block", "small_block", "tiny_models")),
     "moe_mk/lab/tuning/triton_cache.py",
 )
 CLOCKS = [f"time.{name}" for name in ("ctime", "gmtime", "localtime", "clock_gettime", "clock_gettime_ns")]

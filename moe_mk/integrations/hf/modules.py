@@ -206,7 +206,7 @@ def refuse_until_loaded(module: nn.Module, path: str, where: object) -> None:
 
     module.register_forward_pre_hook(refuse)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(loaded)
+    module.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
 
 def facts_of(module: nn.Module) -> ModuleFacts:
@@ -280,10 +280,11 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
     first, down = (tensor.transpose(1, 2) if facts.transposed else tensor for tensor in held)
     expect_not_transposed(first, down, 2 if facts.gated else 1, names=names)
     if (facts.biased or facts.interleaved) and not facts.unsupported:
-        biases = (_tensor(module, f"{name}_bias") if facts.biased else None for name in names)
+        biases = [_tensor(module, f"{name}_bias") if facts.biased else None for name in names]
         order = "interleaved" if facts.interleaved else "gate_up"
-        given = dict(zip(("w13_bias", "w2_bias"), biases, strict=True))
-        return ExpertWeights.from_engine(first, down, order=order, gated=facts.gated, **given)
+        return ExpertWeights.from_engine(
+            first, down, order=order, gated=facts.gated, w13_bias=biases[0], w2_bias=biases[1]
+        )
     is_fp8, contents = isinstance(facts.scheme, Fp8Block), Contents(stacked=True)
     scales = [_tensor(module, f"{name}_scale_inv") if is_fp8 else None for name in names]
     w13, w2 = QuantTensor(first, scales[0], facts.scheme), QuantTensor(down, scales[1], facts.scheme)
