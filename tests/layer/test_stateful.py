@@ -26,10 +26,12 @@ from tests.layer.native import NEEDS_COMPILER
 from tests.support import machine_verbs
 from tests.support.machine import VERBS, World
 from tests.support.machine_features import (
+    BASES,
     FEATURES,
     LEFT_OUT,
     SET_APART,
     Row,
+    around,
     completed,
     fits,
     pairwise,
@@ -37,7 +39,7 @@ from tests.support.machine_features import (
 )
 
 assert machine_verbs.forward is VERBS["forward"].does
-VERBS_OF_A_ROW, PARTS = 4, 16
+VERBS_OF_A_ROW, PARTS = 3, 16
 Followed = tuple[str, str, str]
 """A feature, its value, and a verb that was done in a world with it."""
 Program = tuple[Row, tuple[str, ...]]
@@ -45,7 +47,7 @@ Program = tuple[Row, tuple[str, ...]]
 
 @cache
 def programs() -> Sequence[Program]:
-    """The rows of the pairwise cover, each with the verbs that follow most of its values for the first time.
+    """The rows of the pairwise cover and those around `BASES`, each with verbs that follow most of its values anew.
 
     Then rows for what is left, so that every verb follows every value that it can follow.
     """
@@ -57,9 +59,11 @@ def programs() -> Sequence[Program]:
             for name in names:
                 left.pop((feature, value, name), None)
         used.update(names)
-        planned.append((row, tuple(draw.sample(list(names), len(names)))))
+        names = draw.sample(list(names), len(names))
+        # Copies cost little where no ranks are built with them.
+        planned.append((row, (*names, *["duplicate"] * (row["grid"] == "alone" and "duplicate" not in names))))
 
-    for row in pairwise():
+    for row in (*pairwise(), *(row for number in range(len(BASES)) for row in around(number))):
         able = [name for name, verb in VERBS.items() if verb.applies(row)]
         gains = {name: sum((*one, name) in left for one in row.items()) for name in able}
         plan(row, sorted(able, key=lambda name: (-gains[name], used[name]))[:VERBS_OF_A_ROW])

@@ -25,7 +25,7 @@ from moe_mk import LostExpertError, MoEConfig, MoELayer, Problem
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import FallbackWarning
-from moe_mk.experts.residency import ResidencyPool
+from moe_mk.experts.residency import Policy, ResidencyCounts, ResidencyPool
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.bits import equal_bits
 from moe_mk.layer import settings
@@ -41,6 +41,8 @@ LIMITS = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 2.5e-2}
 ROUNDED_LIMITS = {"fp32": 2e-2, "fp16": 3e-2, "bf16": 6e-2}
 """The same where activations are rounded: of a value near the middle of two codes either may be taken."""
 
+POOL_BYTES = 640 << 10
+"""All experts of four ranks, or of a few layers some."""
 Needs = Mapping[str, set[str]]
 """Values of features without which a world cannot do a verb."""
 ALONE: Needs = {"grid": {"alone"}}
@@ -87,7 +89,7 @@ class World:
             residency = self.settings["kernel"].setdefault("residency", {})
             residency |= {"store": str(folder / "stores"), "policy": row["policy"]}
             if row["residency"] == "pool":
-                self.pool = ResidencyPool(1 << 19)
+                self.pool = ResidencyPool(POOL_BYTES)
         self.config = MoEConfig.parse(self.settings, "a drawn row")
         self.settings = {name: self.settings[name] for name in ("model", "router", "parallel", "kernel")}
         self.ep, self.tp = self.config.parallel.ep, self.config.parallel.tp
@@ -96,6 +98,8 @@ class World:
         with remembered_decisions():
             self.layers = [self.built(groups) for groups in grid_of(self.ep, self.tp)]
         self.load_all()
+        self.watched: tuple[Policy, list[set[int]]] | None = None
+        """The experts that each call of the cache has used since its policy was made; None: not all are known."""
         self.lost, self.first_ep, self.top_k = set[int](), self.ep, self.config.router.top_k
         self.load = [torch.zeros(EXPERTS, dtype=torch.int64) for _ in range(self.ep)]
         self.zero, self.dropped, self.tokens, self.nowhere = ([0] * self.ep for _ in range(4))
@@ -103,7 +107,7 @@ class World:
     # Building.
 
     def weights_of(self, version: int) -> PlainLayer:
-        _, _, rest = self.row["weights"].partition(" ")
+        _, _, rest = self.row["weights"].partition(" down=")[0].partition(" ")
         packing, _, ordered = rest.partition(" ")
         names = self.row["names"] if not packing else "official"
         return PlainLayer(self.settings, names, packing, seed=1000 * self.seed + version, ordered=ordered == "ordered")
@@ -150,7 +154,8 @@ class World:
 
     def of_slices(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         for at, y_TH in enumerate(outputs):
-            assert equal_bits(y_TH, outputs[at - at % self.tp]), f"TP rank {at % self.tp} returns other bits"
+            first_TH = outputs[at - at % self.tp]
+            assert equal_bits(y_TH.nan_to_num(), first_TH.nan_to_num()), f"TP rank {at % self.tp} returns other bits"
         return list(outputs[:: self.tp])
 
     def expected(self, rank: int, x_TH: Tensor, ids_T: Tensor | None) -> Tensor:
@@ -264,13 +269,52 @@ class World:
             assert all(set(error.experts) == self.lost for error in ends(flights))
             self.check_counts()
             return
+        before_call = self.paged_state()
         outputs = self.call(x, ids)
         for rank in range(self.ep):
             self.compare(outputs[rank], self.expected(rank, x[rank], ids[rank]), f"{what}, rank {rank}")
+        if before_call is not None:
+            self.check_reads(before_call, x[0], ids[0])
             assert equal_bits(x[rank], before[rank]), f"{what}: the input was written to"
         self.check_counts()
 
     # Steps.
+
+    def paged_state(self) -> tuple[set[int], ResidencyCounts] | None:
+        """Resident experts and counts of a layer alone whose calls are whole; None where it has none."""
+        if len(self.layers) > 1 or self.row["residency"] == "none" or self.row["tiles"] != "one":
+            return None
+        laid_out = self.layers[0].state.laid_out
+        if not hasattr(laid_out, "cache"):
+            return None
+        if self.watched is None or self.watched[0] is not laid_out.cache.policy:
+            self.watched = watched(laid_out.cache.policy) if not laid_out.counts.uses else None
+        return set(laid_out.cache.slot_of), laid_out.counts
+
+    def check_reads(self, before: tuple[set[int], ResidencyCounts], x_TH: Tensor, ids_T: Tensor | None) -> None:
+        """What a call has used, found and read, and whom it has evicted: the experts of least worth."""
+        layer, (resident, was) = self.layers[0], before
+        placed = layer.expert_map.local_to_global(0)
+        chosen_E = self.routing_of(0, x_TH, ids_T)[1][:, :EXPERTS].any(0)
+        needed = {slot for slot, expert in enumerate(placed) if chosen_E[expert]}
+        now, cache = layer.state.laid_out.counts, layer.state.laid_out.cache
+        found = now.uses - was.uses, now.hits - was.hits, now.reads - was.reads
+        missing = needed - resident
+        assert found == (len(needed), len(needed & resident), len(missing)), (found, needed, resident)
+        after = set(cache.slot_of)
+        if self.watched is not None and len(needed) <= was.slots == now.slots and self.row["residency"] != "pool":
+            calls = self.watched[1]
+            kept = sorted(resident - needed, key=lambda slot: (self.worth(calls, slot), slot))
+            assert after == needed | set(kept[max(len(kept) + len(needed) - was.slots, 0) :]), (calls, after)
+        assert not len(needed) <= now.slots or needed <= after
+
+    def worth(self, calls: Sequence[set[int]], slot: int) -> float:
+        """Of a resident expert, by the policy of the row: when, or how often it was used."""
+        uses = [number for number, needed in enumerate(calls, 1) if slot in needed]
+        if self.row["policy"] == "lru":
+            return max(uses, default=0)
+        growth = 1.0 if self.row["policy"] == "lfu" else 2.0 ** (1 / 128)
+        return sum(growth**number for number in uses)
 
     def forget_counts(self) -> None:
         """Reset what is counted, on both sides."""
@@ -310,6 +354,33 @@ class World:
             "from tests.support.machine import World\nfrom tests.support.machine_features import row_of\n"
             f"World(row_of({row}), seed={self.seed}, folder=Path(mkdtemp())).run({self.program})"
         )
+
+
+def watched(policy: Policy) -> tuple[Policy, list[set[int]]]:
+    """A policy, and what it is given from now on."""
+    calls, used = list[set[int]](), policy.used
+
+    def noted(experts: Sequence[int]) -> None:
+        calls.append(set(experts))
+        used(experts)
+
+    policy.used = noted  # type: ignore[method-assign]
+    return policy, calls
+
+
+def check_shares(world: World) -> None:
+    """The replicas of an expert have their shares of the tokens of all ranks."""
+    expert_map, ranks = world.layers[0].expert_map, world.layers[:: world.tp]
+    ids_TK = torch.arange(EXPERTS, dtype=torch.int32).repeat(400, 1)
+    counts_P = torch.zeros(expert_map.num_physical)
+    for rank, layer in enumerate(ranks):
+        physical_TK = layer.state.tables.to_physical(ids_TK, 0 if layer.state.is_partial else rank)
+        counts_P += torch.bincount(physical_TK.flatten().long(), minlength=len(counts_P))
+    for expert, replicas in enumerate(expert_map.physical_of_logical):
+        shares = expert_map.shares or [1 / len(replicas)] * len(counts_P)
+        for at in replicas:
+            part = float(counts_P[at]) / (400 * len(ranks))
+            assert abs(part - shares[at]) < 0.07, f"expert {expert}: {part:.3f} of its tokens, not {shares[at]:.3f}"
 
 
 def ends(flights: Sequence[Flight[Tensor]]) -> list[LostExpertError]:

@@ -24,20 +24,20 @@ PACKED = {
     "int4_g32 compressed_tensors": "int4_g32", "int4_g32_zp awq": "int4_g32_zp", "int4_g64_zp gptq": "int4_g64_zp",
     "int4_g32_zp gptq ordered": "int4_g32_zp", "int8_row_zp compressed_tensors": "int8_row_zp",
     "int8_g128 compressed_tensors": "int8_g128", "int4_g32_affine mlx": "int4_g32_affine", "q8_0 gguf": "q8_0",
-    "q4_1 gguf": "q4_1", "q5_0 gguf": "q5_0",
+    "q4_1 gguf": "q4_1", "q5_0 gguf": "q5_0", "int8_g64 compressed_tensors down=int4_g32": "int8_g64",
+    "q8_0 gguf down=q4_0": "q8_0",
 }  # fmt: skip
 """Weight-only kinds by kind, packing, and whether columns are ordered."""
 WEIGHTS = (
     "fp32", "bf16", "fp16", "fp8_block", "fp8_block_128", "fp8_ue8m0", "fp8_channel", "fp8_tensor", "int8",
-    "int8_block", "int8_block_128", "mxfp8", "mxfp4", "nvfp4", *PACKED, "q8_0 gguf down=q4_0",
+    "int8_block", "int8_block_128", "mxfp8", "mxfp4", "nvfp4", *PACKED,
 )  # fmt: skip
 STATIC = {"fp8_channel", "fp8_tensor", "nvfp4"}
 INPUT_SCALE, HIDDEN_SCALE = 0.011, 0.004
 
 
 def _weights(value: str) -> dict[str, Any]:
-    kind, _, down = value.partition(" gguf down=")
-    kind = PACKED.get(kind, kind).partition(" ")[0]
+    kind, down = PACKED.get(value, value), value.partition(" down=")[2]
     made: dict[str, Any] = {"weights": kind.removesuffix("_128").replace("_ue8m0", "_block")}
     if kind in ("fp8_block", "fp8_ue8m0", "int8_block"):
         made["block"] = (32, 32)
@@ -72,6 +72,7 @@ FEATURES: Mapping[str, Values] = {
     "shared": {
         "none": {}, "one": {"model.num_shared_experts": 1},
         "gate": {"model.num_shared_experts": 1, "model.shared_gate": True},
+        "gate and half": {"model.num_shared_experts": 1, "model.shared_gate": True, "model.shared_scale": 0.5},
         "half": {"model.num_shared_experts": 2, "model.shared_scale": 0.5},
         "width": {"model.num_shared_experts": 1, "model.shared_intermediate_size": 0},
         "activation": {"model.num_shared_experts": 1, "model.shared_activation": "silu_limit",
@@ -161,7 +162,7 @@ SET_APART = {
 """Fields that `settings_of` sets from several features."""
 
 _ALL = {name: set(values) for name, values in FEATURES.items()}
-_WEIGHT_ONLY = {value for value in WEIGHTS if " " in value}
+_WEIGHT_ONLY = set(PACKED)
 _SCALED = {value for value in WEIGHTS if value not in ("fp32", "bf16", "fp16") and value not in _WEIGHT_ONLY}
 _SPREAD = {"ep2", "ep4", "ep2tp2"}
 _TABLES = {"table", "images and table"}
@@ -173,7 +174,7 @@ CONFLICTS: Sequence[tuple[str, set[str], str, set[str]]] = (
     ("weights", _ALL["weights"] - _WEIGHT_ONLY - {"int8", "int8_block", "int8_block_128"}, "rounding", {"int8"}),
     ("experts", {"torch_cpu"}, "rounding", {"checkpoint", "static", "int8"}),
     ("experts", {"cpu_native"}, "dtype", {"fp32", "fp16"}),
-    ("experts", {"cpu_native"}, "weights", {"fp32", "fp16", "fp8_block", "fp8_ue8m0", "int8_block", "q5_0 gguf"}),
+    ("experts", {"cpu_native"}, "weights", {"fp32", "fp16", "fp8_block", "fp8_ue8m0", "int8_block"}),
     ("experts", {"cpu_native"}, "rounding", {"static"}),
     ("experts", {"reference", "torch_cpu"}, "bits", _INVARIANT),
     ("experts", {"reference", "torch_cpu"}, "residency", {"slots", "bytes", "pool"}),
@@ -212,6 +213,7 @@ CONFLICTS: Sequence[tuple[str, set[str], str, set[str]]] = (
 
 CONFLICTS_OF_THREE: Sequence[Mapping[str, set[str]]] = (
     {"widths": {"odd"}, "grid": {"tp2", "ep2tp2"}, "weights": _ALL["weights"] - {"fp32", "bf16", "fp16"}},
+    {"experts": {"cpu_native"}, "rounding": {"int8"}, "weights": {"q5_0 gguf"}},
     {"widths": {"odd"}, "names": {"fused"}, "weights": set(BLOCK)},
     {"scoring": {"masked_softmax"}, "router_dtype": {"model"}, "dtype": {"bf16", "fp16"}},  # a step at every 2 percent
     {"experts": {"cpu_native"}, "rounding": {"checkpoint"},
@@ -363,6 +365,33 @@ def _completed(row: Row, draw: random.Random, wanted: Wanted) -> Row | None:
             able.sort(key=lambda value: -len(wanted[feature, value] & have))
         row[feature] = able[0]
     return row
+
+
+DIRECT: Row = {
+    "experts": "cpu_native", "grid": "alone", "tiles": "one", "residency": "none", "rounding": "plain", "bits": "any",
+}  # fmt: skip
+TORCH: Row = DIRECT | {"experts": "torch_cpu"}
+PAGED_ALONE: Row = {"experts": "cpu_native", "grid": "alone", "tiles": "one", "residency": "slots"}
+BASES = (DIRECT, TORCH, PAGED_ALONE)
+"""Rows with an execution of their own: one native call, or one of torch, for a layer; experts larger than memory."""
+
+
+@cache
+def around(number: int) -> tuple[Row, ...]:
+    """Rows in which every value that fits occurs with a base."""
+    draw, base, rows = random.Random(number), BASES[number], list[Row]()
+    singles = [(feature, value) for feature, values in FEATURES.items() for value in values if feature not in base]
+    wanted: Wanted = {(feature, value): set() for feature, values in FEATURES.items() for value in values}
+    for one in singles:
+        wanted[one] = set(base.items())
+    for feature, value in singles:
+        if not wanted[feature, value] or not fits(base | {feature: value}):
+            continue
+        if (row := completed(base | {feature: value}, draw, wanted)) is not None:
+            rows.append(row)
+            for one in row.items():
+                wanted[one] = set()
+    return tuple(rows)
 
 
 def row_of(values: Row) -> Row:

@@ -8,21 +8,25 @@ import pickle
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_mk import ExpertMap
 from moe_mk.comm import LockstepWorld
+from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import StoreError, UnsupportedError
 from moe_mk.flight import interleave, wait
 from moe_mk.lab.testing.bits import equal_bits
 from moe_mk.layer.hot_swap import swap_steps
+from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
 from moe_mk.tokens import Routing
 from moe_mk.weights import MappingSource
-from tests.support.machine import ALONE, PAGED, SPREAD, World, verb
+from tests.support.machine import ALONE, PAGED, SPREAD, World, check_shares, verb
 from tests.support.machine_features import EXPERTS, FEATURES, fits
 
 
@@ -127,6 +131,24 @@ def listen(world: World, draw: random.Random) -> None:
         world.compare(outputs[rank], world.expected(rank, x[rank], ids[rank]), "listen")
 
 
+@verb()
+def poison(world: World, draw: random.Random) -> None:
+    """A token with a NaN has no experts, and changes no other token."""
+    x, ids = world.drawn_tokens(draw, [draw.randint(2, 6) for _ in range(world.ep)])
+    at = draw.randrange(2)
+    for x_TH in {id(each): each for each in x}.values():
+        x_TH[at, draw.randrange(world.plain.hidden)] = float("nan")
+    outputs = world.call(x, ids)
+    for rank in range(world.ep):
+        sound = torch.arange(len(x[rank])) != at
+        own = None if ids[rank] is None else ids[rank][sound]
+        wanted_TH = world.expected(rank, x[rank][sound], own)
+        world.compare(outputs[rank][sound], wanted_TH, f"next to a NaN, rank {rank}")
+        world.tokens[rank] += 1
+        world.nowhere[rank] += world.top_k
+    world.check_counts()
+
+
 # Changes of weights.
 
 
@@ -205,11 +227,10 @@ def correct(world: World, draw: random.Random) -> bool | None:
 def duplicate(world: World, draw: random.Random) -> None:
     """Copies serve on; the originals are given other weights, which no copy sees."""
     originals = world.layers
-    if world.row["grid"] == "alone" and draw.random() < 0.5 and world.pool is None:
-        world.layers = [pickle.loads(pickle.dumps(originals[0]))]
-    else:
-        memo: dict[int, object] = {}
-        world.layers = [copy.deepcopy(layer, memo) for layer in originals]
+    memo: dict[int, object] = {}
+    world.layers = [copy.deepcopy(layer, memo) for layer in originals]
+    if world.row["grid"] == "alone" and world.pool is None:
+        world.layers = [pickle.loads(pickle.dumps(world.layers[0]))]
     world.pool = world.layers[0].pool
     world.dropped = [0] * world.ep
     other = world.weights_of(world.version + 500)
@@ -229,14 +250,14 @@ def drawn_map(world: World, draw: random.Random, without: Sequence[int] = ()) ->
     rows: list[list[int]] = [[] for _ in range(world.ep)]
     for at, expert in enumerate(experts):
         rows[at if at < world.ep else draw.randrange(world.ep)].append(expert)
-    if draw.random() < 0.5:
+    if draw.random() < 0.7:
         for row in rows:
             able = [e for e in experts if e not in row]
             row += draw.sample(able, min(len(able), draw.randint(0, 2)))
     for row in rows:
         draw.shuffle(row)
     shares = None
-    if draw.random() < 0.5:
+    if draw.random() < 0.7:
         placed = [e for row in rows for e in row]
         parts = [draw.uniform(0.1, 1.0) for _ in placed]
         totals = {e: sum(p for q, p in zip(placed, parts, strict=True) if q == e) for e in placed}
@@ -268,8 +289,10 @@ def placed(world: World, expert_map: ExpertMap, draw: random.Random) -> None:
 @verb(whole=False)
 def move(world: World, draw: random.Random) -> None:
     """Another placement, which repairs what was lost."""
+    epoch = world.layers[0].epoch
     placed(world, drawn_map(world, draw), draw)
-    assert len({layer.epoch for layer in world.layers}) == 1
+    assert {layer.epoch for layer in world.layers} == {epoch + 1}
+    check_shares(world)
 
 
 @verb(whole=False)
@@ -285,8 +308,12 @@ def lose(world: World, draw: random.Random) -> None:
 @verb()
 def swap(world: World, draw: random.Random) -> None:
     """Other experts, another transport, or another setting of kernels, if it can serve; else nothing changes."""
-    feature = draw.choice(("experts", "experts", "transport", "tiles", "fused_router", "threads"))
-    value = draw.choice(sorted(FEATURES[feature]))
+    features = ("experts", "transport", "tiles", "fused_router", "threads")
+    values = [(feature, value) for feature in features for value in FEATURES[feature] if world.row[feature] != value]
+    able = [each for each in values if fits(world.row | dict([each]))]
+    if (others := [each for each in able if each[0] == "experts"]) and draw.random() < 0.6:
+        able = others
+    feature, value = draw.choice(able if able and draw.random() < 0.8 else values)
     row = world.row | {feature: value}
     kernel = {key.partition(".")[2]: setting for key, setting in FEATURES[feature][value].items()}
     defaults = {"transport": {"prepare_finalize": "auto"}, "tiles": {"tiles": 1}, "threads": {"threads": "auto"},
@@ -319,26 +346,37 @@ def swap(world: World, draw: random.Random) -> None:
 def rebalance(world: World, draw: random.Random) -> None:
     """A manager plans, moves experts and switches while the layers serve; every byte that travels is counted."""
     settings = RebalanceSettings(
-        sync_every=2, decay=0.0, bytes_per_step=draw.choice((1000, 1 << 20)), inline=True, backoff=2, min_gain=0.0,
-        move_cost=0.0, thresholds=Thresholds(1.01, 1.005, dwell=10_000),
+        sync_every=2, decay=0.0, bytes_per_step=draw.choice((world.plain.bytes_of_expert // 2, 1 << 20)), inline=True,
+        backoff=2, min_gain=0.0, move_cost=0.0, thresholds=Thresholds(1.01, 1.005, dwell=10_000),
     )  # fmt: skip
-    managers = [RebalanceManager([layer], settings) for layer in world.layers]
+    load_1E = np.array([[draw.choice((1.0, 5.0, 40.0)) for _ in range(EXPERTS)]])
+
+    def planner(_: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        given = {"policy": settings.policy, "old": slots, "min_gain": 0.0, "max_moves": None, "move_cost": 0.0}
+        return plan(load_1E, topology, groups=1, min_copies=1, **given)
+
+    managers = [RebalanceManager([layer], settings, planner=planner) for layer in world.layers]
     for manager in managers:
         manager.plan_soon()
     arrived = [0] * len(world.layers)
-    for _ in range(40):
+    for step in range(60):
         before = [set(layer.expert_map.local_to_global(layer.ep.rank)) for layer in world.layers]
-        world.served(draw, [3] * world.ep, "rebalance")
+        if step % 5 == 0:
+            world.served(draw, [6] * world.ep, "rebalance")
         interleave([manager.steps() for manager in managers])
         for at, layer in enumerate(world.layers):
             arrived[at] += len(set(layer.expert_map.local_to_global(layer.ep.rank)) - before[at])
         if managers[0].state == "watching" and managers[0].status().plan_id:
             break
+    assert managers[0].state == "watching", managers[0].status()
     for at, manager in enumerate(managers):
         status = manager.status()
         assert status.incidents == (), status
         if world.tp == 1:
-            assert status.received_bytes == arrived[at] * world.plain.bytes_of_expert, (at, arrived)
+            wanted = arrived[at] * world.plain.bytes_of_expert
+            assert status.received_bytes == wanted, (at, arrived, status)
+    received = [manager.status().received_bytes for manager in managers]
+    assert sum(received) == managers[0].status().predicted_bytes, "bytes as predicted"
     for manager in managers:
         manager.close()
 
@@ -356,8 +394,10 @@ def lose_rank(world: World, draw: random.Random) -> bool | None:
     only = {e for e in range(EXPERTS) if {gone.rank_of_physical[p] for p in gone.physical_of_logical[e]} == {dead}}
     comms = [LockstepWorld(world.ep - 1).communicators() for _ in range(world.tp)]
     new = [comms[at % world.tp][number // world.tp] for number, at in enumerate(left)]
+    epoch = world.layers[0].epoch
     interleave([managers[at].rank_lost_steps(dead, comm) for at, comm in zip(left, new, strict=True)])
     world.layers, world.ep = [world.layers[at] for at in left], world.ep - 1
+    assert {layer.epoch for layer in world.layers} == {epoch + 1}
     for counted in (world.load, world.zero, world.dropped, world.tokens, world.nowhere):
         counted.pop(dead)  # type: ignore[attr-defined]
     world.row = world.row | {"transport": "auto"} if world.row["transport"] != "replicated" else world.row
@@ -381,6 +421,7 @@ def lose_rank(world: World, draw: random.Random) -> bool | None:
 @verb()
 def fail(world: World, draw: random.Random) -> None:
     """A call fails on one rank; after a recovery all go on."""
+    world.served(draw, [1] * world.ep, "before a failure")  # which opens the buffers of the transport
     broken = draw.randrange(len(world.layers))
 
     def listener(routing: Routing) -> None:
@@ -422,6 +463,27 @@ def damage(world: World, draw: random.Random) -> bool | None:
     world.load_all()
     world.forget_counts()
     return None
+
+
+@verb({"grid": {"alone"}, "residency": {"pool"}})
+def share_pool(world: World, draw: random.Random) -> None:
+    """Layers join the pool, use it more, and leave; each has the numbers of its own weights."""
+    others = []
+    for number in range(draw.randint(1, 2)):
+        plain = world.weights_of(world.version + 600 + number)
+        others.append((plain, world.built(ParallelGroups()).load_weights(plain.tensors)))
+    own = world.plain, world.layers
+    for _ in range(draw.choice((3, 40))):
+        plain, layer = draw.choice(others)
+        world.plain, world.layers = plain, [layer]
+        x, ids = world.drawn_tokens(draw, [draw.randint(1, 3)])
+        weights_TE, _ = world.routing_of(0, x[0], ids[0])
+        world.compare(layer(x[0], ids[0]), world.output(x[0], weights_TE, routed_only=False), "next to it")
+    world.plain, world.layers = own
+    caches = [each.state.laid_out.cache for each in (*world.layers, *(layer for _, layer in others))]
+    assert world.pool is not None
+    for held in ([len(cache.slots) for cache in caches], [cache.counts.slots for cache in caches]):
+        assert min(held) >= 1 and sum(held) * caches[0].record_bytes <= world.pool.num_bytes, held
 
 
 @verb(whole=False)
