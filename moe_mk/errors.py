@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -107,6 +108,19 @@ class LostExpertError(MoEMKError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(LostExpertError, layer=self.layer, experts=self.experts), (self.detail,)
+
+
+def expect_kind(name: str, value: object, *kinds: type, most: int | None = None) -> None:
+    """Raise ConfigError unless a value is of one of these types, for doors that are called once. True is no number.
+
+    most: the largest number.
+    """
+    allowed = tuple(Integral if kind is int else kind for kind in kinds)  # numpy's integers are no int
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} is {repr(value)[:80]} ({type(value).__name__}), expected {wanted}")
+    if most is not None and isinstance(value, Integral) and value > most:
+        raise ConfigError(f"{name} is {value}, the limit is {most}")
 
 
 E = TypeVar("E", bound=BaseException)

@@ -26,7 +26,7 @@ OWN = __name__.partition(".")[0]
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
     """Say what was probably meant, and what there is."""
-    near = get_close_matches(name, known, 1)
+    near = get_close_matches(str(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{hint} (known: {', '.join(sorted(known))})"
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator
 from moe_mk.comm.single import SingleRank
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, expect_kind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | Communicator
+MOST_RANKS = 1 << 20
 
 
 class Absent(Enum):
@@ -95,6 +96,8 @@ def rank_groups(num_ranks: int, *, pp: int = 1, dp: int = 1, pcp: int = 1, tp: i
     ExternalDP x DP x PP x PCP x TP) and its flattening of DP, PCP and TP into EP.
     """
     sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp}
+    for name, size in (sizes | {"num_ranks": num_ranks}).items():
+        expect_kind(name, size, int, most=MOST_RANKS)
     if min(sizes.values()) < 1 or prod(sizes.values()) != num_ranks:
         asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from moe_mk.errors import ConfigError, unless_signalled
+from moe_mk.errors import ConfigError, expect_kind, unless_signalled
 from moe_mk.files import read_json, read_yaml
 from moe_mk.registry import did_you_mean
 
@@ -18,7 +19,17 @@ SHOWN = 1000
 """Characters of a wrong value in a message."""
 
 
-class Settings(BaseModel):
+class _Constructor(type(BaseModel)):  # type: ignore[misc]
+    """Raises ConfigError where a class is called with invalid settings; pydantic calls an `__init__` itself."""
+
+    def __call__(cls, *args: Any, **data: Any) -> Any:
+        try:
+            return super().__call__(*args, **data)
+        except ValidationError as problem:
+            raise _in_words(cast("type[Settings]", cls), cls.__name__, problem) from None
+
+
+class Settings(BaseModel, metaclass=_Constructor):
     """A frozen group of settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -48,12 +59,17 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as problem:
-            raise ConfigError(f"{where}: " + "; ".join(_explain(cls, e) for e in problem.errors())) from None
+            raise _in_words(cls, where, problem) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a YAML or JSON file. Raises ConfigError with every problem by its key."""
+        expect_kind("path", path, str, PathLike)
         return cls.parse(read_mapping(Path(path)), str(path))
+
+
+def _in_words(cls: type[Settings], where: str, problem: ValidationError) -> ConfigError:
+    return ConfigError(f"{where}: " + "; ".join(_explain(cls, error) for error in problem.errors()))
 
 
 def expect_numbers(data: object, where: str) -> None:

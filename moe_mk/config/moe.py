@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from moe_mk.config.base import Settings, overrides_of, read_mapping
 from moe_mk.config.quant import QuantConfig
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, expect_kind
 from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import divisors_of
@@ -478,6 +479,7 @@ class MoEConfig(Settings):
         from moe_mk.config.equation import FILE, KEY
         from moe_mk.config.hf import read_config, settings_from_hf
 
+        expect_kind("path", path, str, PathLike)
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         if not file.exists():
             what = f"{path} has no config.json" if Path(path).is_dir() else f"{path} does not exist"

@@ -12,7 +12,7 @@ from typing import Any
 from moe_mk.comm.destinations import expected_groups
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, expect_kind
 from moe_mk.quant.plain import FP16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 
@@ -62,6 +62,13 @@ class Problem:
     the width of the rows that are sent and that experts read, which latent projections make smaller."""
 
     def __post_init__(self) -> None:
+        expect_kind("config", self.config, MoEConfig)
+        expect_kind("device", self.device, DeviceProfile)
+        expect_kind("dtype", self.dtype, Plain)
+        expect_kind("num_tokens", self.num_tokens, int)
+        expect_kind("installed", self.installed, frozenset)
+        expect_kind("emulated", self.emulated, frozenset)
+        expect_kind("token_size", self.token_size, int)
         model = self.config.model
         if not self.token_size:
             object.__setattr__(self, "token_size", model.hidden_size)

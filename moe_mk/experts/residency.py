@@ -23,7 +23,7 @@ from itertools import count
 from threading import Lock
 from weakref import WeakValueDictionary
 
-from moe_mk.errors import ConfigError, StoreError
+from moe_mk.errors import ConfigError, StoreError, expect_kind
 from moe_mk.jobs import POLL_S, is_unlocked
 from moe_mk.registry import Registry
 from moe_mk.text import amount
@@ -225,7 +225,10 @@ class ResidencyPool:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """num_bytes: for all layers of this process."""
+        """num_bytes: for all layers of this process. Raises ConfigError for what is no number of at least 1."""
+        expect_kind("num_bytes", num_bytes, int)
+        if num_bytes < 1:
+            raise ConfigError(f"num_bytes is {num_bytes}; give at least the bytes of one expert of each layer")
         self.num_bytes, self._calls, self._lock, self._process = num_bytes, 0, Lock(), os.getpid()
         self._num_divided = 0
         self._members: WeakValueDictionary[int, PoolMember] = WeakValueDictionary()

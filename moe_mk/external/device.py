@@ -225,5 +225,5 @@ def parsed_device(device: torch.device | str) -> torch.device:
     """The device of a name, here or not; raises ConfigError for what is not one."""
     try:
         return torch.device(device)
-    except unless_signalled(RuntimeError) as problem:
+    except unless_signalled(RuntimeError, TypeError, ValueError) as problem:
         raise ConfigError(f"{device!r} is not a device: {str(problem).splitlines()[0]}") from problem

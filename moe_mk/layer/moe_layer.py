@@ -12,7 +12,6 @@ One forward:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -120,6 +119,7 @@ class MoELayer(WithoutParameters):
         slots or bytes. Raises ConfigError, or UnsupportedError with every reason.
         """
         super().__init__()
+        settings.expect_arguments(config, name, pool)
         groups, wanted = ParallelGroups.of(groups), wanted_device(device)
         self.dtype, self.name, self.spans, self.pool = dtype, name, Spans(), pool
         grid = Grid(groups, config.kernel.timeout_s, name)
@@ -383,9 +383,7 @@ class MoELayer(WithoutParameters):
         numbers. The tokens are zeros; `expert_load` and `on_routing` do not see them, `report()` does. Raises
         ShapeError for more than kernel.max_num_tokens, and for what is no number of tokens.
         """
-        counts = set(token_counts)
-        if wrong := [count for count in counts if not isinstance(count, Integral) or count < 0]:
-            raise ShapeError(f"warm_up got token_counts with {wrong}; give integers of at least 0")
+        counts = settings.token_counts_of(token_counts, self.config.kernel.max_num_tokens)
         with self.routing.unseen():
             for count in sorted(counts):
                 x_TH = torch.zeros((count, self.config.model.hidden_size), dtype=self.dtype, device=self.device)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.groups import Group, communicator
+from moe_mk.errors import expect_kind
 from moe_mk.flight import Flight, wait
 from moe_mk.layer.checks import check_hidden_states
+from moe_mk.layer.module_habits import WithoutParameters
 from moe_mk.layer.moe_layer import MoELayer
 
 
@@ -49,6 +51,7 @@ class SequenceParallelMoE(nn.Module):
     def __init__(self, layer: MoELayer, group: Group) -> None:
         """Raises ConfigError for None and for what is no group."""
         super().__init__()
+        expect_kind("layer", layer, WithoutParameters)
         self.layer = layer
         self.comm = communicator(group, timeout_s=layer.config.kernel.timeout_s, layer=layer.name)
 

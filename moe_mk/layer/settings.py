@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from os import PathLike
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import CheckpointWarning, ConfigError, WeightError
+from moe_mk.errors import CheckpointWarning, ConfigError, ShapeError, WeightError, expect_kind
+from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import EMULATED, installed
 from moe_mk.oracle import select
@@ -30,6 +32,23 @@ from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
+
+
+def expect_arguments(config: object, name: object, pool: object) -> None:
+    """Raise ConfigError for arguments of a layer that are of other types."""
+    expect_kind("config", config, MoEConfig)
+    expect_kind("name", name, str)
+    expect_kind("pool", pool, ResidencyPool, type(None))
+
+
+def token_counts_of(given: Iterable[int], most: int) -> set[int]:
+    """Numbers of tokens. Raises ShapeError for what is no number from 0 to `most`, before anything is allocated."""
+    counts = set(given) if isinstance(given, Iterable) else {given}
+    if wrong := [each for each in counts if not isinstance(each, Integral) or isinstance(each, bool) or each < 0]:
+        raise ShapeError(f"warm_up got token_counts with {wrong}; give integers of at least 0")
+    if beyond := [count for count in counts if count > most]:
+        raise ShapeError(f"warm_up got T={max(beyond)} tokens, kernel.max_num_tokens={most}; raise the setting")
+    return counts
 
 
 def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decision:
@@ -74,6 +93,7 @@ def _entries(
 
 def hash_router_of(config: MoEConfig, weights: LayerWeights, device: torch.device) -> HashRouter | ImageRouter | None:
     """What routes a layer's tokens by their ids, on its device; None for a layer that chooses by scores alone."""
+    expect_kind("weights", weights, LayerWeights)
     router, table, bias_E = config.router, None, weights.image_bias_E
     if weights.table_XK is not None:
         scores = router.scoring_func, router.renormalize, router.routed_scaling_factor
@@ -118,7 +138,14 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
 
 
 def expect_calibrated(decision: Decision, source: TensorSource, layer: int, prefix: str | None) -> None:
-    """Raise ConfigError where NVFP4 activations would be scaled by 1 although the checkpoint stores input scales."""
+    """Raise ConfigError where NVFP4 activations would be scaled by 1 although the checkpoint stores input scales.
+
+    And for arguments of `load` that are of other types.
+    """
+    if not hasattr(source, "names"):
+        expect_kind("source", source, str, PathLike, Mapping, TensorSource)
+    expect_kind("layer", layer, int)
+    expect_kind("prefix", prefix, str, type(None))
     quant = decision.problem.config.model.quant
     if quant.weights != "nvfp4" or quant.input_scale is not None or not decision.compute.name.startswith("nvfp4"):
         return
@@ -196,6 +223,8 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
 
     The types of experts in GGUF files differ between layers; `stated` reads them. Raises ConfigError or WeightError.
     """
+    expect_kind("path", path, str, PathLike)
+    expect_kind("layer", layer, int, type(None))
     if not is_gguf(path):
         return MoEConfig.from_hf(str(path), layer=layer, **overrides)
     from moe_mk.config.hf import settings_from_hf

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from moe_mk.comm.groups import Absent, Group, communicator
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError, expect_kind
 from moe_mk.flight import wait
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.topk import expert_scores
@@ -73,6 +73,7 @@ class TrainingMoE(nn.Module):
         and its collective. Raises UnsupportedError with every setting that cannot be trained.
         """
         super().__init__()
+        expect_kind("config", config, MoEConfig)
         self.config, self.comm, self.generator = config, communicator(comm), generator
         self.balance_weight = balance_weight
         if reasons := _reasons_against(config, self.comm.size):

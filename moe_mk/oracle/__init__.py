@@ -1,7 +1,7 @@
 """Backend selection: chooses a transport and an experts backend, and records the reasons against all others."""
 
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, expect_kind
 from moe_mk.oracle import formats
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, Oracle
@@ -17,6 +17,7 @@ def select(problem: Problem) -> Decision:
 
     Raises ConfigError if no oracle serves the type, UnsupportedError with all reasons if no pair is eligible.
     """
+    expect_kind("problem", problem, Problem)
     stored = problem.config.model.quant.weights
     allowed = [name for name in ORACLES if is_named(ORACLES, name, problem)]
     for name in sorted(allowed, key=ORACLES.is_foreign, reverse=True):

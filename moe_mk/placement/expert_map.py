@@ -27,8 +27,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, expect_kind
 
+MOST = 1 << 24
+"""Experts and ranks, of a placement and of a router alike."""
 POINT = 24
 """Bits after the point of an edge; shares are resolved to 6e-8."""
 MASK = 0xFFFFFFFF
@@ -147,6 +149,12 @@ class ExpertMap:
     """Experts without a live copy since a rank was lost: their assignments are skipped until they are repaired."""
 
     def __post_init__(self) -> None:
+        expect_kind("experts_of_rank", self.experts_of_rank, tuple, list)
+        expect_kind("num_experts", self.num_experts, int, most=MOST)
+        for experts in self.experts_of_rank:
+            expect_kind("experts_of_rank", experts, tuple, list)
+            for expert in experts:
+                expect_kind("experts_of_rank", expert, int)
         seen = [e for experts in self.experts_of_rank for e in experts]
         foreign = sorted({e for e in seen if not 0 <= e < self.num_experts})
         absent = sorted(set(range(self.num_experts)) - set(seen) - self.lost)
@@ -191,6 +199,9 @@ class ExpertMap:
     @classmethod
     def from_physical(cls, logical_of_physical: Sequence[int], num_ranks: int, num_experts: int) -> ExpertMap:
         """Any permutation, replicas allowed: the logical expert of each physical one, equal slots a rank."""
+        expect_kind("logical_of_physical", logical_of_physical, Sequence)
+        for expert in logical_of_physical:
+            expect_kind("logical_of_physical", expert, int)
         physical = [int(e) for e in logical_of_physical]
         _need_enough(len(physical), num_ranks)
         if len(physical) % num_ranks:
@@ -282,6 +293,8 @@ class ExpertMap:
 
 
 def _need_enough(num_experts: int, num_ranks: int) -> None:
+    expect_kind("num_experts", num_experts, int, most=MOST)
+    expect_kind("num_ranks", num_ranks, int, most=MOST)
     if num_ranks < 1 or num_experts < num_ranks:
         raise ConfigError(
             f"{num_experts} experts cannot be spread over {num_ranks} ranks: a rank would hold none; "

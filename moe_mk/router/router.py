@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_mk.errors import expect_kind
 from moe_mk.registry import did_you_mean
 from moe_mk.router.gate import RouterDtype, check_router_dtype
 from moe_mk.router.topk import (
@@ -44,6 +45,12 @@ class Router:
     ids_dtype: torch.dtype = torch.int32
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "num_expert_group", "topk_group"):
+            expect_kind(f"Router.{name}", getattr(self, name), int)
+        expect_kind("Router.routed_scaling_factor", self.routed_scaling_factor, int, float)
+        expect_kind("Router.scoring_func", self.scoring_func, str)
+        expect_kind("Router.renormalize", self.renormalize, bool)
+        expect_kind("Router.simulate", self.simulate, str, type(None))
         check_router_dtype(self.router_dtype)
         problems = scoring_problems(self.scoring_func, self.routed_scaling_factor, torch.float32)
         if self.top_k < 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import ConfigError, WeightError, expect_kind
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.checkpoint import expect_order
@@ -53,6 +53,8 @@ class LayerLoader:
         layer: int = 0,
         prefix: str = "",
     ) -> None:
+        expect_kind("prefix", prefix, str)
+        expect_kind("layer", layer, int)
         self.prefix = prefix.replace("{N}", str(layer))
         self._title, self._spec, self._use, self._layer = title, spec, use, layer
         self._owned, (self._tp_rank, self._tp_size) = tuple(owned), tp
