@@ -27,7 +27,7 @@ from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native.layer import Stage
 from moe_mk.layer.checks import FLOATS, has_tangent
-from moe_mk.layer.custom_op import Operator, is_untraced
+from moe_mk.layer.custom_op import Identity, Operator, is_untraced, not_copied
 from moe_mk.layer.forward import can_be_called, layer_call
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.settings import decide
@@ -276,7 +276,11 @@ class EngineExperts(RankExperts):
         elif self.copied_bytes:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
-        self._entry = EXPERTS_OF_ENGINES.enter(self)
+        described = self.decision.problem.config
+        identity = Identity.of(name, (described.model, described.router, self.dtype))
+        self._entry = EXPERTS_OF_ENGINES.enter(self, identity)
+
+    __reduce__ = not_copied
 
     @property
     def backend(self) -> str:

@@ -10,7 +10,7 @@ from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS
 from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.packed import allocate
 from moe_mk.kernels.native.prepared import ProductCall
-from moe_mk.layer.custom_op import Operator
+from moe_mk.layer.custom_op import Identity, Operator, not_copied
 from moe_mk.quant import QuantTensor
 
 
@@ -30,7 +30,9 @@ class PackedLinear:
         pack_matrix(packed, 0, [q], name, native)
         self.call = ProductCall(native, packed, int8=int8 and layout.format in {Format.INT8, *INT8_PART_FORMATS})
         self.num_outputs, self.num_bytes = q.shape[0], packed.num_bytes
-        self.entry = LINEARS.enter(self)
+        self.entry = LINEARS.enter(self, Identity.of(name, (q.scheme.name, *q.shape)))
+
+    __reduce__ = not_copied
 
     def run(self, x: Tensor) -> Tensor:
         """(..., K) bf16 to (..., N)."""

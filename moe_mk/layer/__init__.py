@@ -7,6 +7,7 @@ from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.report import MemoryReport
 
 if TYPE_CHECKING:
+    from moe_mk.layer.custom_op import bind
     from moe_mk.layer.decode_prefill import DecodePrefillMoE
     from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
     from moe_mk.layer.hot_swap import SwapReport, swap_backends
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from moe_mk.layer.training import TrainingMoE
 else:
     VARIANTS = {
+        "custom_op": "bind",
         "decode_prefill": "DecodePrefillMoE",
         "deepseek_v3": "DeepseekV3MoE",
         "hot_swap": "SwapReport swap_backends",
@@ -24,5 +26,5 @@ else:
 
 __all__ = [
     "DecodePrefillMoE", "DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE", "SwapReport", "TrainingMoE",
-    "swap_backends",
+    "bind", "swap_backends",
 ]  # fmt: skip

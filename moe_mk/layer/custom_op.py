@@ -1,8 +1,12 @@
 """A forward as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
 
-An operator takes tensors and numbers only. A layer therefore registers itself and passes the entry that it gets: a 0-d
+An operator takes tensors and numbers only. A layer therefore registers itself and passes the entry that it gets: a
 tensor and not a number, which `torch.compile` would make a constant of the graph, so that each layer of a model had to
 be compiled apart. The table holds weak references, so it keeps no layer alive.
+
+`torch.export` makes the entry a constant of the program. Its first word is random, so it is found in no other process;
+the others are the name of the layer and digests of its description and of its weights, by which `bind` and a later call
+recognise it.
 
 Operators are defined with `torch.library.Library`: a call costs a few microseconds, one of `torch.library.custom_op`
 more than the smallest layer.
@@ -10,17 +14,19 @@ more than the smallest layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+import struct
+from collections.abc import Callable, Container, Iterable
+from hashlib import blake2b
+from os import urandom
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, Self, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.shapes import expect, expect_dense
 
 if TYPE_CHECKING:
@@ -36,9 +42,57 @@ T = TypeVar("T")
 MASKS = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8)
 _LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+NAME_BYTES = 64
+"""Of a name in an entry; longer ones are cut."""
+
+
+class Identity(NamedTuple):
+    """By what an exported program recognises the object that it calls, in whatever process."""
+
+    name: bytes
+    description: bytes
+    """16 bytes, a digest of the settings that determine the result."""
+    weights: bytes = bytes(8)
+    """A digest of some values of the weights; zeros before loading, which fit all."""
+
+    @classmethod
+    def of(cls, name: str, description: object, weights: Tensor | None = None) -> Self:
+        """description: with a repr that is equal in all processes. weights: read on the host, a few kilobytes."""
+        words = blake2b(repr(description).encode(), digest_size=16).digest()
+        found = cls(name.encode(errors="replace")[:NAME_BYTES].ljust(NAME_BYTES, b"\0"), words)
+        if weights is None or weights.is_meta:
+            return found
+        octets = weights.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes()
+        return found._replace(weights=blake2b(octets, digest_size=8).digest())
+
+    @classmethod
+    def read(cls, words: list[int]) -> Self:
+        """From the words of an entry."""
+        octets = struct.pack(f"<{len(words) - 1}q", *words[1:])
+        return cls(octets[:NAME_BYTES], octets[NAME_BYTES : NAME_BYTES + 16], octets[NAME_BYTES + 16 :])
+
+    def words(self) -> tuple[int, ...]:
+        octets = b"".join(self)
+        return struct.unpack(f"<{len(octets) // 8}q", octets)
+
+    def differs(self, other: Self) -> str:
+        """What of another object does not fit; "" if it can be called instead."""
+        if self.name != other.name:
+            return "the name"
+        if self.description != other.description:
+            return "the settings"
+        known = any(self.weights) and any(other.weights)
+        return "the weights" if known and self.weights != other.weights else ""
+
+    def __str__(self) -> str:
+        name = self.name.rstrip(b"\0").decode(errors="replace")
+        return f"{name!r} ({self.description.hex()[:8]}/{self.weights.hex()[:8]})"
+
 
 class Operator(Generic[T]):
     """An operator `moe_mk::name` over objects of one kind, each found by its entry. The result is a tensor like x."""
+
+    every: ClassVar[list[Operator[Any]]] = []
 
     def __init__(
         self,
@@ -55,7 +109,10 @@ class Operator(Generic[T]):
         untrained: what a backward pass raises, and the remedy; None: gradients are the caller's.
         """
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
-        self._numbers, self.name = count(1), name
+        self._entries: WeakKeyDictionary[T, Tensor] = WeakKeyDictionary()
+        self._bound: WeakSet[T] = WeakSet()
+        self.name = name
+        self.every.append(self)
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         at = schema[: schema.index("Tensor entry")].count(",")
 
@@ -69,21 +126,71 @@ class Operator(Generic[T]):
         self.call: Any = getattr(torch.ops.moe_mk, name).default
         """The operator."""
 
-    def enter(self, owner: T) -> Tensor:
-        """Register an object; returns its entry, an int64 scalar on the CPU. The object is not kept alive."""
-        number = next(self._numbers)
+    def enter(self, owner: T, identity: Identity) -> Tensor:
+        """Register an object; returns its entry, int64 on the CPU. The object is not kept alive."""
+        number = int.from_bytes(urandom(8), "little", signed=True)  # no number of another process, nor of a fork
         self._objects[number] = owner
         with torch.inference_mode(False):
-            return torch.tensor(number, dtype=torch.int64, device="cpu")
+            entry = torch.tensor([number, *identity.words()], dtype=torch.int64, device="cpu")
+        self._entries[owner] = entry
+        return entry
+
+    def identify(self, owner: T, identity: Identity) -> None:
+        """Another identity of a registered object, after its weights were loaded. Programs in use still find it."""
+        words = torch.tensor(identity.words(), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False), torch.no_grad():
+            self._entries[owner][1:].copy_(words)
 
     def owner(self, entry: Tensor) -> T:
-        """The object of an entry. Raises UnsupportedError if it is gone."""
-        found = self._objects.get(int(entry))
-        if found is None:
-            raise UnsupportedError(
-                f"the object behind moe_mk::{self.name} of a compiled graph is gone", ["compile the new model again"]
-            )
-        return found
+        """The object of an entry, or the one that was bound in its place. Raises UnsupportedError without one."""
+        words = entry.tolist()
+        found = self._objects.get(words[0])
+        return self._bound_to(words) if found is None else found
+
+    def bind(self, wanted: Container[int]) -> int:
+        """Let programs find the objects with these ids, see the function `bind`; returns their number."""
+        found = [each for each in self._entries if id(each) in wanted]
+        self._bound.update(found)
+        return len(found)
+
+    def _bound_to(self, words: list[int]) -> T:
+        asked = Identity.read(words)
+        bound = {each: Identity.read(self._entries[each].tolist()) for each in self._bound}
+        fitting = [each for each, identity in bound.items() if not asked.differs(identity)]
+        if len(fitting) == 1:
+            self._objects[words[0]] = fitting[0]
+            return fitting[0]
+        raise UnsupportedError(
+            f"the object {asked} behind moe_mk::{self.name} of a compiled graph is gone, or of another process",
+            [
+                "compile the new model again; for a program of torch.export, build and load the layer with the name, "
+                "the settings and the weights that it was exported with, and call moe_mk.layer.bind(layer)",
+                *(f"{each} is bound, and differs in {asked.differs(each)}" for each in bound.values() if not fitting),
+                *([f"{len(fitting)} bound objects fit it; give each layer a name of its own"] if fitting else []),
+            ],
+        )
+
+
+def bind(*owners: object) -> None:
+    """Let programs that `torch.export` wrote in other processes call these objects.
+
+    owners: layers, modules that contain them, and experts and linear layers of the engines' adapters; not kept alive.
+    At its first call a program takes the one object of the same name, settings and weights. Of the weights, the first
+    values of each row of a layer's gate are compared, once they are loaded. Raises ConfigError for an owner without a
+    layer, and the call UnsupportedError if none fits, or several do.
+    """
+    for owner in owners:
+        inside: Iterable[object] = owner.modules() if isinstance(owner, nn.Module) else (owner,)
+        wanted = {id(each) for part in inside for each in (part, *getattr(part, "__dict__", {}).values())}
+        if not sum([operator.bind(wanted) for operator in Operator.every]):
+            raise ConfigError(f"{type(owner).__name__} holds no layer that a program could call")
+
+
+def not_copied(owner: object) -> NoReturn:
+    """The `__reduce__` of objects whose memory is of native kernels. Raises UnsupportedError."""
+    raise UnsupportedError(
+        f"{type(owner).__name__} can be neither copied nor pickled", ["make another one from the same weights"]
+    )
 
 
 def refuse_gradients(name: str, subject: str, way_out: str) -> None:

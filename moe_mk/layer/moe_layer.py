@@ -29,7 +29,7 @@ from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
 from moe_mk.layer.checks import check_routing, checked_tokens, has_tangent
-from moe_mk.layer.custom_op import LAYERS, is_untraced, moe_layer, run_operator
+from moe_mk.layer.custom_op import LAYERS, Identity, is_untraced, moe_layer, run_operator
 from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, can_be_called, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
@@ -126,7 +126,7 @@ class MoELayer(WithoutParameters):
         config = settings.with_sizes(config, grid.sizes)
         self.routing = LayerRouting(config, name)
         self._build_for(wanted, config, groups, grid, settings.expert_map_of(config))
-        self._entry = LAYERS.enter(self)
+        self._entry = LAYERS.enter(self, self._identity())
 
     def _build_on(self, device: torch.device, *parts: Any) -> None:
         """Choose and build everything that depends on the device; changes nothing if no backend is eligible.
@@ -290,6 +290,11 @@ class MoELayer(WithoutParameters):
         by_id = settings.hash_router_of(self.config, weights, self.device)
         self.use(self.state.loaded(weights, self.device, self.dtype, on_progress))
         self.routing.hash_router = by_id
+        LAYERS.identify(self, self._identity(weights.gate_EH[:, :16]))
+
+    def _identity(self, gate_EX: Tensor | None = None) -> Identity:
+        """By what a program of `torch.export` recognises this layer. gate_EX: some columns of the gate."""
+        return Identity.of(self.name, (self.config.model, self.config.router, self.dtype), gate_EX)
 
     def read_from(self, source: TensorSource, layer: int) -> None:
         """Set where experts are read again for a layer loaded with take(). layer: its number there."""

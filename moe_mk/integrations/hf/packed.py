@@ -22,7 +22,7 @@ from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_
 from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
 from moe_mk.integrations.hf.stored import stated_quantisation
 from moe_mk.layer import MoELayer
-from moe_mk.layer.custom_op import Operator, is_untraced
+from moe_mk.layer.custom_op import Identity, Operator, is_untraced
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS
@@ -106,8 +106,13 @@ class PackedExperts(nn.Module):
         """layer: loaded, without shared experts."""
         super().__init__()
         self.layer = layer
-        self._entry = PACKED.enter(self)
+        self._entry = PACKED.enter(self, Identity.read(layer._entry.tolist()))
         self.register_state_dict_pre_hook(cannot_be_saved)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another object, also for compiled graphs."""
+        super().__setstate__(state)
+        self._entry = PACKED.enter(self, Identity.read(self.layer._entry.tolist()))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), (T, K) ids and (T, K) weights to (T, H), weighted and summed; ids outside the experts are skipped."""
