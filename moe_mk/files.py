@@ -18,6 +18,7 @@ An index of 896 experts in 92 layers with four tensors a matrix has 96 MB, and a
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import get_native_id
+from secrets import token_hex
 from typing import Any
 
 import yaml
@@ -93,28 +94,76 @@ def resolved(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file in the folder of `path`, which becomes `path` when the context ends without an exception.
+def replacing(path: Path, *, locked: bool = False) -> Iterator[Path]:
+    """A new file in the folder of `path`, which becomes `path` when the context ends without an exception.
 
-    Until then `path` keeps its content, and after an exception the temporary file is removed. A symbolic link goes on
-    to point to the same file; what exists and is no regular file (a pipe, a terminal) is written directly. Raises
-    OSError; on a full disk its text has the bytes that were written and those that are free.
+    Until then `path` keeps its content, and after an exception the new file is removed. Its name is random: writers in
+    other processes, containers and hosts have names of their own. locked: its lock is held from its creation on, see
+    `abandoned`. A symbolic link goes on to point to the same file; what exists and is no regular file (a pipe, a
+    terminal) is written directly. Raises OSError; on a full disk its text has the bytes that were written and those
+    that are free.
     """
     target = resolved(path)
-    directly = path.exists() and not path.is_file()
-    temporary = path if directly else target.with_name(f".{target.name}.{get_native_id()}.partial")
+    if path.exists() and not path.is_file():
+        try:
+            yield path
+        except unless_signalled(OSError) as problem:
+            raise naming(path, problem, path) from problem
+        return
+    temporary, handle = target, -1
     try:
+        temporary, handle = new_file(target, locked=locked)
         yield temporary
-        if directly:
-            return
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except unless_signalled(OSError) as problem:
         raise naming(path, problem, temporary) from problem
     finally:
-        if not directly:
+        if handle >= 0:
             temporary.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def new_file(target: Path, *, locked: bool = False) -> tuple[Path, int]:
+    """A new file next to `target` and its descriptor, which keeps the lock if there is one. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        path = target.with_name(f".{target.name}.{token_hex(8)}.partial")
+        handle = os.open(path, flags, 0o666)
+        try:
+            if locked:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return path, handle
+        except unless_signalled(BlockingIOError):
+            pass  # between its creation and its lock another process has taken it for abandoned
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+@contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether a file or a folder of this user is locked by nobody: what its writer left when it ended, on any host.
+
+    The lock is held in the context. A symbolic link is not followed.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except unless_signalled(OSError):
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.lstat(path), found := os.fstat(handle)) and found.st_uid == os.geteuid()
+        except unless_signalled(OSError):
+            is_there = False
+        yield is_there
+    finally:
+        os.close(handle)
 
 
 def naming(path: Path, problem: OSError, temporary: Path) -> OSError:

@@ -1,6 +1,7 @@
 """Files that say more than they hold are refused before memory is taken, in an error that names file and limit."""
 
 import errno
+import mmap
 import os
 import pickle
 import re
@@ -9,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,11 +38,12 @@ from moe_mk.files import (
 from moe_mk.lab.cli.certify import _read as read_certificate
 from moe_mk.lab.cli.inputs import read_token_ids
 from moe_mk.lab.cli.loads import read_loads
-from moe_mk.lab.files import expect_small_header, read_lines
+from moe_mk.lab.files import expect_small_header, partial_folder, read_lines
 from moe_mk.lab.trace.foreign import read_pt
 from moe_mk.lab.trace.importers import from_router_tensors, import_trace
 from moe_mk.lab.tuning.vllm import read_vllm
 from moe_mk.weights import SafetensorsSource, inspect_checkpoint
+from moe_mk.weights.expert_store import ExpertStore, write_store
 from moe_mk.weights.source import INDEX
 from tests.support.alone import NEEDS_PEAKS, alone, status
 
@@ -309,3 +312,87 @@ def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
         assert os.read(reader, 100) == b"text"
     finally:
         os.close(reader)
+
+
+def in_containers(count: int, work: Callable[[int], object]) -> list[int]:
+    """The exit codes of processes that see the same numbers of processes and threads, as in two containers."""
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with mock.patch("os.getpid", return_value=1), mock.patch("threading.get_native_id", return_value=1):
+                    work(number)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def write_as(path: Path, letter: int) -> None:
+    size = 200_000
+    for _ in range(12):
+        if path.suffix == ".experts":
+            write_store(path, {}, 4, 4096 * 8, (memoryview(bytes([65 + letter]) * 4096 * 8) for _ in range(4)))
+            with ExpertStore(path) as store:
+                mapped = mmap.mmap(-1, 4096 * 8)
+                for expert in range(4):
+                    store.read(expert, memoryview(mapped))
+                    assert len(set(mapped[:])) == 1
+        elif path.suffix == ".json":
+            files.write_text(path, chr(97 + letter) * size)
+            found = path.read_text()
+            assert len(found) == size and len(set(found)) == 1
+        else:
+            with partial_folder(path, name=".made") as partial:
+                for name in "ab":
+                    (partial / name).write_bytes(bytes([letter]) * size)
+            assert all(len(set((path / name).read_bytes())) == 1 for name in "ab")
+
+
+@pytest.mark.parametrize("name", ["tuned.json", "layer.experts", "checkpoint"])
+def test_writers_of_one_path_in_several_containers_do_not_disturb_each_other(tmp_path: Path, name: str) -> None:
+    """Each writer and reader sees whole files of one writer, and nothing is left."""
+    path = tmp_path / name
+    if not path.suffix:
+        path.mkdir()
+    assert in_containers(3, lambda letter: write_as(path, letter)) == [0] * 3
+    assert list(tmp_path.iterdir()) == [path] and (path.is_file() or {"a", "b"} == {p.name for p in path.iterdir()})
+
+
+def test_a_link_at_the_name_of_a_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another user who has guessed it: the file behind the link stays, and another name is taken or none."""
+    victim, target = tmp_path / "victim", tmp_path / "report.json"
+    victim.write_text("mine")
+    monkeypatch.setattr(files, "token_hex", lambda size: "00")
+    (tmp_path / ".report.json.00.partial").symlink_to(victim)
+    with pytest.raises(FileExistsError, match="report.json"):
+        files.write_text(target, "text")
+    assert victim.read_text() == "mine" and not target.exists() and (tmp_path / ".report.json.00.partial").is_symlink()
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    opened = os.open
+
+    def swept(path: Path, *given: int) -> int:
+        handle = opened(path, *given)
+        made.append(path)
+        if len(made) == 1:
+            Path(path).unlink()
+        return handle
+
+    monkeypatch.setattr(os, "open", swept)
+    path, handle = files.new_file(tmp_path / "a", locked=True)
+    monkeypatch.undo()
+    with files.abandoned(path) as is_left:
+        assert not is_left and len(made) == 2 and path.exists()
+    os.close(handle)
+    with files.abandoned(path) as is_left:
+        assert is_left

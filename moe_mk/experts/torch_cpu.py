@@ -1,7 +1,7 @@
 """Experts on a CPU with torch alone: matrix units through `torch.mm`, FP8 weights decoded block by block in cache.
 
-Use it where native kernels cannot be compiled. Reads the weights of active experts in place in the memory-mapped
-checkpoint, and multiplies in the layer's dtype (more accurate than FP8 activations).
+Use it where native kernels cannot be compiled. Holds the experts in memory in the format of the checkpoint, and
+multiplies in the layer's dtype (more accurate than FP8 activations).
 
 torch converts FP8 one element at a time. An e4m3 code moved to the exponent and mantissa of a bf16 is that number times
 2^-120, subnormals included, so three integer operations and the multiplication by the scale decode it at vector speed.
@@ -37,6 +37,7 @@ from moe_mk.weights.expert_weights import (
     on_device,
 )
 from moe_mk.weights.scan import Progress
+from moe_mk.weights.source import in_memory
 
 if TYPE_CHECKING:
     from moe_mk.kernels.native.layer import Gating, LayerCall, PreparedExperts
@@ -79,8 +80,10 @@ class TorchCpuExperts(FusedExperts):
         return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """Views of each expert, made once; a stack is not copied."""
+        """Experts of files are read; views of each expert of a stack are made once, which is not copied."""
         weights = on_device(weights, self.context.device)
+        if isinstance(weights, MappedExpertWeights):
+            return weights.changed(in_memory) if weights.of_file else weights
         if not isinstance(weights, ExpertWeights) or weights.layout != CANONICAL:
             return weights
         return MappedExpertWeights(tuple(map(weights.slot, range(weights.num_slots))), weights.scheme)

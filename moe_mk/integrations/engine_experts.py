@@ -40,8 +40,8 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights, storages_of
-from moe_mk.weights.stamp import Stamp
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights
+from moe_mk.weights.stamp import Stamp, storages_of
 
 IDS = (torch.int32, torch.int64)
 HALVES = (torch.bfloat16, torch.float16)

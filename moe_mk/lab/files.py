@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from uuid import uuid4
+from secrets import token_hex
 
 from moe_mk.errors import Suppress, unless_signalled
-from moe_mk.files import HEADER_BYTES, LINE_BYTES, NO_HEADER, naming, size_of
+from moe_mk.files import HEADER_BYTES, LINE_BYTES, NO_HEADER, abandoned, naming, size_of
 
 
 @contextmanager
@@ -47,17 +48,25 @@ def partial_folder(root: Path, *, last: Sequence[str] = (), name: str | None = N
     """A temporary folder that is moved to `root` on success; on failure it and the parent folders created are removed.
 
     It is renamed to `root`. Where that exists (it may be the root of another file system), or with `name`, it is inside
-    of it, and its files are moved, those of `last` after all others. Errors of the system name `root`. name: of the
-    folder; one that a killed process left is removed.
+    of it, and its files are moved, those of `last` after all others. Errors of the system name `root`. name: the start
+    of that of the folder; those that killed processes left are removed.
     """
     target = Path(os.path.realpath(root))  # resolves "." and keeps symbolic links
-    renamed, unique = name is None and not target.is_dir(), f"{target.name}.{uuid4().hex[:8]}.partial"
-    partial = target.with_name(unique) if renamed else target / (name or unique)
+    renamed, unique = name is None and not target.is_dir(), f"{name or target.name}.{token_hex(8)}.partial"
+    partial = target.with_name(unique) if renamed else target / unique
     with new_folders(partial.parent), ExitStack() as at_the_end:
+        with errors_named(root, partial):
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir()
         at_the_end.callback(shutil.rmtree, partial, ignore_errors=True)
         with errors_named(root, partial):  # before the files are removed that it counts
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            at_the_end.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in target.glob(f"{name}.*.partial") if name else ():
+                with abandoned(left) as is_left:
+                    if is_left:
+                        shutil.rmtree(left, ignore_errors=True)
             yield partial
             if renamed:
                 os.replace(partial, target)

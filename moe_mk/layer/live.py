@@ -43,8 +43,8 @@ class LivePlacement:
         return self.layer.state.loads, self.layer.state.swaps
 
     def export_slot(self, slot: int) -> SlotWeights:
-        """The weights of one of this rank's slots in the checkpoint's format, as views."""
-        return self.layer.weights.experts.slots[slot]
+        """The weights of one of this rank's slots in the checkpoint's format."""
+        return self.layer.weights.experts.slot(slot)
 
     def read_expert(self, expert: int) -> SlotWeights:
         """Read any expert from the layer's source, after its last copy was lost. Raises WeightError."""
@@ -56,7 +56,7 @@ class LivePlacement:
         prefix, tp = layer.weights.facts.prefix, layer.tp
         spec = layer_spec_of(layer.config)
         read = load_layer(*layer.source, spec, owned=[expert], tp_rank=tp.rank, tp_size=tp.size, prefix=prefix)
-        return read.experts.slots[0]
+        return read.experts.slot(0)
 
     def stage(
         self,

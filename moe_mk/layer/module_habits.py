@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
@@ -18,6 +19,7 @@ from moe_mk.layer.live import LivePlacement
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.weights.expert_weights import ReleasedSlots
 from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.source import in_memory, is_mapped
 
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
@@ -151,6 +153,9 @@ def copied(layer: L, memo: dict[int, Any]) -> L:
     where = {"device": layer.device, "dtype": layer.dtype, "groups": layer.groups, "name": layer.name}
     twin = type(layer)(layer.config, **where, pool=copy.deepcopy(layer.pool, memo))  # type: ignore[arg-type]
     memo[id(layer)] = twin
+    if weights is not None:  # views of files are of no layer
+        memo[id(weights.experts)] = weights.experts.changed(_own)
+        memo[id(weights.shared)] = None if weights.shared is None else weights.shared.changed(_own)
     state = layer.expert_map, layer.expert_load, layer.routing.counted, layer.routing.router
     return _with_state(twin, copy.deepcopy(weights, memo), *state)
 
@@ -159,8 +164,10 @@ def pickled(layer: MoELayer) -> tuple[Any, ...]:
     """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
-    routing = layer.routing
-    state = _kept_weights(layer), layer.expert_map, layer.expert_load.clone(), routing.counted, routing.router
+    weights, routing = _kept_weights(layer), layer.routing
+    if weights is not None:
+        weights = replace(weights, experts=weights.experts.changed(in_memory), shared=weights.shared_read)
+    state = weights, layer.expert_map, layer.expert_load.clone(), routing.counted, routing.router
     where = {"device": str(layer.device), "dtype": layer.dtype, "name": layer.name, "pool": layer.pool}
     return _rebuild, (type(layer), layer.config, where, state)
 
@@ -179,6 +186,10 @@ def _with_state(
     layer.expert_load.copy_(load_E)
     layer.routing.count_from(*counted)
     return layer
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor if is_mapped(tensor) else tensor.clone()
 
 
 def _kept_weights(layer: MoELayer) -> LayerWeights | None:

@@ -37,9 +37,10 @@ from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.recorder import Spans
-from moe_mk.weights.expert_weights import MappedExpertWeights, ReleasedSlots, SlotWeights, storages_of
+from moe_mk.weights.expert_weights import MappedExpertWeights, ReleasedSlots, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.scan import Contents, Progress
+from moe_mk.weights.stamp import storages_of
 
 _project = without_autocast(nn.functional.linear)
 

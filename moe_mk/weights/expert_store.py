@@ -15,7 +15,6 @@ kept its size and its time of modification.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moe_mk.errors import StoreError, Suppress, unless_signalled
-from moe_mk.files import HEADER_BYTES, parse_json, replacing
+from moe_mk.files import HEADER_BYTES, abandoned, parse_json, replacing
 from moe_mk.text import amount
 
 MAGIC, FORMAT, VERSION = b"MOEMKEXP", "moe_mk experts", 1
@@ -58,9 +57,8 @@ def write_store(
     total, is_new = first + num_experts * record_bytes, not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_leftovers(temporary)
+        with replacing(path, locked=True) as temporary, temporary.open("r+b") as file:
+            _remove_leftovers(path.parent)
             os.posix_fallocate(file.fileno(), 0, total)  # a full disk is found before anything is written
             file.seek(first)
             digests = []
@@ -82,22 +80,15 @@ def write_store(
         raise StoreError(what) from problem
 
 
-def _remove_leftovers(temporary: Path) -> None:
-    """Remove the temporary files of killed writers of stores in the same folder.
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of killed writers of stores in a folder.
 
     Of any store: the next placement of a live layer has a store of another name, and the old one is not written again.
-    A file whose lock is taken has a writer, on this or another host; a process that exists may be about to take it.
     """
-    for left in temporary.parent.glob(".*.experts*.partial"):
-        pid = left.name.removesuffix(".partial").rpartition(".")[2]
-        if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
-            continue
-        try:
-            with left.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for left in folder.glob(".*.experts*.partial"):
+        with abandoned(left) as is_left, Suppress(OSError):  # another process has removed it
+            if is_left:
                 left.unlink()
-        except unless_signalled(OSError):
-            continue  # it is being written, is not ours, or another process has removed it
 
 
 def _header(facts: Mapping[str, Any], record_bytes: int, digests: list[str]) -> bytes:

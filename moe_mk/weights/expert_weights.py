@@ -1,13 +1,14 @@
-"""The weights of the experts of one rank, stacked or as views of a memory-mapped checkpoint.
+"""The weights of the experts of one rank, stacked or as views of the files of a checkpoint.
 
-Both provide `slot(l)`: the three matrices of one physical expert as views, without a copy. A backend that needs another
-layout converts to it in `relayout()` and sets `layout`.
+Both provide `slot(l)`: the matrices of one physical expert, in memory. A backend that needs another layout converts to
+it in `relayout()` and sets `layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import NoReturn, Protocol
 
@@ -27,6 +28,7 @@ from moe_mk.weights.completeness import expect_not_transposed
 from moe_mk.weights.layer_spec import ORDERS, VALUE_DTYPES, scale_dtypes
 from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.scan import Contents
+from moe_mk.weights.source import in_memory, is_mapped
 
 CANONICAL = "canonical"
 MAPPED = "mapped"
@@ -81,8 +83,7 @@ class SlotWeights:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the expert: those of gate, up and down, then the biases."""
-        values = (part for q in self.matrices.values() for part in q.tensors)
-        return *values, *(self.biases.tensors if self.biases else ())
+        return *(t for q in self.matrices.values() for t in q.tensors), *(self.biases.tensors if self.biases else ())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SlotWeights:
         """The same with each of its tensors changed."""
@@ -192,7 +193,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MappedExpertWeights:
-    """Experts in the checkpoint's format, each matrix a view of the memory-mapped file where its format allows it."""
+    """Experts in the checkpoint's format, each matrix a view of its file where its format allows it."""
 
     slots: Sequence[SlotWeights]
     scheme: QuantScheme
@@ -213,9 +214,19 @@ class MappedExpertWeights:
         """Bytes of values and scales behind the views; 0 once they were released."""
         return 0 if isinstance(self.slots, ReleasedSlots) else sum(slot.num_bytes for slot in self.slots)
 
+    @cached_property
+    def of_file(self) -> bool:
+        """Whether a matrix is a view of a file."""
+        return any(is_mapped(tensor) for slot in self.slots for tensor in slot.tensors)
+
     def slot(self, index: int) -> SlotWeights:
-        """The matrices of one physical expert, as views."""
-        return self.slots[index]
+        """The matrices of one physical expert; views of a file are read. Raises WeightError if it was changed."""
+        return self.slots[index].changed(in_memory) if self.of_file else self.slots[index]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> MappedExpertWeights:
+        """The same with each of their tensors changed; replicas stay one."""
+        made = {id(slot): slot.changed(change) for slot in self.slots}
+        return replace(self, slots=tuple(made[id(slot)] for slot in self.slots))
 
 
 @dataclass(frozen=True)
@@ -235,16 +246,6 @@ class ReleasedSlots(Sequence[SlotWeights]):
             f"the experts of {self.whose} were released in the format of the checkpoint",
             ["load them again to move experts, or to copy or pickle the layer"],
         )
-
-
-def storages_of(held: object) -> set[int]:
-    """The addresses of the storages of all tensors in the fields of an object, in any layout of weights."""
-    if isinstance(held, Tensor):
-        return set() if held.device.type == "meta" else {held.untyped_storage().data_ptr()}
-    inner: Sequence[object] = held if isinstance(held, tuple | list) else ()
-    if is_dataclass(held):
-        inner = [getattr(held, field.name) for field in fields(held)]
-    return {address for each in inner for address in storages_of(each)}
 
 
 class Weights(Protocol):
@@ -289,11 +290,10 @@ def expect_one_width(weights: Weights, who: str) -> None:
 
 def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
-    found = [weights.slot(index).biases for index in range(weights.num_slots)]
-    biases = [slot for slot in found if slot is not None]
-    if not biases:
+    slots = weights.slots if isinstance(weights, MappedExpertWeights) else ()
+    if not (biases := [slot.biases for slot in slots if slot.biases is not None]):
         return None, None
-    assert len(biases) == len(found), "either every expert of a layer has biases or none"
+    assert len(biases) == len(slots), "either every expert of a layer has biases or none"
     first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
     return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
 
@@ -336,9 +336,9 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
     """Weights whose tensors all lie on a device; those that do already stay as they are."""
     if isinstance(weights, ExpertWeights):
         return replace(weights, w13=weights.w13.to(device), w2=weights.w2.to(device))
-    if not isinstance(weights, MappedExpertWeights) or device.type == "cpu":
-        return weights
-    return replace(weights, slots=tuple(slot.changed(lambda part: part.to(device)) for slot in weights.slots))
+    if isinstance(weights, MappedExpertWeights) and device.type != "cpu":
+        return weights.changed(lambda part: in_memory(part).to(device))
+    return weights
 
 
 def _expect_order(order: str, scheme: QuantScheme) -> None:

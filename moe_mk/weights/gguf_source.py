@@ -22,7 +22,7 @@ from moe_mk.errors import WeightError, unless_signalled
 from moe_mk.external.library import find
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import GGUF_NAMES, GGUF_ONE_BY_ONE
-from moe_mk.weights.safetensors_header import Header, TensorEntry, expect_no_pointer
+from moe_mk.weights.safetensors_header import FileState, Header, TensorEntry, expect_no_pointer
 from moe_mk.weights.source import FileSource, RenamedSource, SafetensorsSource
 
 SUFFIX = ".gguf"
@@ -91,8 +91,8 @@ def read_gguf(path: Path) -> Header:
 
     try:
         expect_no_pointer(path)
-        reader, num_bytes = Reader(path), path.stat().st_size
-        entries, end = [_entry(gguf, start, field, num_bytes) for start, field in infos], reader.data_offset
+        state, reader = FileState.of(path), Reader(path)
+        entries, end = [_entry(gguf, start, field, state.num_bytes) for start, field in infos], reader.data_offset
         for entry in entries:  # as llama.cpp: without gaps but those of the alignment, in this order
             if entry.start != end:
                 raise ValueError(f"{entry.name} begins at byte {entry.start}, its place is {end}")
@@ -109,7 +109,7 @@ def read_gguf(path: Path) -> Header:
     tensors = {entry.name: entry for entry in entries}
     if len(tensors) < len(entries):
         raise WeightError(f"{path.name} has two tensors of one name")
-    return Header(tensors, metadata, num_bytes)
+    return Header(tensors, metadata, state)
 
 
 def _entry(gguf: Any, data: int, field: Any, file_bytes: int) -> TensorEntry:

@@ -59,7 +59,7 @@ def read_input_scales(
     title = f"layer {layer} of {source.where}"
     if missing := [name for name in wanted if name not in local]:
         raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
-    scales = {name: source.open(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
+    scales = {name: source.read(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
     scales = {name: 1.0 / scale if convention.divides else scale for name, scale in scales.items()}
     # Calibration leaves 0 for an expert that it sent no token to; the largest scale is that of others then.
     if broken := [

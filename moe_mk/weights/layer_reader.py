@@ -28,7 +28,7 @@ from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
 from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, WORD, Unpacked, decoded, of_gguf, unpack
 from moe_mk.weights.scan import Contents, Progress
-from moe_mk.weights.source import TensorSource
+from moe_mk.weights.source import Copies, TensorSource, in_memory
 
 
 @dataclass
@@ -49,7 +49,7 @@ class LayerReader:
     """The conversions between plain dtypes that were reported."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
-        # Small tensors are copied: copying a view may copy the whole mapped file.
+        # Small tensors are copied. Experts stay views of their files until a backend reads them.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
         bias_E = self._numbers(Role.BIAS, self.spec.has_gate_bias)
         logit_bias_E = self._numbers(Role.LOGIT_BIAS, self.spec.has_logit_bias and self.convention.logit_bias)
@@ -70,7 +70,7 @@ class LayerReader:
             chosen_E = torch.zeros(len(gate_EH), dtype=torch.float32, device="cpu") if bias_E is None else bias_E
             bias_E, by_image = self._with_fused(chosen_E), None if by_image is None else self._with_fused(by_image)
         if self.spec.table is not None:
-            self.table = self._open(Part(Role.TABLE), None)[1].clone()
+            self.table = self._read(Part(Role.TABLE), None)[1].clone()
             self.contents.codes += self.table.nbytes
         shared = self.mlp(None) if self.spec.num_shared_experts else None
         slots = {e: self.mlp(e) for e in dict.fromkeys(owned)}
@@ -113,7 +113,7 @@ class LayerReader:
                     f"{names[0]}: columns are ordered by activation (desc_act), each expert by its own order, and "
                     "tokens are not permuted for each expert; quantise with desc_act = false or with static groups"
                 )
-            q = whole.q if down.order_K is None else whole.q[down.order_K]
+            q = whole.q if down.order_K is None else whole.q.changed(in_memory)[down.order_K]
             halves.append(self._noted(narrow_rows(q, *share), names))
         has_biases = role is Role.EXPERT and self.spec.has_expert_bias
         biases = self._biases(expert, share, down.order_K) if has_biases else None
@@ -129,6 +129,7 @@ class LayerReader:
         if not self.convention.packing:
             names, q = self._quantised(part, row)
             return names, Unpacked(gate_and_up(q, self._order)[projection == "up"] if fused else q)
+        copies = Copies()
         if isinstance(scheme, Plain) and self.convention.packing != "gguf":
             part = replace(part, extra="plain") if self.convention.holds(role, "plain") else part
             name, values = self._open(part, row)
@@ -137,16 +138,18 @@ class LayerReader:
             name, rows = self._open(part, row)
             if fused:
                 rows = rows.chunk(2)[projection == "up"]
-            return (name, name), Unpacked(self._of_file(part, scheme, rows))
+            return (name, name), Unpacked(self._of_file(part, scheme, copies.of(rows)).changed(copies.back))
         present = self.source.names()
         kinds = {extra: replace(part, extra=extra) for extra in ("", "scale", "zeros", "shape", "order")}
         held = {
-            extra: self._open(each, row)
+            extra: (name, copies.of(tensor))
             for extra, each in kinds.items()
             if self.convention.holds(role, extra) and self.prefix + self.convention.spell(each) in present
+            for name, tensor in (self._open(each, row),)
         }
         packing = "gptq_v2" if self.spec.gptq_v2 else self.convention.packing
-        return (held[""][0], held["scale"][0]), unpack(packing, scheme, held)
+        found = unpack(packing, scheme, held)
+        return (held[""][0], held["scale"][0]), replace(found, q=found.q.changed(copies.back))
 
     def _of_file(self, part: Part, scheme: QuantScheme, rows: Tensor) -> QuantTensor:
         """Rows of a GGUF file. Shared experts of another type than the routed ones are decoded to bf16, and gate and
@@ -186,9 +189,9 @@ class LayerReader:
         tall, wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
         if part.projection == "gate_up" and scheme.rows != WHOLE:
             tall = 2 * scheme.scale_shape(values.shape[0] // 2, 1)[0]
-        scales = scales.T if turned and scheme.columns != WHOLE else scales
+        scales = in_memory(scales).T if turned and scheme.columns != WHOLE else scales
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
-        above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
+        above = self._read(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
         above = None if above is None else above.to(torch.float32)
         above = 1.0 / above if above is not None and self.convention.divides else above
         return (name, scale_name), QuantTensor(values, scales.reshape(tall, wide), scheme, above)
@@ -205,22 +208,22 @@ class LayerReader:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        return scheme.quantize(values)
+        return scheme.quantize(values if values.dtype is scheme.dtype else in_memory(values))
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
         """Record opened tensors for the check of their contents, and convert plain values and scales to their dtype."""
         if isinstance(q.scheme, Plain):
             q = self._in_dtype(q.scheme, q.values)
         if self.spec.stacks_transposed:
-            scales = None if q.scales is None else q.scales.contiguous()
-            q = replace(q, values=q.values.contiguous(), scales=scales)
+            scales = None if q.scales is None else in_memory(q.scales).contiguous()
+            q = replace(q, values=in_memory(q.values).contiguous(), scales=scales)
         self.contents.note(q, *names, f"{names[0]}, global scale")
         if q.scales is None or q.scheme.family == "wna16":
             return q
         assert isinstance(q.scheme, BlockedScheme)
         if q.scales.dtype is q.scheme.scale_dtype:
             return q
-        return replace(q, scales=q.scales.to(torch.float32).to(q.scheme.scale_dtype))
+        return replace(q, scales=in_memory(q.scales).to(torch.float32).to(q.scheme.scale_dtype))
 
     def _biases(self, expert: int | None, share: tuple[int, int], order_I: Tensor | None = None) -> SlotBiases:
         """The biases of an expert, copied. order_I: rows of gate and up.
@@ -230,7 +233,7 @@ class LayerReader:
         fused = self.convention.fused
         row, of = (expert, None) if fused or self.convention.stacked else (None, expert)
         projections = ("gate_up", "down") if fused else (*self.spec.wide, "down")
-        found = [self._open(Part(Role.EXPERT, p, of, "bias"), row) for p in projections]
+        found = [self._read(Part(Role.EXPERT, p, of, "bias"), row) for p in projections]
         self.contents.values += found
         *wide, down_H = (bias for _, bias in found)
         if fused:
@@ -244,7 +247,7 @@ class LayerReader:
         return self._vector(Part(role)).to(torch.float32, copy=True) if wanted else None
 
     def _vector(self, part: Part) -> Tensor:
-        name, tensor = self._open(part, None)
+        name, tensor = self._read(part, None)
         if tensor.dtype is torch.uint32:
             tensor = self._packed_gate(part, name, tensor)
         self.contents.values.append((name, tensor))
@@ -257,12 +260,18 @@ class LayerReader:
             each = replace(part, extra=what)
             if self.prefix + self.convention.spell(each) not in self.source.names():
                 raise WeightError(f"{name} is packed without {self.convention.spell(each)}; affine gates are read only")
-            parts[what] = self._open(each, None)
+            parts[what] = self._read(each, None)
         columns, groups = self.spec.hidden_size, parts["scale"][1].shape[1]
         scheme = grouped(WORD * words.shape[1] // columns, columns // groups, biases=True)
         return unpack("mlx", scheme, parts).q.dequantize(torch.float32)
 
+    def _read(self, part: Part, row: int | None) -> tuple[str, Tensor]:
+        """The name and the tensor, in memory."""
+        name, tensor = self._open(part, row)
+        return name, in_memory(tensor)
+
     def _open(self, part: Part, row: int | None) -> tuple[str, Tensor]:
+        """The name and the tensor, as a view."""
         name = self.convention.spell(part)
         self.names[self.prefix + name] = None
         tensor = self.source.open(self.prefix + name)

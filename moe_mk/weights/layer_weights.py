@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
+from moe_mk.weights.source import in_memory
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class LayerWeights:
     """The experts of every token of the vocabulary; None if the layer chooses by scores."""
     image_bias_E: Tensor | None = None
     """f32, the bias of tokens of images; None if the layer treats all tokens alike."""
+
+    @property
+    def shared_read(self) -> SlotWeights | None:
+        """The shared experts in memory, read from their file where they are views of it."""
+        return None if self.shared is None else self.shared.changed(in_memory)
 
     @property
     def router_EH(self) -> Tensor:

@@ -7,10 +7,13 @@ Source: the format description of github.com/huggingface/safetensors (8 bytes of
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -47,20 +50,46 @@ class TensorEntry:
     """Number of its bytes beyond the end of the file."""
 
 
+class FileState(NamedTuple):
+    """By what a file is recognised as the one whose header was read."""
+
+    num_bytes: int
+    modified_ns: int
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> Self:
+        """Of a path or a descriptor. Raises OSError, and ValueError for what is no regular file."""
+        found = os.stat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file")
+        return cls(found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino)
+
+    def __str__(self) -> str:
+        modified = datetime.fromtimestamp(self.modified_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+        return f"{self.num_bytes} bytes of {modified} (inode {self.inode})"
+
+
 @dataclass(frozen=True)
 class Header:
     """The tensors of one file, and the file's own metadata."""
 
     tensors: dict[str, TensorEntry]
     metadata: Mapping[str, Any]
-    num_bytes: int
-    """Size of the file in bytes."""
+    state: FileState
+    """Before it was read."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file in bytes."""
+        return self.state.num_bytes
 
 
 def read_header(path: Path) -> Header:
     """Read a header. Raises WeightError for a damaged file."""
-    text, num_bytes = _text_of(path)
-    length = len(text)
+    text, state = _text_of(path)
+    length, num_bytes = len(text), state.num_bytes
     try:
         raw = parse_json(text)
     except ValueError as problem:
@@ -72,16 +101,17 @@ def read_header(path: Path) -> Header:
         raise _damaged(path, f"{len(broken)} names of tensors are no text, the first is {broken[0]!r}")
     tensors = {name: _entry(path, name, given, 8 + length, num_bytes) for name, given in raw.items()}
     _expect_no_gaps(path, tensors.values(), 8 + length, num_bytes)
-    return Header(tensors, metadata if isinstance(metadata, dict) else {}, num_bytes)
+    return Header(tensors, metadata if isinstance(metadata, dict) else {}, state)
 
 
-def _text_of(path: Path) -> tuple[bytes, int]:
-    """The bytes of the header, and the size of the file."""
+def _text_of(path: Path) -> tuple[bytes, FileState]:
+    """The bytes of the header, and the state of the file before."""
     try:
-        if not path.is_file():  # reading a pipe may block forever
+        if not path.is_file():  # opening a pipe may block forever
             raise WeightError(f"{path.name} is no regular file")
-        num_bytes = path.stat().st_size
         with path.open("rb") as file:
+            state = FileState.of(file.fileno())
+            num_bytes = state.num_bytes
             length = int.from_bytes(file.read(8), "little")
             if length > NO_HEADER:
                 expect_no_pointer(path)
@@ -93,7 +123,7 @@ def _text_of(path: Path) -> tuple[bytes, int]:
                     f"{path.name} has a header of {length} bytes, the limit is {HEADER_BYTES}; write the checkpoint as "
                     "more files (save_pretrained with max_shard_size)"
                 )
-            return file.read(length), num_bytes
+            return file.read(length), state
     except unless_signalled(OSError) as problem:
         raise WeightError(f"{path.name} cannot be read: {problem.strerror}") from problem
 

@@ -1,6 +1,6 @@
 """The one check of the numbers of weights, whoever hands them over: NaN codes, infinities and invalid scales.
 
-It runs at memory speed. Reading every byte once also pages a mapped file in.
+It runs at memory speed. Views of files are read piece by piece, which also fills the system's page cache.
 
 Two maxima find every non-finite number: as signed integers the positive ones are the largest, as unsigned integers the
 negative ones. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so on.
@@ -27,6 +27,7 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.completeness import raise_if, some
+from moe_mk.weights.source import in_memory
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, total bytes) in the caller's thread."""
@@ -64,7 +65,7 @@ class Contents:
     def note(self, q: QuantTensor, name: str, scale_name: str, global_name: str, halves: int = 1) -> None:
         """Add a matrix or a stack of them; names for messages. halves: parts of the rows that each begin a block."""
         if isinstance(q.scheme, Gguf):
-            self.values.append((f"{name}, factors of blocks", q.scheme.factors(q)))
+            self.values.append((f"{name}, factors of blocks", q.scheme.factors(q.changed(in_memory))))
         if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
             self.values.append((name, q.values))
         else:
@@ -112,7 +113,7 @@ class Contents:
     def _first(self, named: tuple[str, Tensor], is_good: Callable[[Tensor], Tensor]) -> str:
         name, tensor = named
         for row, part in enumerate(tensor if tensor.dim() else tensor[None]):  # a stack as f32 may not fit in memory
-            wide = part.to(torch.float32)
+            wide = in_memory(part).to(torch.float32)
             bad = (~is_good(wide)).nonzero()
             if len(bad):
                 place = [row, *bad[0].tolist()] if tensor.dim() else []
@@ -180,7 +181,7 @@ def count_bad(tensors: Sequence[tuple[str, Tensor]], is_good: Callable[[Tensor],
     """How many elements of each tensor are not good as f32; tensors without any are left out."""
     bad: dict[str, int] = defaultdict(int)
     for name, tensor in tensors:
-        bad[name] += int((~is_good(tensor.to(torch.float32))).sum())
+        bad[name] += int((~is_good(in_memory(tensor).to(torch.float32))).sum())
     return {name: n for name, n in bad.items() if n}
 
 
@@ -197,7 +198,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _count(piece: Tensor) -> int:
     signed_type, unsigned_type, threshold = _PATTERNS[piece.dtype]
-    codes = piece.detach().view(_INTEGER[piece.element_size()])
+    codes = in_memory(piece.detach()).view(_INTEGER[piece.element_size()])
     if not piece.is_cpu:
         return int((codes & ((1 << (8 * piece.element_size() - 1)) - 1) >= threshold).sum())
     bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed

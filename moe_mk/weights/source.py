@@ -1,7 +1,9 @@
 """Sources of tensors: files with a header, such as a directory of safetensors, or a dictionary in memory.
 
-A tensor opened from a file is a view of its memory map: pages are read on first access and shared with every other
-process that maps the file.
+A tensor opened from a file is a view that takes no memory: what it refers to is read by `in_memory`, which raises
+WeightError if the file is no longer the one whose header was read. A file that is replaced by renaming, or deleted,
+stays readable; one that is written to or cut in place does not. Changes within the resolution of the file system's
+modification times are not seen.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import WeakSet
+from typing import ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from moe_mk.files import INDEX_BYTES, named_in_utf8, read_json, resolved
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.safetensors_header import (
     DTYPE_NAMES,
+    FileState,
     Header,
     TensorEntry,
     expect_no_pointer,
@@ -37,45 +41,142 @@ from moe_mk.weights.safetensors_header import (
 INDEX = "model.safetensors.index.json"
 
 
-_MAPPED: WeakSet[torch.UntypedStorage] = WeakSet()
-"""The storages of all live views of mapped files. An address would prove nothing once its mapping is gone."""
-
-
 class MappedFile:
-    """A file in memory, as a private mapping that lives as long as any view of it. Views must not be modified."""
+    """A file of tensors, open as long as any view of it exists.
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        """Raises WeightError if the file cannot be mapped, or has fewer bytes."""
+    A view has an address in a private mapping of the file, by which it is found; views must not be modified. They are
+    read by `in_memory`, through the descriptor: touching a page that is no longer in the file would end the process.
+    """
+
+    _open: ClassVar[WeakValueDictionary[FileState, MappedFile]] = WeakValueDictionary()
+
+    def __init__(self, path: Path, state: FileState) -> None:
+        """state: of the file when its header was read. Raises WeightError if it has changed or cannot be opened."""
+        self.path, self.state, self._fd = path, state, -1
         try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.expect_unchanged()
             with named_in_utf8(path) as name:
-                self._name, self._octets = path.name, torch.UntypedStorage.from_file(name, False, num_bytes)
-        except unless_signalled(OSError, RuntimeError) as problem:
+                self._octets = torch.UntypedStorage.from_file(name, False, state.num_bytes)
+        except unless_signalled(OSError, RuntimeError, ValueError) as problem:
             raise WeightError(f"{path.name} cannot be opened: {problem}") from problem
+
+    @classmethod
+    def of(cls, path: Path, state: FileState) -> MappedFile:
+        """The one that is open already, if any; see `__init__`."""
+        if (found := cls._open.get(state)) is None:
+            found = cls._open[state] = cls(path, state)
+        return found
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def view(self, entry: TensorEntry) -> Tensor:
         """A tensor of the file. Its storage is these bytes alone: a copy of it does not copy the file."""
         if entry.dtype is None or entry.missing_bytes:
             why = "its file is truncated" if entry.missing_bytes else f"torch has no {entry.dtype_name}"
-            raise WeightError(f"{self._name} cannot be opened: {entry.name}: {why}")
+            raise WeightError(f"{self.path.name} cannot be opened: {entry.name}: {why}")
         storage = self._octets[entry.start : entry.start + entry.num_bytes]
-        _MAPPED.add(storage)
-        return torch.asarray(storage, dtype=torch.uint8, device="cpu").view(entry.dtype).view(entry.shape)
+        _MAPPED[storage] = self, entry.start
+        return _octets_of(storage).view(entry.dtype).view(entry.shape)
+
+    def expect_unchanged(self) -> None:
+        """Raise WeightError if the file was written to or cut. One that was replaced or deleted is still open here."""
+        if (now := FileState.of(self._fd)) != self.state:
+            raise WeightError(
+                f"{self.path} was changed after its header was read: it had {self.state} and has {now}; load the layer "
+                "again, and let writers rename a new file to the name of the old one"
+            )
+
+    def read(self, start: int, num_bytes: int) -> Tensor:
+        """These bytes, in memory. Raises WeightError if the file was changed, or cannot be read."""
+        made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        octets = memoryview((ctypes.c_char * num_bytes).from_address(made.data_ptr())).cast("B") if num_bytes else b""
+        done = 0
+        try:
+            while done < num_bytes:
+                count = os.preadv(self._fd, [octets[done : done + MOST_AT_ONCE]], start + done)
+                if not count:
+                    break
+                done += count
+        except unless_signalled(OSError) as problem:
+            raise WeightError(f"{self.path} cannot be read: {problem.strerror}") from problem
+        self.expect_unchanged()
+        assert done == num_bytes, "the file has the bytes of its header"
+        return made
+
+    def read_ahead(self, start: int, num_bytes: int) -> None:
+        """Request bytes from the system's page cache, if supported and not yet cached."""
+        is_there = _is_cached(self._fd, start) and _is_cached(self._fd, start + num_bytes - 1)
+        if hasattr(os, "posix_fadvise") and not is_there:
+            os.posix_fadvise(self._fd, start, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
+AS_OPENED = 1
+"""The version of a tensor after `set_`, which counts as a change."""
+MOST_AT_ONCE, PIECE = 1 << 30, 4 << 20
+"""Bytes of a request, and about those of one for a part of a strided tensor."""
+_MAPPED: WeakKeyDictionary[torch.UntypedStorage, tuple[MappedFile, int]] = WeakKeyDictionary()
+"""The storages of all live views of files: the file and the first byte. An address would prove nothing once its mapping
+is gone."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether a tensor is a view of a mapped file, whose contents were not changed since."""
     if tensor.device.type != "cpu" or tensor.untyped_storage() not in _MAPPED:
         return False
-    return tensor.is_inference() or tensor._version == 0
+    return tensor.is_inference() or tensor._version == AS_OPENED
 
 
-def release_pages(tensors: Iterable[Tensor]) -> None:
-    """Release the pages of views of mapped files; the next access reads them from the file again.
+def _octets_of(storage: torch.UntypedStorage) -> Tensor:
+    """All bytes of a storage. `torch.asarray` would read the first one."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
-    Other tensors stay in memory. No effect on systems without madvise.
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """A copy of a view of a file, read through its descriptor; other tensors as they are.
+
+    Raises WeightError naming the file if it was written to, cut, or cannot be read.
     """
-    for tensor in filter(is_mapped, tensors):
-        discard_pages(tensor)
+    if not is_mapped(tensor):
+        return tensor
+    size = _extent(tensor)
+    if size == tensor.nbytes or tensor.dim() < 2 or size <= PIECE:
+        file, first = _MAPPED[tensor.untyped_storage()]
+        start = first + tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+        made = file.read(start, size).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return made if size == tensor.nbytes else made.contiguous()
+    axis = max(range(tensor.dim()), key=tensor.stride)
+    count = max(1, PIECE // (tensor.stride(axis) * tensor.element_size()))
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for part, into in zip(tensor.split(count, axis), made.split(count, axis), strict=True):
+        into.copy_(in_memory(part))
+    return made
+
+
+class Copies:
+    """Copies in memory of views of files, for functions that compute what may be views of them."""
+
+    def __init__(self) -> None:
+        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """As `in_memory`."""
+        copy = in_memory(tensor)
+        if copy is not tensor:
+            self._copied[copy.untyped_storage()._cdata] = tensor, copy
+        return copy
+
+    def back(self, made: Tensor) -> Tensor:
+        """A view of a copy as the same view of the file, so that it takes no memory; other tensors as they are."""
+        tensor, copy = self._copied.get(made.untyped_storage()._cdata, (made, made))
+        if tensor is copy or tensor.stride() != copy.stride() or not (made.is_inference() or made._version == 0):
+            return made
+        storage = tensor.untyped_storage()
+        start, size = tensor.data_ptr() - storage.data_ptr() + made.data_ptr() - copy.data_ptr(), _extent(made)
+        octets = _octets_of(storage)[start : start + size]
+        return made if start % made.element_size() else octets.view(made.dtype).as_strided(made.shape, made.stride())
 
 
 def discard_pages(tensor: Tensor) -> None:
@@ -116,6 +217,10 @@ class TensorSource(ABC):
     @abstractmethod
     def open(self, name: str) -> Tensor:
         """The tensor, as a view if possible. It must not be modified."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory. It must not be modified."""
+        return in_memory(self.open(name))
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Hint that these bytes of a tensor will be read soon; no effect where not supported."""
@@ -171,21 +276,19 @@ class FileSource(TensorSource):
         return found
 
     def open(self, name: str) -> Tensor:
-        file, entry = self._file_of[name], FileSource.entry(self, name)
-        if file not in self._maps:
-            self._maps[file] = MappedFile(file, self.header(file).num_bytes)
-        return self._maps[file].view(entry)
+        entry = FileSource.entry(self, name)
+        return self._opened(self._file_of[name]).view(entry)
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Request the bytes from the system's page cache, if supported and not yet cached."""
         entry = FileSource.entry(self, name)
-        if hasattr(os, "posix_fadvise"):
-            first = entry.start + start
-            size = entry.num_bytes - start if num_bytes is None else num_bytes
-            with self._file_of[name].open("rb", buffering=0) as file:
-                fd = file.fileno()
-                if not (_is_cached(fd, first) and _is_cached(fd, first + size - 1)):
-                    os.posix_fadvise(fd, first, size, os.POSIX_FADV_WILLNEED)
+        size = entry.num_bytes - start if num_bytes is None else num_bytes
+        self._opened(self._file_of[name]).read_ahead(entry.start + start, size)
+
+    def _opened(self, file: Path) -> MappedFile:
+        if file not in self._maps:
+            self._maps[file] = MappedFile.of(file, self.header(file).state)
+        return self._maps[file]
 
     @property
     def files(self) -> list[Path]:
@@ -335,8 +438,9 @@ class RenamedSource(SafetensorsSource):
         )
 
     def open(self, name: str) -> Tensor:
-        view = self._views[name]
-        return view.of(super().open(view.name))
+        view, whole = self._views[name], super().open(self._views[name].name)
+        part = view.of(whole)
+        return part if part.is_contiguous() else in_memory(part).contiguous()
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Of whole tensors only."""
@@ -386,7 +490,7 @@ class _View:
         if self.transposed and tensor.dim() == 2:
             tensor = tensor[0] if len(tensor) == 1 else tensor.T
         if self.rows == "all":
-            return tensor.contiguous()
+            return tensor
         half = tensor.shape[0] // 2
         parts = {
             "first": slice(half),
@@ -394,4 +498,4 @@ class _View:
             "even": slice(0, None, 2),
             "odd": slice(1, None, 2),
         }
-        return tensor[parts[self.rows]].contiguous()
+        return tensor[parts[self.rows]]

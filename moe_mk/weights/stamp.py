@@ -6,6 +6,7 @@ An address alone is not enough: freed memory is used again, and a tensor there m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,3 +42,13 @@ class Stamp:
 def _place(tensor: Tensor) -> tuple[object, ...]:
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
+
+
+def storages_of(held: object) -> set[int]:
+    """The addresses of the storages of all tensors in the fields of an object, in any layout of weights."""
+    if isinstance(held, Tensor):
+        return set() if held.device.type == "meta" else {held.untyped_storage().data_ptr()}
+    inner: Sequence[object] = held if isinstance(held, tuple | list) else ()
+    if is_dataclass(held):
+        inner = [getattr(held, field.name) for field in fields(held)]
+    return {address for each in inner for address in storages_of(each)}

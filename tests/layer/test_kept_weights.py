@@ -4,12 +4,16 @@ Matrices here are larger than a page, so that pages which are given back to the 
 import copy
 import ctypes
 import mmap
+import os
 import pickle
+import random
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +29,11 @@ from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.weights import load_layer
 from moe_mk.weights.expert_weights import MappedExpertWeights, digest
 from moe_mk.weights.gguf_source import open_source
-from moe_mk.weights.safetensors_header import TensorEntry
-from moe_mk.weights.source import MappedFile, is_mapped, release_pages
+from moe_mk.weights.safetensors_header import FileState, TensorEntry
+from moe_mk.weights.source import MappedFile, in_memory, is_mapped
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.tiers import quick_where
+from tests.support.unreadable_mappings import unreadable_mappings
 
 EXPERTS, SIDE, LAYER = 4, 256, 3
 SHAPE = {"num_experts": EXPERTS, "hidden_size": SIDE, "intermediate_size": SIDE, "layers": (LAYER,), "top_k": 2}
@@ -108,6 +113,7 @@ def digests(layer: MoELayer) -> list[str]:
 @pytest.mark.parametrize("experts", [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu"])
 @pytest.mark.parametrize("quant", quick_where(lambda quant: quant in QUICK, FORMATS))
 @torch.no_grad()
+@unreadable_mappings()
 def test_every_later_layout_is_made_from_the_stored_weights(
     quant: str, experts: str, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -147,7 +153,126 @@ def test_experts_that_move_between_ranks_are_the_stored_ones(quant: str, checkpo
     assert all(torch.equal(now, then) for now, then in zip(outputs(ranks), wanted, strict=True))
 
 
-def test_only_unchanged_views_of_a_mapped_file_are_released(checkpoint: Callable[[str], Path]) -> None:
+def cut(file: Path, other: Path) -> None:
+    os.truncate(file, 20_000)
+
+
+def cut_to_nothing(file: Path, other: Path) -> None:
+    os.truncate(file, 0)
+
+
+def written_over(file: Path, other: Path) -> None:
+    """As by cp: the same inode and the same size."""
+    file.write_bytes(other.read_bytes())
+
+
+def appended_to(file: Path, other: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b"more")
+
+
+def replaced(file: Path, other: Path) -> None:
+    """As by a download that renames its file when it is complete."""
+    shutil.copy(other, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+def deleted(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+IN_PLACE = (cut, cut_to_nothing, written_over, appended_to)
+WRITES = (*IN_PLACE, replaced, deleted)
+
+
+@pytest.fixture
+def two_checkpoints(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    """A file of a checkpoint that may be written to, and one of other weights and the same size."""
+
+    def of(quant: str) -> tuple[Path, Path]:
+        folder = shutil.copytree(checkpoint(quant), tmp_path / quant)
+        file = next(each for each in folder.iterdir() if each.suffix in (".safetensors", ".gguf"))
+        other = tmp_path / f"other.{quant}"
+        octets = bytearray(file.read_bytes())
+        octets[-40_000:] = octets[-80_000:-40_000]
+        other.write_bytes(octets)
+        return file, other
+
+    return of
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the WeightError of a call; "" without one."""
+    try:
+        call()
+    except WeightError as refused:
+        return str(refused)
+    except AssertionError as kept:  # `swapped` asserts that the swap was made
+        return f"kept: {kept}"
+    return ""
+
+
+@pytest.mark.parametrize("quant", quick_where(lambda quant: quant == "fp8", ["fp8", "awq", "q4_k_m"]))
+@pytest.mark.parametrize("experts", [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu"])
+@torch.no_grad()
+@unreadable_mappings()
+def test_a_file_that_changes_at_any_read_of_a_load_is_named_or_was_read_before(
+    quant: str, experts: str, two_checkpoints: Callable[[str], tuple[Path, Path]]
+) -> None:
+    """Every write, at reads all over the load. What is loaded in the end is right, or nothing is."""
+    file, other = two_checkpoints(quant)
+    before, draw = file.read_bytes(), random.Random(quant)
+    layer = DeepseekV3MoE.from_checkpoint(file.parent, LAYER, experts=experts, device="cpu")
+    wanted_TH, read, count = layer(X_TH), MappedFile.read, 0
+
+    def counted(self: MappedFile, *given: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == at:
+            write(file, other)
+        return read(self, *given)
+
+    with mock.patch.object(MappedFile, "read", counted):
+        at = 0
+        layer.load(file.parent, LAYER)
+        reads = count
+        for write in WRITES:
+            for at in {1, *draw.sample(range(2, reads), 3), reads, reads + 1}:
+                MappedFile._open.clear()
+                file.unlink(missing_ok=True)
+                file.write_bytes(before)
+                count = 0
+                refused = refusal(lambda: layer.load(file.parent, LAYER))
+                assert bool(refused) is (write in IN_PLACE and at <= reads)
+                assert not refused or f"{file} was changed after its header was read: it had" in refused
+                assert torch.equal(layer(X_TH), wanted_TH), (write.__name__, at, reads)
+
+
+@pytest.mark.parametrize("write", quick_where(lambda write: write in (cut, replaced), WRITES))
+@pytest.mark.parametrize("experts", [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu", "reference"])
+@torch.no_grad()
+@unreadable_mappings()
+def test_a_file_that_changes_under_a_layer_is_named_when_it_is_read_again(
+    experts: str, write: Callable[[Path, Path], None], two_checkpoints: Callable[[str], tuple[Path, Path]]
+) -> None:
+    file, other = two_checkpoints("fp8")
+    layer: MoELayer = DeepseekV3MoE.from_checkpoint(file.parent, LAYER, experts=experts, device="cpu")
+    wanted_TH = layer(X_TH)
+    write(file, other)
+    if experts == "reference" and write in IN_PLACE:  # it reads the file in every call
+        with pytest.raises(WeightError, match=f"{file} was changed after its header was read: it had"):
+            layer(X_TH)
+        return
+    made = [layer]
+    for change in (CHANGES[0], CHANGES[2], CHANGES[3], CHANGES[1]):
+        refused = refusal(lambda change=change: made.append(change(layer, file.parent)))
+        assert bool(refused) is (write in IN_PLACE)
+        assert not refused or change is swapped or f"{file} was changed" in refused
+        if layer.expert_map != MOVED:
+            assert torch.equal(made[-1](X_TH), wanted_TH)
+
+
+def test_only_unchanged_views_of_a_file_are_read_from_it(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("bf16")
     source, file = open_source(folder), next(folder.glob("*.safetensors"))
     names = [name for name in source.names() if "experts.0." in name]
@@ -164,10 +289,9 @@ def test_only_unchanged_views_of_a_mapped_file_are_released(checkpoint: Callable
         "empty": (mapped[:0], True),
     }
     for case, (tensor, is_view) in cases.items():
-        before = tensor.clone()
-        assert is_mapped(tensor) is is_view, case
-        release_pages([tensor])
-        assert torch.equal(tensor, before), case
+        read = in_memory(tensor)
+        assert is_mapped(tensor) is is_view and (read is tensor) is not is_view, case
+        assert torch.equal(read, tensor) and read.dtype is tensor.dtype and not is_mapped(read), case
 
 
 def memory_at(address: int, size: int) -> Tensor | None:
@@ -183,10 +307,10 @@ def memory_at(address: int, size: int) -> Tensor | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mapping at a given address, as Linux makes it")
-def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_released(checkpoint: Callable[[str], Path]) -> None:
+def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_of_the_file(checkpoint: Callable[[str], Path]) -> None:
     file, size = next(checkpoint("bf16").glob("*.safetensors")), 1 << 20
     for _ in range(20):  # another thread may have taken the address in between
-        view = MappedFile(file, size).view(TensorEntry("all", torch.uint8, "U8", (size,), size))
+        view = MappedFile(file, FileState.of(file)).view(TensorEntry("all", torch.uint8, "U8", (size,), size))
         assert is_mapped(view)
         address = view.data_ptr()
         del view
@@ -194,8 +318,7 @@ def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_released(checkpo
             break
     assert anonymous is not None and anonymous.data_ptr() == address
     anonymous.fill_(7)
-    release_pages([anonymous])
-    assert bool((anonymous == 7).all())
+    assert in_memory(anonymous) is anonymous
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])

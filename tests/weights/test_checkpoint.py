@@ -87,7 +87,7 @@ def test_a_rank_without_experts_still_gets_gate_and_shared_experts(tiny: Shape, 
 
 def test_nothing_is_copied_from_the_mapped_file(tiny: Shape, tiny_directory: Path) -> None:
     source = SafetensorsSource(tiny_directory)
-    slot = load_layer(source, 3, tiny.layer_spec(), owned=[2], tp_rank=1, tp_size=2).experts.slot(0)
+    slot = load_layer(source, 3, tiny.layer_spec(), owned=[2], tp_rank=1, tp_size=2).experts.slots[0]
     whole = source.open(f"{PREFIX}experts.2.up_proj.weight")
     assert slot.up_IH.values.data_ptr() == whole.data_ptr() + 16 * 64
 

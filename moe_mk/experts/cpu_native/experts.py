@@ -48,7 +48,6 @@ from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStag
 from moe_mk.trace.clock import now
 from moe_mk.weights.expert_weights import SlotWeights, Weights, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
-from moe_mk.weights.source import release_pages
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation.SILU,
@@ -166,7 +165,7 @@ class CpuNativeExperts(FusedExperts):
         return one
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """Pack every expert. The pages of a mapped checkpoint are released expert by expert.
+        """Pack every expert. Those of files are read one by one.
 
         on_progress: called with ("pack", bytes packed so far, total bytes) after each expert.
         """
@@ -207,7 +206,6 @@ class CpuNativeExperts(FusedExperts):
     def _pack(self, slot: SlotWeights, index: int, w13: PackedMatrix, w2: PackedMatrix) -> None:
         pack_matrix(w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13", self.native)
         pack_matrix(w2, index, [slot.down_HI], "w2", self.native)
-        release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
 
     def _page(self, weights: Weights, residency: ResidencyConfig, on_progress: Progress | None) -> PagedExperts:
         """Write the experts to a store unless it is there, and open it with empty slots."""

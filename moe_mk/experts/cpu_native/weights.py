@@ -26,7 +26,7 @@ from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import SlotWeights, Weights, slot_biases
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights, slot_biases
 
 LAYOUT = "cpu_native"
 TILE_ROWS = 16
@@ -165,7 +165,7 @@ def stored_as(weights: Weights) -> tuple[tuple[QuantScheme, torch.dtype], tuple[
     """The scheme and the dtype of the scales of w13 and of w2, from the first expert; bf16 without scales."""
     if weights.num_slots == 0:
         return (weights.scheme, torch.bfloat16), (weights.scheme, torch.bfloat16)
-    slot = weights.slot(0)
+    slot = weights.slots[0] if isinstance(weights, MappedExpertWeights) else weights.slot(0)
     first, second = (
         (q.scheme, torch.bfloat16 if q.scales is None else q.scales.dtype) for q in (slot.up_IH, slot.down_HI)
     )

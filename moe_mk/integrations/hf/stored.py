@@ -52,7 +52,7 @@ class SafetensorsParameters:
                 ["load the model with from_pretrained(path, experts_implementation='moe_mk'), which reads them"],
             )
         if name in self._names:
-            held, floating = self.source.open(name), dtype.is_floating_point
+            held, floating = self.source.read(name), dtype.is_floating_point
             if held.is_floating_point() != floating or (floating and held.dtype.itemsize == 1):
                 raise WeightError(f"{name} is {held.dtype}, expected {'16 bits or more' if floating else dtype}")
             return held.to(dtype, copy=True)
@@ -70,7 +70,7 @@ class SafetensorsParameters:
         parts = {part: folder + word for part, word in self._words.items() if folder + word in self._names}
         if self._scheme is None or not name.endswith(".weight") or not {"", "scale"} <= parts.keys():
             return None, None
-        opened = {part: (full, self.source.open(full)) for part, full in parts.items()}
+        opened = {part: (full, self.source.read(full)) for part, full in parts.items()}
         found = unpack(self._packing, self._scheme, opened)
         return found.q, found.order_K
 
@@ -115,7 +115,7 @@ class GgufParameters:
         if stored is None or self.source.entry(stored).dtype is not torch.uint8:
             return None
         kind = self.source.entry(stored).dtype_name.lower()
-        rows = torch.from_numpy(np.ascontiguousarray(self._processed(stored, self.source.open(stored).numpy())))
+        rows = torch.from_numpy(np.ascontiguousarray(self._processed(stored, self.source.read(stored).numpy())))
         if kind in DECODED:
             return decoded(kind, rows)
         return of_gguf(IN_GGUF[kind], rows) if kind in IN_GGUF else None
@@ -125,7 +125,7 @@ class GgufParameters:
 
     def _values(self, stored: str) -> Any:
         """A tensor in f32, decoded in parts."""
-        kind, held = self.source.entry(stored).dtype_name, self.source.open(stored)
+        kind, held = self.source.entry(stored).dtype_name, self.source.read(stored)
         if held.dtype is not torch.uint8:
             return held.to(torch.float32).numpy()
         rows = max(1, PART // max(1, held.shape[-1]))

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -164,31 +164,38 @@ def _try_compiling(recipe: Recipe, folder: Path) -> None:
 
 
 def own_directory(path: Path) -> Path:
-    """Create the cache directory with mode 0700, or check that only this user can write to it.
+    """Create the cache directory and its parents with mode 0700, or check that only this user can write to it.
 
-    Raises UnsupportedError if it belongs to another user or is not a directory.
+    Returns its real path. Owner and mode are those of one opened directory. Raises UnsupportedError if it belongs to
+    another user or is not a directory.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = path.stat()
+        for folder in (*reversed(path.parents), path):
+            if not folder.exists():
+                folder.mkdir(mode=0o700, exist_ok=True)
+        path = Path(os.path.realpath(path))
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except unless_signalled(OSError) as error:
         raise UnsupportedError(
             f"the kernel cache {path} cannot be used", [f"{error}; pass another cache_dir"]
         ) from error
-    if state.st_uid != os.getuid():
-        raise UnsupportedError(
-            f"the kernel cache {path} belongs to user {state.st_uid}, not to {os.getuid()}",
-            ["code from it would run as you; pass a cache_dir of your own"],
-        )
-    if stat.S_IMODE(state.st_mode) & 0o077:
-        try:
-            path.chmod(0o700)
-        except unless_signalled(OSError) as error:
-            if state.st_mode & 0o022:
-                raise UnsupportedError(
-                    f"the kernel cache {path} can be written by other users and its mode cannot be changed",
-                    [f"{error}; code from it would run as you; pass a cache_dir of your own"],
-                ) from error
+    try:
+        state = os.fstat(handle)
+        if state.st_uid != os.getuid():
+            raise UnsupportedError(
+                f"the kernel cache {path} belongs to user {state.st_uid}, not to {os.getuid()}",
+                ["code from it would run as you; pass a cache_dir of your own"],
+            )
+        if stat.S_IMODE(state.st_mode) & 0o077:
+            os.fchmod(handle, 0o700)
+    except unless_signalled(OSError) as error:
+        if state.st_mode & 0o022:
+            raise UnsupportedError(
+                f"the kernel cache {path} can be written by other users and its mode cannot be changed",
+                [f"{error}; code from it would run as you; pass a cache_dir of your own"],
+            ) from error
+    finally:
+        os.close(handle)
     return path
 
 
@@ -293,15 +300,19 @@ def _held_by(holder: _Holder | None, since: float) -> str:
 
 def reason_against(library: Path) -> str:
     """Why a cached library must not be loaded; empty if only this user can write it and its bytes are unchanged."""
-    for path in (library, digest_file(library)):
-        try:
-            state = path.lstat()
-        except unless_signalled(OSError) as problem:
-            return f"{path.name}: {problem.strerror or problem}"
-        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
-            mode = f"mode {stat.filemode(state.st_mode)}"
-            return f"{path.name} is no file that this user alone can write: user {state.st_uid}, {mode}"
-    return damage(library)
+    with ExitStack() as opened:
+        handles = []
+        for path in (library, digest_file(library)):
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                handles.append(opened.enter_context(os.fdopen(handle, "rb")))
+                state = os.fstat(handle)
+            except unless_signalled(OSError) as problem:
+                return f"{path.name}: {problem.strerror or problem}"
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
+                mode = f"mode {stat.filemode(state.st_mode)}"
+                return f"{path.name} is no file that this user alone can write: user {state.st_uid}, {mode}"
+        return damage(library, *handles)
 
 
 def build(

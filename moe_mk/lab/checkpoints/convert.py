@@ -43,7 +43,7 @@ from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
 from moe_mk.weights.names import CONVENTIONS, OFFICIAL, SCALED, Convention, Part, Role
 from moe_mk.weights.scan import Contents, Progress
-from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_inside
+from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, in_memory, is_inside
 
 SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
@@ -239,7 +239,7 @@ class _Conversion:
 
     def _converted(self, block: _Block, part: Part) -> tuple[SlotWeights, ExpertError]:
         shared = part.expert is None
-        old = block.reader.mlp(part.expert)
+        old = block.reader.mlp(part.expert).changed(in_memory)
         _check(block.reader, f"layer {block.layer}, {'shared experts' if shared else f'expert {part.expert}'}")
         new = slot_held_as(old, self.shared_scheme if shared and self.shared_scheme is not None else self.scheme)
         moved = {p: _distance(old.matrices[p], new.matrices[p]) for p in ("gate", "up", "down")}
@@ -281,7 +281,7 @@ class _ToGguf:
         new = replace(spec, scheme=self.scheme, down_scheme=self.down, shared_scheme=None)
 
         def matrix(part: Part) -> QuantTensor:
-            slot = reader.mlp(part.expert)
+            slot = reader.mlp(part.expert).changed(in_memory)
             _check(reader, f"layer {layer.layer}, expert {part.expert}")
             old = slot.matrices[part.projection]
             found = requantised(old, new.scheme_of(part.role, part.projection))
@@ -296,7 +296,7 @@ class _ToGguf:
                 bias = reader.mlp(part.expert).bias(part.projection)
                 assert bias is not None
                 return bias
-            return self.source.open(layer.prefix + convention.spell(part))
+            return self.source.read(layer.prefix + convention.spell(part))
 
         return layer_tensors(new, layer.layer, matrix, vector)
 
@@ -345,11 +345,11 @@ def _distance(old: QuantTensor, new: QuantTensor) -> float:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor in runs of rows, so that a large tensor is never completely in memory."""
     if tensor.dim() == 0 or not tensor.numel():
-        yield tensor
+        yield in_memory(tensor)
         return
     step = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for start in range(0, len(tensor), step):
-        yield tensor[start : start + step]
+        yield in_memory(tensor[start : start + step])
 
 
 def _write_config(source: Path, root: Path, to: str) -> None:

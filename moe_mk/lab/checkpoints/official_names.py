@@ -40,10 +40,10 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
         out[OFFICIAL.spell(Part(Role.IMAGE_BIAS))] = weights.image_bias_E
     if weights.table_XK is not None:
         out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
-    for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):
-        out |= _named(slot, Role.EXPERT, expert)
-    if weights.shared is not None:
-        out |= _named(weights.shared, Role.SHARED, None)
+    for index, expert in enumerate(weights.facts.owned):
+        out |= _named(weights.experts.slot(index), Role.EXPERT, expert)
+    if (shared := weights.shared_read) is not None:
+        out |= _named(shared, Role.SHARED, None)
     return {prefix + name: tensor for name, tensor in out.items()}
 
 

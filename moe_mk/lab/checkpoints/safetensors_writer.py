@@ -42,7 +42,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
         ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
         header, self._start_of = _layout(ordered, metadata)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self._origin = len(header)
         os.ftruncate(self._fd, self._origin + sum(t.num_bytes for t in ordered))
         _write_all(self._fd, header, 0)

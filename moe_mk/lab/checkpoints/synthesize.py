@@ -56,7 +56,7 @@ def table_strips(random: np.random.Generator, shape: tuple[int, ...], num_expert
 SHARD_BYTES = 512 << 20
 STRIP_ELEMENTS = 1 << 20
 SPARE_BYTES = 64_000_000
-PARTIAL = ".partial"
+PARTIAL = ".checkpoint"
 GATE_UP_GAIN, DOWN_GAIN, ROUTER_GAIN = 1.7, 0.9, 1.0
 BIAS_MEAN, BIAS_STD = -0.8, 0.1
 NVFP4_AMAX = 16.0

@@ -22,6 +22,7 @@ from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.source import in_memory
 
 F32 = NDArray[np.float32]
 
@@ -232,7 +233,9 @@ def dense_layer(
     for number, expert in enumerate(hit):
         share_T = torch.from_numpy(np.where(chosen_TK == expert, weights_TK, 0.0).sum(axis=1))
         rows = torch.nonzero(share_T).flatten()
-        y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model)
+        y_TH[rows] += share_T[rows, None] * _mlp(
+            x[rows], weights.experts.slots[expert].changed(in_memory), config.model
+        )
         if on_progress:
             on_progress("verify", number + 1, len(hit))
     if (eps := config.model.latent_norm) is not None and weights.latent is not None:
@@ -243,7 +246,8 @@ def dense_layer(
     if weights.shared is not None:
         gate_H = weights.shared_gate_H
         factor_T1 = 1.0 if gate_H is None else 1 / (1 + torch.exp(-(x @ gate_H.cpu().double()[:, None])))
-        y_TH += config.model.shared_scale * factor_T1 * _mlp(x, weights.shared, config.model.of_shared())
+        shared = weights.shared.changed(in_memory)
+        y_TH += config.model.shared_scale * factor_T1 * _mlp(x, shared, config.model.of_shared())
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
 
 

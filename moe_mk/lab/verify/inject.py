@@ -36,7 +36,7 @@ def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
     if fault == "double-scale":
         return weights
     change = _swap if fault == "swap-halves" else _drop
-    slots = tuple(change(slot) for slot in weights.experts.slots)
+    slots = tuple(map(change, map(weights.experts.slot, range(weights.experts.num_slots))))
     return replace(weights, experts=MappedExpertWeights(slots, weights.experts.scheme))
 
 

@@ -130,7 +130,7 @@ def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str
     assert {module.format for module in report.modules} == {scheme.name}
     assert [module.path for module in report.modules] == [f"model.layers.{n}.mlp.experts" for n in MOE_LAYERS]
     assert (report.num_bytes, report.bf16_bytes) == (MATRICES * scheme.num_bytes(SIZE, SIZE), BF16)
-    assert all(module.mapped == (quant not in ("awq", "gptq")) for module in report.modules)
+    assert not any(module.mapped for module in report.modules), "torch_cpu holds the experts in memory"
     wanted, ids = decoded_model(folder, family), prompt()
     for patched in (False, True):
         assert not patched or sorted(patch_blocks(model)) == [f"model.layers.{n}.mlp" for n in MOE_LAYERS]
@@ -225,7 +225,7 @@ def test_the_experts_of_a_loaded_model_are_freed(written: Written) -> None:
     assert bytes_of_experts(model) == 0 and report.num_bytes == MATRICES * SIZE * 144
     assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
     text = str(report)
-    assert "2 experts modules packed" in text and "q4_k" in text and "memory-mapped" in text
+    assert "2 experts modules packed" in text and "q4_k" in text and "mapped" not in text
     assert json.loads(json.dumps(report.as_dict()))["modules"][1]["down_format"] == "q4_k"
 
 

@@ -22,7 +22,15 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native.build import Recipe, build, own_directory, reason_against
 from moe_mk.kernels.native.selfcheck import is_compiled, load, reasons_against
-from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
+from moe_mk.kernels.native.toolchain import (
+    Compiler,
+    Unit,
+    compilers_at_once,
+    digest_file,
+    find_compiler,
+    record_digest,
+    units,
+)
 from tests.support.tiers import quick_where
 
 
@@ -276,6 +284,30 @@ def test_the_cache_is_made_private(tmp_path: Path) -> None:
     own_directory(cache)
     assert cache.stat().st_mode & 0o777 == 0o700
     assert own_directory(tmp_path / "a" / "new").stat().st_mode & 0o777 == 0o700
+    before = os.umask(0)
+    try:
+        made = own_directory(tmp_path / "b" / "c" / "new")
+    finally:
+        os.umask(before)
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (made, *made.parents[:2])), "parents too"
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert own_directory(tmp_path / "link" / "c" / "new") == made, "links are followed once, and not by the library"
+
+
+def test_a_link_or_a_pipe_in_place_of_a_library_is_not_read(tmp_path: Path) -> None:
+    library, other = tmp_path / "moe_mk-0.so", tmp_path / "other.so"
+    other.write_bytes(b"code")
+    other.chmod(0o700)
+    record_digest(other).rename(tmp_path / "moe_mk-0.so.sha256")
+    assert reason_against(library) == "moe_mk-0.so: No such file or directory"
+    library.symlink_to(other)
+    assert "symbolic links" in reason_against(library)
+    library.unlink()
+    os.mkfifo(library, 0o700)
+    assert "is no file that this user alone can write" in reason_against(library)
+    library.unlink()
+    other.rename(library)
+    assert not reason_against(library)
 
 
 def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
