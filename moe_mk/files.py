@@ -146,7 +146,7 @@ def new_file(target: Path, *, locked: bool = False) -> tuple[Path, int]:
 
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Whether a file or a folder of this user is locked by nobody: what its writer left when it ended, on any host.
+    """Whether a file or a folder of this user has no lock: what its writer left when it ended, on any host.
 
     The lock is held in the context. A symbolic link is not followed.
     """

@@ -14,6 +14,8 @@ from __future__ import annotations
 from math import isqrt
 
 import torch
+from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 
 from moe_mk.errors import ShapeError
 
@@ -33,7 +35,7 @@ def expect(
     axes: letters of the legend separated by blanks, "T H". A letter without a size in `sizes` may have any size.
     Raises ShapeError that lists everything wrong with the tensor, not the first thing.
     """
-    expect_dense(name, tensor)
+    expect_dense(name, tensor, traced=True)
     letters = axes.split()
     wrong: list[str] = []
     if tensor.dim() != len(letters):
@@ -53,14 +55,56 @@ def expect(
         raise ShapeError(f"{name} " + "; ".join(wrong))
 
 
-def expect_dense(name: str, tensor: object) -> None:
-    """Raise ShapeError unless it is a tensor with strides: not a list or an array, neither sparse nor nested."""
+PLAIN_WAYS = {
+    "DTensor": "full_tensor() gathers it, to_local() is this rank's part",
+    "AsyncCollectiveTensor": "wait() returns one",
+    "MaskedTensor": "to_tensor(0) returns one",
+}
+"""What makes a plain tensor of one, by the name of the class."""
+TRACED = {"FakeTensor", "FunctionalTensor"}
+
+
+def expect_dense(name: str, tensor: object, *, traced: bool = False) -> None:
+    """Raise ShapeError unless it is a tensor whose memory can be read.
+
+    Neither a list nor an array, nor sparse, nested or quantised, nor of a class with memory of another kind (DTensor),
+    nor inside of torch.func, nor without memory. traced: tensors of a trace may be, for operators of torch.
+    """
     if not isinstance(tensor, torch.Tensor):
         given = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
         raise ShapeError(f"{name} is a {given}, expected a torch.Tensor")
+    if not is_compiling() and (why := _reason_against(tensor, traced)):
+        raise ShapeError(f"{name} {why}")
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise ShapeError(f"{name} has layout {layout}, expected {torch.strided}; convert it to a dense tensor")
+
+
+def _reason_against(tensor: torch.Tensor, traced: bool) -> str:
+    """Why the memory of a tensor is not that of its elements; "" if it is."""
+    kind, dispatch = type(tensor), torch.Tensor.__torch_dispatch__
+    if kind is not torch.Tensor:
+        names = {cls.__name__ for cls in kind.__mro__}
+        if is_lazy(tensor):
+            return f"is a {kind.__name__}, which has no values yet"
+        if getattr(kind, "__torch_dispatch__", dispatch) is not dispatch and not (traced and names & TRACED):
+            ways = [way for of, way in PLAIN_WAYS.items() if of in names]
+            return f"is a {kind.__name__}, expected a plain torch.Tensor; {(*ways, 'convert it to one')[0]}"
+    if tensor.is_quantized:
+        return "is a quantised tensor of torch; dequantize() returns a plain one"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "is a tensor of torch.func (vmap, grad, jvp, functionalize), which no kernel reads; call it outside"
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or kind is not torch.Tensor:
+        return ""
+    size = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if torch._is_functional_tensor(tensor) and traced:
+        return ""
+    if torch._is_functional_tensor(tensor) or tensor._is_zerotensor():
+        return "is a tensor without memory, expected one with elements; clone it"
+    room = tensor.untyped_storage().nbytes()
+    if tensor.numel() and (tensor.storage_offset() + size) * tensor.element_size() > room:
+        return f"has no memory any more: its storage of {room} bytes was freed or resized"
+    return ""
 
 
 def divisors_of(number: int) -> list[int]:

@@ -38,7 +38,7 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.kinds import BLOCK_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.shapes import expect
+from moe_mk.shapes import expect, expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights
 from moe_mk.weights.stamp import Stamp, storages_of
@@ -184,8 +184,11 @@ class RankExperts:
             and weights_TK.shape == ids_TK.shape
             and weights_TK.device == ids_TK.device == x_TH.device
             and not (x_TH.requires_grad or weights_TK.requires_grad or forward_ad._current_level >= 0)
+            and all(each.data_ptr() for each in (x_TH, weights_TK, ids_TK))
         ):
             return
+        for name, each in zip(("hidden_states", *self.routing_names), (x_TH, weights_TK, ids_TK), strict=True):
+            expect_dense(name, each)
         expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
         expect_routing(x_TH, weights_TK, ids_TK, self.routing_names)
         followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
@@ -196,7 +199,7 @@ class RankExperts:
         """(T, H) with weights and ids (T, K) to (T, H). It checks its arguments, so that graphs need no guards."""
         plain = type(x_TH) is Tensor and x_TH.dtype is self.dtype and x_TH.layout is torch.strided and x_TH.dim() == 2
         plain, wide_TK = plain and x_TH.shape[1] == self.hidden_size and x_TH.is_cpu, weights_TK
-        if plain and type(weights_TK) is Tensor and weights_TK.dtype in HALVES:
+        if plain and type(weights_TK) is Tensor and weights_TK.dtype in HALVES and weights_TK.data_ptr():
             wide_TK = weights_TK.to(torch.float32)
         fits = plain and can_be_called(x_TH, ids_TK, wide_TK)
         if not fits or x_TH.requires_grad:
@@ -340,8 +343,7 @@ class EngineExperts(RankExperts):
             return self.run(hidden_states, topk_weights, topk_ids)
         if not isinstance(hidden_states, Tensor) or hidden_states.requires_grad or forward_ad._current_level >= 0:
             self._check(hidden_states, topk_weights, topk_ids)
-        out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
-        return out
+        return EXPERTS_OF_ENGINES.traced(hidden_states, topk_weights, topk_ids, self._entry)
 
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""

@@ -51,5 +51,5 @@ LINEARS: Operator[PackedLinear] = Operator(
 
 def packed_linear(x: Tensor, entry: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """(..., K) bf16 to (..., outputs) by the matrix behind an entry: one node of a graph, and a sum."""
-    y: Tensor = LINEARS.call(x, entry, outputs)
+    y = LINEARS.traced(x, entry, outputs)
     return y if bias is None else y + bias

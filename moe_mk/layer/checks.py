@@ -27,8 +27,13 @@ def check_hidden_states(
             f"hidden_states has T={hidden_states.shape[0]} tokens, kernel.max_num_tokens={max_num_tokens}; "
             "raise the setting or split the batch"
         )
-    if (hidden_states.requires_grad and torch.is_grad_enabled()) or has_tangent(hidden_states):
-        raise UnsupportedError("gradients through the layer", ["it serves inference; call it under torch.no_grad()"])
+    expect_inference("the layer", hidden_states)
+
+
+def expect_inference(through: str, tensor: Tensor) -> None:
+    """Raise UnsupportedError if gradients or tangents of a tensor are followed."""
+    if isinstance(tensor, Tensor) and ((tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor)):
+        raise UnsupportedError(f"gradients through {through}", ["it serves inference; call it under torch.no_grad()"])
 
 
 def has_tangent(tensor: Tensor) -> bool:
@@ -52,6 +57,7 @@ def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
         or hidden_states.shape[0] > max_num_tokens
         or hidden_states.requires_grad
         or forward_ad._current_level >= 0
+        or not hidden_states.data_ptr()  # no tokens, or memory that was freed
     ):
         if layer.device.type == "meta":
             _ = layer.weights  # raises WeightError
@@ -67,10 +73,11 @@ def check_routing(
     On a GPU the choices of a token must be distinct: rows there have room for as many as a rank has experts.
     """
     num_tokens, top_k, num_experts = sizes
+    expect_dense("topk_ids", topk_ids)
+    expect_dense("topk_weights", topk_weights)
     expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", FLOATS, device, T=num_tokens, K=top_k)
-    if (topk_weights.requires_grad and torch.is_grad_enabled()) or has_tangent(topk_weights):
-        raise UnsupportedError("gradients through topk_weights", ["inference only; call it under torch.no_grad()"])
+    expect_inference("topk_weights", topk_weights)
     if not read_ids or not topk_ids.numel():
         return
     lowest, highest = torch.aminmax(topk_ids)

@@ -14,6 +14,7 @@ more than the smallest layer.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Container, Iterable
 from hashlib import blake2b
@@ -101,16 +102,18 @@ class Operator(Generic[T]):
         run: Callable[..., Tensor],
         fake: Callable[..., Tensor] | None = None,
         untrained: tuple[str, str] | None = None,
+        shares: Operator[T] | None = None,
     ) -> None:
         """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
 
         run: the implementation, with the object of the entry before the other arguments of the schema. fake: the shape
         of the result; None: that of x.
         untrained: what a backward pass raises, and the remedy; None: gradients are the caller's.
+        shares: an operator over the same objects, by the same entries.
         """
-        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
-        self._entries: WeakKeyDictionary[T, Tensor] = WeakKeyDictionary()
-        self._bound: WeakSet[T] = WeakSet()
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary() if shares is None else shares._objects
+        self._entries: WeakKeyDictionary[T, Tensor] = WeakKeyDictionary() if shares is None else shares._entries
+        self._bound: WeakSet[T] = WeakSet() if shares is None else shares._bound
         self.name = name
         self.every.append(self)
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -125,6 +128,21 @@ class Operator(Generic[T]):
             refuse_gradients(name, *untrained)
         self.call: Any = getattr(torch.ops.moe_mk, name).default
         """The operator."""
+        arguments = schema[1:].split(") ->")[0].split(", ")
+        self._tensors = [re.fullmatch(r"Tensor(\(\w!\))?(\??) (\w+)(=None)?", each) for each in arguments]
+
+    def traced(self, *given: Any) -> Tensor:
+        """Call the operator where torch may follow it. Raises ShapeError for tensors that it is not defined for."""
+        if not is_compiling():
+            for found, each in zip(self._tensors, given, strict=False):
+                if found is not None and not (each is None and found[2]):
+                    expect_dense(found[3], each, traced=True)
+                    mode = getattr(each, "fake_mode", None)
+                    if mode is not None and not mode.allow_non_fake_inputs:
+                        way = "use FakeTensorMode(allow_non_fake_inputs=True)"
+                        raise ShapeError(f"{found[3]} is a FakeTensor of a mode without real tensors; {way}")
+        out: Tensor = self.call(*given)
+        return out
 
     def enter(self, owner: T, identity: Identity) -> Tensor:
         """Register an object; returns its entry, int64 on the CPU. The object is not kept alive."""
@@ -267,3 +285,10 @@ LAYERS: Operator[Any] = Operator(
 )
 """Layers: (T, H), the expert load [E] to add to, and token ids [T] and active tokens [T] or None; to (T, H)."""
 moe_layer = LAYERS.call
+ROUTED: Operator[Any] = Operator(
+    "moe_layer_routed",
+    "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) expert_load_E, Tensor entry) -> Tensor",
+    lambda layer, *given: layer.run_routed(*given),
+    shares=LAYERS,
+)
+"""Routed experts alone: (T, H), weights (T, K), ids (T, K), the expert load [E] to add to; to (T, H)."""

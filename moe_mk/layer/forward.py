@@ -239,4 +239,5 @@ def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
         return False
     fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
     as_stored = not (ids_TK.is_neg() or weights_TK.is_neg()) and forward_ad._current_level < 0
-    return fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    there = all(each.data_ptr() for each in (x_TH, ids_TK, weights_TK)) or not x_TH.numel()  # memory may be freed
+    return there and fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()

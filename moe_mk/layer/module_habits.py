@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class WithoutParameters(nn.Module):
         """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
 
         `to_empty(device=...)` builds a layer on the meta device on that one. Raises UnsupportedError for any other
-        change of device, and of dtype: the backends were chosen for them.
+        change of device, and of dtype: the backends were chosen for them. Counters stay as they are.
         """
         there, dtype = (
             fn(self.expert_load.new_empty(0)).device,
@@ -117,8 +117,15 @@ class WithoutParameters(nn.Module):
                 f"layer {self.name!r} cannot be converted from {self.dtype} to {dtype}",
                 [f"its backends were chosen for {self.dtype}; build it with dtype={dtype} and load it again"],
             )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        counters = self.expert_load
+        super()._apply(lambda part: part if part is counters else fn(part), recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by `torch.jit.script`. Raises UnsupportedError."""
+        raise UnsupportedError(
+            f"layer {self.name!r} cannot be scripted", ["use torch.compile, torch.export or torch.jit.trace"]
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # it has overloads
         """The state of a parent, to which this layer adds nothing. Raises UnsupportedError when called on the layer.

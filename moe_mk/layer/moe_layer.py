@@ -28,8 +28,8 @@ from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
-from moe_mk.layer.checks import check_routing, checked_tokens, has_tangent
-from moe_mk.layer.custom_op import LAYERS, Identity, is_untraced, moe_layer, run_operator
+from moe_mk.layer.checks import check_routing, checked_tokens, expect_inference
+from moe_mk.layer.custom_op import LAYERS, ROUTED, Identity, is_untraced, run_operator
 from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, can_be_called, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
@@ -329,11 +329,11 @@ class MoELayer(WithoutParameters):
         # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
         # layers: one graph serves all of them.
         if is_compiling() or not is_untraced(hidden_states):
-            expect_dense("hidden_states", hidden_states)
-            if hidden_states.requires_grad or (not is_compiling() and has_tangent(hidden_states)):
+            if not is_compiling():
+                expect_inference("the layer", hidden_states)
+            elif hidden_states.requires_grad:
                 hidden_states = self.checked(hidden_states)
-            out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T, active_T)
-            return out
+            return LAYERS.traced(hidden_states, load_E, self._entry, token_ids_T, active_T)
         if hidden_states.dim() != 2 or active_T is not None:
             return run_operator(self, hidden_states, load_E, token_ids_T, active_T)
         return self.run(self.checked(hidden_states), load_E, token_ids_T)
@@ -402,11 +402,18 @@ class MoELayer(WithoutParameters):
         token on a GPU; -1 goes nowhere. Ids other than those that the last `route` returned are read on the host to
         refuse those that do not exist. Shared experts are not added.
         """
+        if is_compiling() or not is_untraced(hidden_states):
+            if not is_compiling():
+                expect_inference("the layer", hidden_states)
+            return ROUTED.traced(hidden_states, topk_weights, topk_ids, self._buffers["expert_load"], self._entry)
+        return self.run_routed(hidden_states, topk_weights, topk_ids, self._buffers["expert_load"])
+
+    def run_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, load_E: Any) -> Tensor:
+        """`forward_routed` without torch's operator. load_E: the expert load to add to."""
         _ = self.weights  # raises WeightError before loading
-        x_TH, load_E, untraced = self.checked(hidden_states), self._buffers["expert_load"], is_untraced(hidden_states)
-        assert load_E is not None
+        x_TH = self.checked(hidden_states)
         sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.scored_experts
-        alone = untraced and self.state.is_direct and self.on_routing is None and self.routing.zero is None
+        alone = self.state.is_direct and self.on_routing is None and self.routing.zero is None
         if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
             prepared, given = self._prepared, Routing(topk_ids, topk_weights)
             if prepared is None or not prepared.is_current():
@@ -422,7 +429,7 @@ class MoELayer(WithoutParameters):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
         routing = Routing(topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
-        return self.run(x_TH, load_E, given=routing) if untraced else wait(self.steps(x_TH, load_E, given=routing))
+        return self.run(x_TH, load_E, given=routing)
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
@@ -430,6 +437,8 @@ class MoELayer(WithoutParameters):
         token_ids_T: as of `forward`. A token with a NaN among its scores gets ids of -1, see `router.grouped_topk`.
         """
         _ = self.weights  # raises WeightError before loading
+        if not is_compiling() and not is_untraced(hidden_states):
+            expect_dense("hidden_states", hidden_states, traced=True)
         router_TH, _ = self.state.inputs(self.checked(hidden_states))
         return self.routing.choose(self.state.backends.gate, router_TH, token_ids_T)
 

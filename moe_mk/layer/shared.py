@@ -15,7 +15,7 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.shapes import expect
+from moe_mk.shapes import expect, expect_dense
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights
@@ -50,7 +50,9 @@ class SharedExperts:
         assert self.weights is not None
         c, dtype = self.experts.context, self.dtype.dtype
         dense = type(x_TH) is Tensor and x_TH.layout is torch.strided and x_TH.dim() == 2
+        dense = dense and (x_TH.data_ptr() != 0 or not len(x_TH))
         if not (dense and x_TH.dtype is dtype and x_TH.shape[1] == c.hidden_size and x_TH.device == c.device):
+            expect_dense("hidden_states", x_TH)
             expect("hidden_states", x_TH, "T H", FLOATS, c.device, H=c.hidden_size)
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)

@@ -23,7 +23,7 @@ from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes
 from moe_mk.registry import did_you_mean
-from moe_mk.shapes import expect
+from moe_mk.shapes import expect, expect_dense
 from moe_mk.weights.completeness import expect_not_transposed
 from moe_mk.weights.layer_spec import ORDERS, VALUE_DTYPES, scale_dtypes
 from moe_mk.weights.packed_layouts import FLOATS
@@ -77,7 +77,6 @@ class SlotWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The same for all experts of a layer."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -136,9 +135,12 @@ class ExpertWeights:
         w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
         w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
         order: of w13: "gate_up", "up_gate", or "interleaved" rows.
-        Raises ShapeError naming the tensor, WeightError for NaN, infinities and scales that a checkpoint may not have,
-        with the tensor, the expert and the value, ConfigError for an unknown format or order.
+        Raises ShapeError naming the tensor, WeightError for values and scales that a checkpoint may not have, with the
+        expert, ConfigError for an unknown format or order.
         """
+        for name, tensor in tuple(locals().items()):
+            if name not in ("quant", "block", "order", "gated") and (tensor is not None or name in ("w13", "w2")):
+                expect_dense(name, tensor)
         scheme = _scheme_of_engine(quant, block, w2, w2_scale)
         _expect_order(order, scheme)
         halves = 2 if gated else 1
@@ -280,11 +282,9 @@ def expect_one_width(weights: Weights, who: str) -> None:
 
     Backends that compute expert by expert (reference, torch_cpu) support them.
     """
-    if not isinstance(weights, MappedExpertWeights):
-        return
-    widths = [slot.up_IH.shape[0] for slot in weights.slots]
-    if len(set(widths)) > 1:
-        text = f"experts have intermediate sizes {', '.join(map(str, sorted(set(widths))))}, {who} holds equal ones"
+    widths = {slot.up_IH.shape[0] for slot in weights.slots} if isinstance(weights, MappedExpertWeights) else ()
+    if len(widths) > 1:
+        text = f"experts have intermediate sizes {', '.join(map(str, sorted(widths)))}, {who} holds equal ones"
         raise UnsupportedError("the experts cannot be laid out", [f"{text}; use experts='reference' or 'torch_cpu'"])
 
 

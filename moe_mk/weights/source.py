@@ -150,7 +150,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     axis = max(range(tensor.dim()), key=tensor.stride)
     count = max(1, PIECE // (tensor.stride(axis) * tensor.element_size()))
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    for part, into in zip(tensor.split(count, axis), made.split(count, axis), strict=True):
+    for part, into in zip(torch.split(tensor, count, axis), torch.split(made, count, axis), strict=True):
         into.copy_(in_memory(part))
     return made
 

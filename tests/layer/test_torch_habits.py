@@ -1,9 +1,13 @@
 """What torch expects of a layer: one operator in one graph; shapes of sequences, state dicts, conversions of dtype."""
 
+import contextlib
 import copy
+import io
 import pickle
+import random
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_mk import ExpertMap, MoEConfig, MoELayer, ShapeError, UnsupportedError, WeightError
+from moe_mk import ExpertMap, MoEConfig, MoELayer, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.layer.custom_op import moe_layer
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, INNER, config, layer, tensors
@@ -166,6 +170,82 @@ def test_weights_that_the_backend_reads_are_not_released(moe: MoELayer) -> None:
         moe.release_weights()
     with pytest.raises(WeightError, match="no weights yet"):
         MoELayer(moe.config, dtype=torch.float32).release_weights()
+
+
+VERBS: dict[str, Callable[[nn.Module], object]] = {
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "double": lambda module: module.double(),
+    "float": lambda module: module.float(),
+    "type f32": lambda module: module.type(torch.float32),
+    "type f64": lambda module: module.type(torch.float64),
+    "type int64": lambda module: module.type(torch.int64),
+    "type by name": lambda module: module.type("torch.FloatTensor"),
+    "to f32": lambda module: module.to(torch.float32),
+    "to f16": lambda module: module.to(torch.float16),
+    "to cpu": lambda module: module.to("cpu", non_blocking=True),
+    "to a format": lambda module: module.to(memory_format=torch.channels_last),
+    "to meta": lambda module: module.to("meta"),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "to_empty meta": lambda module: module.to_empty(device="meta"),
+    "cpu": lambda module: module.cpu(),
+    "share_memory": lambda module: module.share_memory(),
+    "requires_grad_": lambda module: module.requires_grad_(True),
+    "zero_grad": lambda module: module.zero_grad(),
+    "train": lambda module: module.train(),
+    "eval": lambda module: module.eval(),
+    "apply": lambda module: module.apply(lambda part: None),
+    "_apply clone": lambda module: module._apply(torch.clone),
+    "_apply zeros": lambda module: module._apply(torch.zeros_like),
+    "state_dict": lambda module: module.state_dict(),
+    "load_state_dict": lambda module: module.load_state_dict({}),
+    "copy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "save": lambda module: torch.save(module, io.BytesIO()),
+    "script": torch.jit.script,
+    "functional_call": lambda module: torch.func.functional_call(module, {}, (torch.zeros(2, HIDDEN),)),
+    "trace": lambda module: torch.jit.trace(module, torch.zeros(2, HIDDEN), check_trace=False),
+    "vmap": lambda module: torch.vmap(module)(torch.zeros(2, 2, HIDDEN)),
+    "grad": lambda module: torch.func.grad(lambda x: module(x).sum())(torch.zeros(2, HIDDEN)),
+    "jvp": lambda module: torch.func.jvp(module, (torch.zeros(2, HIDDEN),), (torch.ones(2, HIDDEN),)),
+    "functionalize": lambda module: torch.func.functionalize(module)(torch.zeros(2, HIDDEN)),
+    "autocast": lambda module: torch.autocast("cpu", torch.bfloat16)(module)(torch.zeros(2, HIDDEN)),
+    "inference_mode": lambda module: torch.inference_mode()(module)(torch.zeros(2, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside of a model"])
+def test_after_any_methods_of_modules_a_layer_computes_and_counts_as_before(moe: MoELayer, inside: bool) -> None:
+    """Each does what it does to any module without parameters, or raises an error of this library."""
+    draw, model = random.Random(inside), block(moe).requires_grad_(False) if inside else moe
+    if inside:
+        model.norm = nn.Identity()  # torch's own modules may fail at the dtypes that they were converted to
+    x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    wanted_TH, load_E = moe(x_TH), moe.expert_load.clone()
+    for verb in (*VERBS, *draw.choices(list(VERBS), k=40)):
+        moe.reset_expert_load()
+        with warnings.catch_warnings(), contextlib.suppress(MoEMKError, pickle.PicklingError):
+            warnings.simplefilter("ignore")
+            VERBS[verb](model)
+        moe.reset_expert_load()
+        assert torch.equal(model(x_TH), wanted_TH) and torch.equal(moe.expert_load, load_E), verb
+        assert moe.expert_load.dtype is torch.int64 and moe.device == torch.device("cpu"), verb
+
+
+def test_routed_experts_are_one_operator_of_a_compiled_graph(moe: MoELayer) -> None:
+    x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    weights_TK, ids_TK = torch.tensor([[0.25, 0.75]] * 3), torch.tensor([[0, 3], [1, -1], [7, 2]])
+    wanted_TH = moe.forward_routed(x_TH, weights_TK, ids_TK)
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(moe.forward_routed, fullgraph=True, backend=backend)
+        with torch.no_grad():
+            moe.reset_expert_load()
+            assert torch.equal(compiled(x_TH, weights_TK, ids_TK), wanted_TH)
+        assert moe.expert_load.tolist() == [1, 1, 1, 1, 0, 0, 0, 1]
+        with pytest.raises(ShapeError, match="topk_ids holds 3 ids outside"), torch.no_grad():
+            compiled(x_TH, weights_TK, ids_TK + torch.tensor([[100, 0]]))
+    args = x_TH, weights_TK, ids_TK, moe.expert_load, moe._entry
+    torch.library.opcheck(torch.ops.moe_mk.moe_layer_routed, args)
 
 
 @pytest.fixture(autouse=True)

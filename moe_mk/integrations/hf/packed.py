@@ -111,15 +111,14 @@ class PackedExperts(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is another object, also for compiled graphs."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._entry = PACKED.enter(self, Identity.read(self.layer._entry.tolist()))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), (T, K) ids and (T, K) weights to (T, H), weighted and summed; ids outside the experts are skipped."""
         if is_untraced(hidden_states) and not hidden_states.requires_grad:
             return self.run(hidden_states, top_k_index, top_k_weights)
-        out: Tensor = packed_experts(hidden_states, top_k_index, top_k_weights, self._entry)
-        return out
+        return PACKED.traced(hidden_states, top_k_index, top_k_weights, self._entry)
 
     @torch.no_grad()
     def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
@@ -176,7 +176,7 @@ def record_digest(library: Path) -> Path:
     return recorded
 
 
-def damage(library: Path, octets: BinaryIO | None = None, recorded_in: BinaryIO | None = None) -> str:
+def damage(library: Path, octets: BufferedReader | None = None, recorded_in: BufferedReader | None = None) -> str:
     """Why a library must not be loaded (its bytes differ from the linked ones); empty if they agree.
 
     octets, recorded_in: the open library and its `digest_file`; None: they are opened by name.
