@@ -438,6 +438,7 @@ class MoELayer(WithoutParameters):
         """
         _ = self.weights  # raises WeightError before loading
         if not is_compiling() and not is_untraced(hidden_states):
+            expect_inference("the layer", hidden_states)
             expect_dense("hidden_states", hidden_states, traced=True)
         router_TH, _ = self.state.inputs(self.checked(hidden_states))
         return self.routing.choose(self.state.backends.gate, router_TH, token_ids_T)
