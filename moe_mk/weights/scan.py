@@ -127,16 +127,17 @@ def used_scales(scales: Tensor, q: QuantTensor, halves: int = 1) -> Tensor:
 
     halves: equal parts of the rows that each begin a block.
     """
-    unused = scales.to(torch.float32) == 0
+    wide = in_memory(scales).to(torch.float32, copy=True)
+    unused = wide == 0
     if not bool(unused.any()):
         return scales
     assert isinstance(q.scheme, BlockedScheme)
-    wide, (tall, width), (n, k) = scales.to(torch.float32), scales.shape[-2:], q.shape[-2:]
+    (tall, width), (n, k) = scales.shape[-2:], q.shape[-2:]
     parts = math.gcd(halves, tall)
     whole = scales is q.global_scale or q.scheme.rows == WHOLE
     block = n // tall if whole else q.scheme.rows, q.scheme.columns if width > 1 else WHOLE
     for at in {tuple(place[:-2]) for place in unused.nonzero().tolist()}:  # a stack in f32 may not fit in memory
-        values = q.scheme.element.decode(q.values[at])
+        values = q.scheme.element.decode(in_memory(q.values[at]))
         blank = block_amax(values.view(parts, n // parts, k), block).view(tall, width) == 0
         wide[at] = wide[at].masked_fill(unused[at] & blank, 1.0)
     return wide

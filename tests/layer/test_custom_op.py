@@ -47,7 +47,7 @@ def of_other_process(entry: Tensor) -> Tensor:
 
 
 def test_a_program_calls_the_layer_that_it_was_exported_from_or_none() -> None:
-    """Of every set of layers that are bound: it answers as the exported layer did, or refuses and says what differs."""
+    """Of every set of layers that are bound: it answers as the exported layer did, or refuses with what differs."""
     first = made()
     wanted_TH = first(X_TH)
     for held in product((False, True), repeat=len(VARIANTS)):
