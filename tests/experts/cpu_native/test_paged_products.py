@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk import MoEConfig, Problem
+from moe_mk.config import device_profile
 from moe_mk.config.moe import ResidencyConfig
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.residency import POLICIES, ResidencyPool
 from moe_mk.lab.testing.experts import random_experts
+from moe_mk.oracle.memory import expected_reads, resident_experts, weights_bytes
 from moe_mk.permute import permute
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
@@ -221,3 +224,49 @@ def test_layers_of_different_features_share_a_pool(seed: int, tmp_path: Path) ->
             if draw.random() < 0.2 and len(calls) > 1:
                 calls.pop(draw.randrange(len(calls)))
             assert sum(len(held) * size for size, held in pool.memory.items()) <= pool.num_bytes
+
+
+def stored_bytes(slot: SlotWeights) -> int:
+    """Of one expert as it was given; biases in f32."""
+    tensors = [
+        tensor
+        for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None
+        for tensor in (q.values, q.scales, q.zeros) if tensor is not None
+    ]  # fmt: skip
+    biases = [] if slot.biases is None else [slot.biases.gate_I, slot.biases.up_I, slot.biases.down_H]
+    return sum(each.nbytes for each in tensors) + sum(4 * each.numel() for each in biases if each is not None)
+
+
+@pytest.mark.row(172)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forecast_has_the_bytes_of_what_is_loaded(kind: str, tp: int, tmp_path: Path) -> None:
+    draw = Random(f"{kind} {tp}")
+    for _ in range(2):
+        features = Features.drawn(kind, draw)
+        hidden, inner = features.sizes
+        names = {"weights": kind} | ({} if features.down == kind else {"down": features.down})
+        model = {
+            "hidden_size": hidden, "moe_intermediate_size": inner * tp, "num_experts": EXPERTS_HERE, "quant": names,
+            "expert_bias": features.biased, "activation": features.activation, "num_shared_experts": 0,
+            "gated": features.activation != "relu2",
+            "swiglu_limit": 2.0 if features.activation == "swiglu_oai" else None,
+        }  # fmt: skip
+        given = features.weights(1, EXPERTS_HERE)
+        context = features.context(residency=ResidencyConfig(slots=2, store=tmp_path))
+        size = EXPERTS["cpu_native"](context).relayout(given).cache.record_bytes
+        stored = stored_bytes(given.slot(0))
+        assert stored <= size <= 1.6 * stored + 4096 + 10 * 64
+        for budget, slots in ((3 * size, 3), (3 * size - 1, 2), (100 * size, EXPERTS_HERE)):
+            config = MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "a test")
+            config = config.with_(tp=tp, residency={"bytes": budget, "store": str(tmp_path)})
+            asked = Problem(config, device_profile("cpu"), BF16, 1, frozenset())
+            assert EXPERTS["cpu_native"].slot_bytes(asked) == size
+            assert resident_experts(asked) == slots and weights_bytes(asked) == slots * size
+            if (reads := expected_reads(asked)) is not None:
+                # One token uses 2 of 5 experts; of 5 - slots it finds none resident.
+                assert reads.used == pytest.approx(2) and reads.most_used == 2
+                assert reads.num_bytes == round(2 * size * (EXPERTS_HERE - slots) / EXPERTS_HERE)
+                assert (reads.least_bytes, reads.most_bytes) == (max(2 - slots, 0) * size, 2 * size)
+            else:
+                assert slots == EXPERTS_HERE
