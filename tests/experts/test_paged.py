@@ -367,3 +367,16 @@ def test_calls_of_threads_and_of_a_joining_layer_share_a_pool(tmp_path: Path) ->
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     scene.expect_sound(Random(4))
+
+
+@pytest.mark.parametrize("slots", [2, EXPERTS])
+def test_every_call_counts_its_experts_whether_or_not_all_are_in_memory(slots: int, tmp_path: Path) -> None:
+    layer, draw, uses = Checked(built(tmp_path, 3, slots=slots), 3), Random(1), 0
+    for _ in range(12):
+        x_TH, weights_TK, ids_TK = layer.drawn(draw)
+        ids_TK[0, 0] = -1
+        layer.layer.forward_routed(x_TH, weights_TK, ids_TK)
+        uses += len({*ids_TK.flatten().tolist()} - {-1})
+        counts = layer.cache.counts
+        assert counts.uses == uses == counts.hits + counts.reads
+    assert counts.reads == EXPERTS if slots == EXPERTS else counts.reads > EXPERTS

@@ -31,7 +31,7 @@ inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
     case kGeluErf: return 0.5f * x * (1.0f + erf16(x * 0.70710678f));
     case kGeluTanh: return x * sigmoid16(2.0f * 0.7978845608f * (x + 0.044715f * x * x * x));  // 0.5 (1 + tanh z) = sigmoid(2 z)
     case kRelu2: {
-      const f32x16 positive = max16(x, f32x16{});
+      const f32x16 positive = max16(f32x16{}, x);
       return positive * positive;
     }
     case kSwigluOai: return x * sigmoid16(spec.alpha * x);

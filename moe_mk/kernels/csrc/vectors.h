@@ -33,6 +33,7 @@ inline __attribute__((always_inline)) To bits(From value) {
 }
 
 inline __attribute__((always_inline)) f32x16 splat(float value) { return value - f32x16{}; }
+// Of a NaN and a number the second argument, as of vmaxps: max16(limit, x) keeps a NaN of x, max16(x, limit) loses it.
 inline __attribute__((always_inline)) f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 inline __attribute__((always_inline)) f32x16 min16(f32x16 a, f32x16 b) { return a < b ? a : b; }
 
@@ -77,9 +78,9 @@ inline __attribute__((always_inline)) u16x16 decode_e2m1(u16x16 codes) {
   return value | ((codes & 8) << 12);
 }
 
-// exp, 1 ulp or so, for |x| < 87; clamped beyond.
+// exp, 1 ulp or so, for |x| < 87; clamped beyond. Of a NaN it is one.
 inline __attribute__((always_inline)) f32x16 exp16(f32x16 x) {
-  x = min16(max16(x, splat(-87.0f)), splat(88.0f));
+  x = min16(splat(88.0f), max16(splat(-87.0f), x));
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const f32x16 shifted = x * 1.44269504f + magic;
   const f32x16 n = shifted - magic;
