@@ -174,7 +174,7 @@ def _settings(hf: Mapping[str, Any], of: _Reading) -> dict[str, Any]:
             f"the model's class in transformers: moe-mk derive {where}, which writes {FILE} next to it; --as FAMILY "
             "declares them to be one of these; by hand: MoELayer(MoEConfig(...)).load_from_safetensors(path, layer)"
         )
-    hf, problems = renamed(hf, family)
+    hf, problems = renamed(_with_own_values(hf, family, of), family)
     harmless = keys.CONFIG_JSON | set(_TABLE[family].get("other_parts", ()))
     problems += keys.wrong_types(hf, READ[family]) + unread_keys(hf, READ[family], harmless)
     problems += _contradictions(hf, family)
@@ -187,6 +187,25 @@ def _settings(hf: Mapping[str, Any], of: _Reading) -> dict[str, Any]:
     averaged = stated["n_shared_experts"] and stated.get("shared_expert_combination_strategy") == "average"
     stated["part"] = 0.5 if averaged else 1.0  # of the mean of routed and shared experts
     return {"model": _model(stated, family, of), "router": _router(stated, family, where)}
+
+
+def _with_own_values(hf: Mapping[str, Any], family: str, of: _Reading) -> Mapping[str, Any]:
+    """The configuration with the values that `per_layer_config` of transformers has for a layer in their place."""
+    stated = hf.get("per_layer_config")
+    if is_empty(stated):
+        return hf
+    if not isinstance(stated, Mapping) or not all(
+        str(number).isdigit() and isinstance(own, Mapping) for number, own in stated.items()
+    ):
+        raise ConfigError(f"{of.where}: per_layer_config is no table of settings by the number of a layer")
+    by_layer = {int(number): own for number, own in stated.items()}
+    if of.layer is not None:
+        return {**hf, **{key: value for key, value in by_layer.get(of.layer, {}).items() if key != "skip"}}
+    names = READ[family].keys() | _TABLE[family].get("renamed", {}).keys()
+    if other := {number: sorted(own.keys() & names) for number, own in by_layer.items() if own.keys() & names}:
+        listed = "; ".join(f"layer {number}: {', '.join(found)}" for number, found in sorted(other.items())[:8])
+        raise ConfigError(f"{of.where}: per_layer_config differs ({listed}); name one: from_hf(..., layer=N)")
+    return hf
 
 
 def _of_mlx(hf: Mapping[str, Any], where: str) -> Mapping[str, Any]:

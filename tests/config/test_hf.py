@@ -142,3 +142,30 @@ def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
 def test_values_that_cannot_be_are_refused_by_key(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         MoEConfig.from_hf(written(tmp_path, deepseek_v3(**changes)))
+
+
+OWN: dict[str, Any] = {
+    "num_experts_per_tok": 4, "norm_topk_prob": False, "moe_intermediate_size": 1408,
+    "num_key_value_heads": 1, "skip": ["mlp"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_values_that_layers_have_of_their_own_are_theirs_alone(key: str) -> None:
+    """`per_layer_config` of transformers 5.24."""
+    hf = transformers.Qwen3MoeConfig().to_dict()
+    stated = hf | {"per_layer_config": {"1": {key: OWN[key]}}}
+    assert settings_from_hf(stated, "x", 2) == settings_from_hf(hf, "x", 2)
+    expected = settings_from_hf(hf | ({key: OWN[key]} if key != "skip" else {}), "x", 1)
+    assert settings_from_hf(stated, "x", 1) == expected
+    if expected == settings_from_hf(hf, "x"):
+        assert settings_from_hf(stated, "x") == expected
+        return
+    with pytest.raises(ConfigError, match=rf"per_layer_config differs \(layer 1: {key}\); name one: from_hf"):
+        settings_from_hf(stated, "x")
+
+
+@pytest.mark.parametrize("stated", [{"a": {"head_dim": 1}}, {"1": 3}, [1]])
+def test_a_list_of_own_values_that_is_none_is_refused(stated: Any) -> None:
+    with pytest.raises(ConfigError, match="per_layer_config is no table"):
+        settings_from_hf(transformers.Qwen3MoeConfig().to_dict() | {"per_layer_config": stated}, "x")
