@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_mk.errors import ConfigError, WeightError, expect_kind
+from moe_mk.errors import ConfigError, Suppress, WeightError, expect_kind
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect_dense
 from moe_mk.weights.checkpoint import expect_order
@@ -68,6 +68,8 @@ class LayerLoader:
         self._names: dict[str, None] = {}
         self._unexpected: dict[str, None] = {}
         self._kept: dict[Part, tuple[str, Tensor]] = {}
+        self._unplaced: list[tuple[Part, Tensor]] = []
+        """Shards that have the shapes of several packings."""
         self._is_finished = False
 
     def feed(self, name: str, tensor: Tensor) -> bool:
@@ -100,11 +102,35 @@ class LayerLoader:
         if not 0 <= expert_id < self._spec.num_experts:
             raise ConfigError(f"expert_id={expert_id} is out of range (0 <= expert_id < {self._spec.num_experts})")
         part = Part(Role.EXPERT, SHARDS[shard_id], expert_id, KINDS[kind])
+        if packings := self._packings_of(part, tuple(tensor.shape)):
+            self._conventions = [c for c in self._conventions if not c.packing or c.packing in packings]
+        if len(packings) > 1:
+            expect_dense(f"{kind} of expert {expert_id}, {shard_id}", tensor)
+            self._unplaced.append((part, _copied(tensor)))
+            return expert_id in self._owned
         convention = self._spelling
+        self._feed_unplaced()
         if part.extra and not convention.holds(Role.EXPERT, part.extra):
             self._unexpected[f"{kind} of expert {expert_id}, {shard_id}"] = None
             return False
         return self.feed(self.prefix + convention.spell(part), tensor)
+
+    def _packings_of(self, part: Part, shape: tuple[int, ...]) -> set[str]:
+        """The packings that are left in which a shard of packed integers has this shape; none where none has it."""
+        found, first = set[str](), {c.packing: c for c in reversed(self._conventions) if c.packing and not c.stacked}
+        for convention in first.values():
+            if not convention.holds(Role.EXPERT, part.extra):
+                continue
+            with Suppress(ConfigError):  # a packing that does not hold these sizes
+                want = self._table(convention).get(convention.spell(part))
+                if want is not None and shape in (want.shape, *want.also):
+                    found.add(convention.packing)
+        return found
+
+    def _feed_unplaced(self) -> None:
+        held, self._unplaced = self._unplaced, []
+        for part, tensor in held:
+            self.feed(self.prefix + self._spelling.spell(part), tensor)
 
     def wants(self, name: str) -> bool:
         """Whether this rank needs a tensor that was not fed yet; others need not be read."""
@@ -119,6 +145,7 @@ class LayerLoader:
         on_progress: called with ("check", bytes done, total bytes).
         """
         self._expect_open()
+        self._feed_unplaced()
         raise_if(f"{self._title} cannot be loaded", self._name_problems())
         spelling, spec = self._spelling, self._spec
         here = {spelling.spell(part): tensor for part, (_, tensor) in self._kept.items()}

@@ -161,6 +161,33 @@ def dense(written: Written, x: Tensor, gate_EH: Tensor) -> Tensor:
     return y
 
 
+SHARD = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+KIND = {"scales": "scale", "weight_scale": "scale", "weight_scale_inv": "scale", "qzeros": "zeros", "g_idx": "order",
+        "weight_zero_point": "zeros", "weight_scale_2": "global_scale", "input_scale": "input_scale"}  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+@pytest.mark.parametrize("form", ["gptq4", "gptq8", "awq", "ct4", "fp8_block", "nvfp4", "bf16"])
+def test_shards_without_names_are_placed_by_their_shapes(form: str, backwards: bool, tmp_path: Path) -> None:
+    """As engines feed them. Words of a square matrix have one shape in AWQ and in compressed-tensors."""
+    written = write(Draw(form, experts=2, symmetric=False, g_idx=backwards), tmp_path)
+    fed: list[LayerWeights] = []
+    loader = LayerLoader(
+        "a layer", layer_spec_of(stated(config_of(tmp_path, 0), tmp_path, 0)), fed.append, owned=[1, 0]
+    )
+    for name in sorted(written.tensors, reverse=backwards):
+        if name == "gate.weight":
+            loader.feed(name, written.tensors[name])
+        elif not name.endswith("weight_shape"):
+            _, expert, projection, end = name.split(".")
+            shard = {"expert_id": int(expert), "shard_id": SHARD[projection], "kind": KIND.get(end, "weight")}
+            assert loader.feed_shard(written.tensors[name], **shard) == (shard["kind"] != "input_scale")
+    loader.finish()
+    for slot, expert in zip(fed[0].experts.slots, (1, 0), strict=True):
+        for one, other in zip(wide(slot), written.experts[expert], strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=4e-7, atol=1e-9)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("form,layout", ONCE)
 def test_layers_compute_what_a_file_holds_at_odd_widths(form: str, layout: str, tmp_path: Path) -> None:
