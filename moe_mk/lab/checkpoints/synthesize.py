@@ -110,6 +110,19 @@ def write_checkpoint(
     return total
 
 
+def recipe_in(directory: str | os.PathLike[str]) -> str | None:
+    """What a checkpoint of `write_checkpoint` in a directory was made of; None without one."""
+    root = Path(directory)
+    try:
+        if (root / FILE).is_file():
+            found = GgufSource(root / FILE).metadata.get(RECIPE)
+        else:
+            found = read_json(root / INDEX, INDEX_BYTES)["metadata"].get(RECIPE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightError):
+        return None
+    return None if found is None else str(found)
+
+
 def is_complete(directory: str | os.PathLike[str], shape: CheckpointShape, seed: int = 0) -> bool:
     """Whether a directory holds the whole checkpoint of this shape and seed, by its index and its file sizes."""
     root = Path(directory)

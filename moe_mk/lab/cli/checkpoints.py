@@ -12,7 +12,9 @@ from moe_mk.config.hf import FAMILIES, READ, as_family, family_of, read_config, 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.lab.checkpoints.checkpoint_plan import recipe_of
 from moe_mk.lab.checkpoints.like import first_layer
+from moe_mk.lab.checkpoints.synthesize import recipe_in
 from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.layer.settings import config_of
@@ -53,10 +55,15 @@ def declared(path: Path, family: str, layer: int | None = None) -> LayerEquation
 
 
 def make(screen: Screen, directory: Path, shape: CheckpointShape, *, seed: int, force: bool) -> int:
-    """Write a checkpoint unless it is already there. force: overwrite a complete one."""
+    """Write a checkpoint unless it is already there. force: overwrite a complete one.
+
+    Raises ConfigError for one of other sizes or of another seed, without force.
+    """
     if not force and is_complete(directory, shape, seed):
         screen.fact("checkpoint", f"{directory} is already complete; --force overwrites it")
         return OK
+    if not force and (there := recipe_in(directory)) not in (None, recipe_of(shape, seed)):
+        raise ConfigError(f"{directory} holds another checkpoint ({there}); name another folder, or pass --force")
     start = now()
     with screen.progress("write") as advance:
         total = write_checkpoint(directory, shape, seed=seed, on_progress=advance)

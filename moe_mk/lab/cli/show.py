@@ -130,10 +130,10 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision, equat
 
     equation: the origin of the equation that layer and reference share, if nothing else has checked it.
     """
-    word = Text("PASS", "bold green") if judged.passed else Text("FAIL", "bold red")
     if not judged.num_tokens:
-        screen.fact("verify", word.append("  no tokens, nothing was compared", "default not bold"))
+        screen.fact("verify", "no tokens, nothing was compared")
         return
+    word = Text("PASS", "bold green") if judged.passed else Text("FAIL", "bold red")
     same = judged.routing_equal + judged.routing_ties
     ties = f", {judged.routing_ties} of them by a tie" if judged.routing_ties else ""
     apart = f"cosine {judged.cosine:.6f}, largest difference {judged.max_abs:.2e}"
