@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import (
     HALF_LIFE,
     POLICIES,
@@ -104,19 +105,19 @@ def filled(one: PoolMember, experts: list[int]) -> None:
 
 
 def test_a_layer_takes_slots_from_the_one_with_the_most_bytes_beyond_its_share() -> None:
-    # Records of 4 and of 1 byte, in 12 bytes. The large layer has 2 slots and the small ones 2 and 2. Then one small
-    # layer alone is called: it takes the second slot of the large one, 4 bytes, and nothing of the other small one.
-    pool = ResidencyPool(12)
+    # Records of 4 and of 1 byte, in 13 bytes. The large layer has 2 slots, the small ones 2 and 3, then shares of 1,
+    # 6 and 1: the small one takes the second slot of the large one, 4 bytes, and none of the other, 2 bytes in 2 slots.
+    pool = ResidencyPool(13)
     large, small, other = member(pool, 4, 3), member(pool, 1, 6), member(pool, 1, 6)
-    large.share, small.share, other.share = 2, 2, 2
-    for one in (large, small, other):
-        filled(one, [0, 1])
-    assert [len(one.slots) for one in (large, small, other)] == [2, 2, 2]
+    large.share, small.share, other.share = 2, 2, 3
+    for one, count in ((large, 2), (small, 2), (other, 3)):
+        filled(one, list(range(count)))
+    assert [len(one.slots) for one in (large, small, other)] == [2, 2, 3]
     large.share, small.share, other.share = 1, 6, 1
     filled(small, [2, 3, 4, 5])
-    assert [len(one.slots) for one in (large, small, other)] == [1, 6, 2]
+    assert [len(one.slots) for one in (large, small, other)] == [1, 6, 3]
     assert sorted(small.slot_of) == [0, 1, 2, 3, 4, 5] and len(set(small.slot_of.values())) == 6
-    assert sum(len(held) * size for size, held in pool.memory.items()) <= 12
+    assert sum(len(held) * size for size, held in pool.memory.items()) <= 13
 
 
 def test_what_makes_room_for_another_layer_is_what_its_policy_keeps_least() -> None:
@@ -161,6 +162,14 @@ def test_shares_never_exceed_the_memory_and_every_layer_has_one(seed: int) -> No
         called(one, drawn(draw, min(3, one.policy.num_experts)) if one.policy.num_experts > 2 else [0])
         assert sum(each.share * each.record_bytes for each in members) <= pool.num_bytes
         assert all(1 <= each.share <= each.policy.num_experts for each in members)
+
+
+def test_a_pool_of_less_than_one_expert_of_each_layer_is_refused() -> None:
+    pool = ResidencyPool(5)
+    held = [member(pool, 2, 3), member(pool, 2, 3)]
+    with pytest.raises(ConfigError, match=r"5 bytes .*\(3 x 2 B\); give at least 6"):
+        member(pool, 2, 3)
+    assert [one.share for one in held] == [1, 1]
 
 
 def test_every_policy_is_listed_here() -> None:
