@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,6 @@ FORMS: Mapping[str, Callable[..., tuple[Parts, Tensor]]] = {
     "gptq4": _gptq(4), "gptq8": _gptq(8), "awq": _awq, "ct4": _packed_integers(4), "ct8": _packed_integers(8),
     "mxfp4": _mxfp4, "nvfp4": _nvfp4(False), "nvfp4_ct": _nvfp4(True), "mlx4": _mlx(4), "mlx8": _mlx(8),
 }  # fmt: skip
-_GROUPED = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}
 
 
 def _compressed(draw: Draw, kind: str, tokens: object = None, **weights: object) -> dict[str, Any]:
@@ -264,8 +263,8 @@ def quantization(draw: Draw) -> dict[str, Any] | None:
     if form in ("mxfp4", "nvfp4_ct"):
         size = 32 if form == "mxfp4" else 16
         weights = {"num_bits": 4, "type": "float", "group_size": size, "symmetric": True, "strategy": "group"}
-        tokens = None if form == "mxfp4" else {**weights, "strategy": "tensor_group", "dynamic": "local"}
-        return _compressed(draw, f"{form[:5]}-pack-quantized", tokens, **weights)
+        local = {**weights, "strategy": "tensor_group", "dynamic": "local"}
+        return _compressed(draw, f"{form[:5]}-pack-quantized", None if form == "mxfp4" else local, **weights)
     return {"quant_method": "modelopt", "quant_algo": "NVFP4"} if form == "nvfp4" else None
 
 
@@ -279,9 +278,6 @@ class Written:
     tensors: dict[str, Tensor]
     biases: list[list[Tensor]] = field(default_factory=list)
     """Of gate, up and down of each."""
-
-
-CT = ("ct4", "ct8", "mxfp4", "nvfp4_ct", "fp8_channel", "int8")
 
 
 def _endings(draw: Draw) -> dict[str, str]:
@@ -405,8 +401,11 @@ def write_gguf(draw: Draw, folder: Path) -> Written:
 
     kind = gguf.GGMLQuantizationType[draw.form.upper()]
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
-    writer.add_embedding_length(draw.hidden), writer.add_feed_forward_length(draw.inner), writer.add_block_count(1)
-    writer.add_expert_count(draw.experts), writer.add_expert_used_count(2)
+    writer.add_embedding_length(draw.hidden)
+    writer.add_feed_forward_length(draw.inner)
+    writer.add_block_count(1)
+    writer.add_expert_count(draw.experts)
+    writer.add_expert_used_count(2)
     router = torch.randn(draw.experts, draw.hidden, generator=_random(draw, 7))
     writer.add_tensor("blk.0.ffn_gate_inp.weight", router.numpy())
     sizes = {"gate": (draw.inner, draw.hidden), "up": (draw.inner, draw.hidden), "down": (draw.hidden, draw.inner)}
@@ -422,13 +421,11 @@ def write_gguf(draw: Draw, folder: Path) -> Written:
         for e in range(draw.experts) if draw.layout == "gguf_one_by_one" else ():
             writer.add_tensor(f"blk.0.ffn_{name}.{e}.weight", stored[e], raw_dtype=kind)
     writer.add_tensor("blk.0.attn_norm.weight", router[0].numpy())
-    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return Written(folder, [tuple(each) for each in zip(*dense, strict=True)], {})
 
 
 GGUF_FORMS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
-
-
-def changed(draw: Draw, **others: Any) -> Draw:
-    return replace(draw, **others)

@@ -117,8 +117,9 @@ def test_biases_follow_the_rows_of_their_matrices_over_ranks(form: str, layout: 
         for rank in range(size):
             read = load_layer(open_source(tmp_path), 0, spec, owned=[2], tp_rank=rank, tp_size=size)
             (slot,) = read.experts.slots
-            assert slot.biases is not None and slot.biases.gate_I is not None
-            (gate, up, down), biases = (m.double() for m in wide(slot)), slot.biases
+            biases = slot.biases
+            assert biases is not None and biases.gate_I is not None
+            gate, up, down = (m.double() for m in wide(slot))
             h = torch.nn.functional.silu(x @ gate.T + biases.gate_I) * (x @ up.T + biases.up_I)
             got += h @ down.T + biases.down_H
         (gate, up, down), (b_gate, b_up, b_down) = written.experts[2], written.biases[2]
@@ -179,9 +180,10 @@ def test_shards_without_names_are_placed_by_their_shapes(form: str, backwards: b
         if name == "gate.weight":
             loader.feed(name, written.tensors[name])
         elif not name.endswith("weight_shape"):
-            _, expert, projection, end = name.split(".")
-            shard = {"expert_id": int(expert), "shard_id": SHARD[projection], "kind": KIND.get(end, "weight")}
-            assert loader.feed_shard(written.tensors[name], **shard) == (shard["kind"] != "input_scale")
+            _, of, projection, end = name.split(".")
+            kind, shard_id = KIND.get(end, "weight"), SHARD[projection]
+            kept = loader.feed_shard(written.tensors[name], expert_id=int(of), shard_id=shard_id, kind=kind)
+            assert kept == (kind != "input_scale")
     loader.finish()
     for slot, expert in zip(fed[0].experts.slots, (1, 0), strict=True):
         for one, other in zip(wide(slot), written.experts[expert], strict=True):

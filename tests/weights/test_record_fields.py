@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.quant import BF16, QuantTensor
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme
@@ -176,8 +177,6 @@ KINDS = {
     "form", ["bf16", "fp8_block", "fp8_channel", "int8", "gptq4", "gptq8", "awq", "ct4", "mxfp4", "nvfp4", "nvfp4_ct"]
 )
 def test_each_tensor_of_a_matrix_is_read_into_its_field_and_no_other(form: str, tmp_path: Any) -> None:
-    from tests.weights.test_foreign_files import config_of, layer_spec_of, stated
-
     form_of_zeros = {"checkpoint_format": "gptq_v2"} if form.startswith("gptq") else {}  # any code is a zero point
     written = write(Draw(form, experts=2, symmetric=False, options=form_of_zeros), tmp_path)
     spec = layer_spec_of(stated(config_of(tmp_path, 0), tmp_path, 0))
