@@ -53,9 +53,9 @@ class ParallelGroups:
     Raises ConfigError for None and for what is no group.
     """
 
-    ep: Group | Absent = Absent.ABSENT
-    tp: Group | Absent = Absent.ABSENT
-    dp: Group | Absent = Absent.ABSENT
+    ep: Group | Absent | None = Absent.ABSENT  # None is refused; dist.group.WORLD has a type with it
+    tp: Group | Absent | None = Absent.ABSENT
+    dp: Group | Absent | None = Absent.ABSENT
     kept: dict[str, dict[Hashable, object]] = field(default_factory=dict, compare=False, repr=False)
     """What is open, by dimension; see `Communicator.kept`."""
 
@@ -110,7 +110,7 @@ def rank_groups(num_ranks: int, *, pp: int = 1, dp: int = 1, pcp: int = 1, tp: i
 
 
 def communicator(
-    group: Group | Absent,
+    group: Group | Absent | None,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     layer: str = "",
@@ -125,4 +125,5 @@ def communicator(
         return SingleRank()
     if isinstance(group, Communicator):
         return group
+    assert group is not None
     return DistributedCommunicator(group, timeout_s=timeout_s, layer=layer, kept=kept)

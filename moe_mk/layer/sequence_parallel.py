@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from moe_mk.comm.communicator import Communicator, offsets
-from moe_mk.comm.groups import Group, communicator
+from moe_mk.comm.groups import Absent, Group, communicator
 from moe_mk.errors import expect_kind
 from moe_mk.flight import Flight, wait
 from moe_mk.layer.checks import check_hidden_states
@@ -48,7 +48,7 @@ class SequenceParallelMoE(nn.Module):
     own groups are not touched: its EP ranks usually are those of several such groups, with parallel.tokens = sharded.
     """
 
-    def __init__(self, layer: MoELayer, group: Group) -> None:
+    def __init__(self, layer: MoELayer, group: Group | Absent | None) -> None:
         """Raises ConfigError for None and for what is no group."""
         super().__init__()
         expect_kind("layer", layer, WithoutParameters)

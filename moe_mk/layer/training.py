@@ -59,7 +59,7 @@ class TrainingMoE(nn.Module):
     def __init__(
         self,
         config: MoEConfig,
-        comm: Group | Absent = Absent.ABSENT,
+        comm: Group | Absent | None = Absent.ABSENT,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",

@@ -27,6 +27,7 @@ from moe_mk.comm.agreement import digest
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import Group, communicator
+from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, wait
 from moe_mk.layer.moe_layer import MoELayer
@@ -418,6 +419,7 @@ class RebalanceManager:
 
     def _view_of(self, group: Group | None) -> Communicator:
         timeout_s = getattr(self.comm, "timeout_s", DEFAULT_TIMEOUT_S)
+        group = SingleRank() if group is None else group
         return communicator(group, timeout_s=timeout_s, layer=f"{len(self.layers)} layers")
 
     # Status.

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.comm.groups import Absent, ParallelGroups, communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError, MoEMKError
 from moe_mk.flight import wait
@@ -103,9 +103,9 @@ def groups_of(place: Place) -> ParallelGroups:
     if place.tp == 1:
         return ParallelGroups(ep=dist.group.WORLD)
     everyone = list(range(place.size))
-    groups = {"ep": [everyone[t :: place.tp] for t in range(place.tp)]} if place.size > place.tp else {}
-    groups["tp"] = [everyone[i : i + place.tp] for i in everyone[:: place.tp]]
-    return ParallelGroups(**{name: _subgroup(members) for name, members in groups.items()})
+    shares = [everyone[t :: place.tp] for t in range(place.tp)]
+    ep = _subgroup(shares) if place.size > place.tp else Absent.ABSENT
+    return ParallelGroups(ep=ep, tp=_subgroup([everyone[i : i + place.tp] for i in everyone[:: place.tp]]))
 
 
 def _subgroup(members: list[list[int]]) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.groups import ParallelGroups
+from moe_mk.comm.groups import Absent, ParallelGroups
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.experts.base import ExpertsContext
@@ -45,8 +45,8 @@ def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
     tp_worlds = [LockstepWorld(tp).communicators() for _ in range(ep)]
     return [
         ParallelGroups(
-            **({"ep": ep_worlds[tp_rank][ep_rank]} if ep > 1 else {}),
-            **({"tp": tp_worlds[ep_rank][tp_rank]} if tp > 1 else {}),
+            ep=ep_worlds[tp_rank][ep_rank] if ep > 1 else Absent.ABSENT,
+            tp=tp_worlds[ep_rank][tp_rank] if tp > 1 else Absent.ABSENT,
         )
         for ep_rank in range(ep)
         for tp_rank in range(tp)
