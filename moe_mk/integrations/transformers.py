@@ -29,7 +29,7 @@ from moe_mk.errors import FallbackWarning, UnsupportedError
 from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.linears import pack_linears
-from moe_mk.integrations.hf.modules import reasons_against, tensors_of
+from moe_mk.integrations.hf.modules import reasons_against, save_whole_or_nothing, tensors_of
 from moe_mk.integrations.hf.op import (
     ExpertsFunction,
     fp8_registry,
@@ -212,6 +212,7 @@ def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> Mod
         if in_place and tensors_of(module) and keep_only_plan(module, plan):
             refuse_others(module)
             refuse_adapters(model.get_submodule(path.rpartition(".")[0]))
+            save_whole_or_nothing(model)
         modules.append((path, plan, sum(t.nbytes for t in tensors_of(module))))
     return ModelReport(type(model).__name__, tuple(report_of(*each) for each in modules))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.cpu_native.weights import BLOCK, storage_of
 from moe_mk.integrations.hf.blocks import LAYER
+from moe_mk.integrations.hf.modules import save_whole_or_nothing
 from moe_mk.integrations.hf.packed import cannot_be_saved
 from moe_mk.integrations.hf.stored import PART, stored_parameters
 from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
@@ -95,6 +96,7 @@ def pack_linears(
         del linear, q
         model.set_submodule(name, packed)
         sizes[name] = packed.packed.num_bytes
+    save_whole_or_nothing(model)
     return sizes
 
 

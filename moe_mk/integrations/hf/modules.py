@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -207,6 +208,19 @@ def refuse_until_loaded(module: nn.Module, path: str, where: object) -> None:
     module.register_forward_pre_hook(refuse)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
+
+
+def save_whole_or_nothing(model: nn.Module) -> None:
+    """Let `save_pretrained` of a model refuse before it writes the configuration, which it does before the weights."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = MethodType(save_pretrained, model)  # bound: a copy of the model gets its own
+
+
+def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """The method of the model's class, once `state_dict` has not refused."""
+    if kwargs.get("state_dict") is None:
+        model.state_dict()
+    type(model).save_pretrained(model, *args, **kwargs)
 
 
 def facts_of(module: nn.Module) -> ModuleFacts:

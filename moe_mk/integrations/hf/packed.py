@@ -18,7 +18,14 @@ from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.engine_experts import routing_of
-from moe_mk.integrations.hf.modules import Act, activation_of, free_weights, is_experts, refuse_until_loaded
+from moe_mk.integrations.hf.modules import (
+    Act,
+    activation_of,
+    free_weights,
+    is_experts,
+    refuse_until_loaded,
+    save_whole_or_nothing,
+)
 from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
 from moe_mk.integrations.hf.stored import stated_quantisation
 from moe_mk.layer import MoELayer
@@ -189,6 +196,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
         model.set_submodule(name, experts)
         free_weights(found[name])
         refuse_until_loaded(found[name], name, path)  # whoever else holds it
+    save_whole_or_nothing(model)
     reports = (replace(report, num_bytes=each.layer.state.laid_out.num_bytes) for each, report in made.values())
     return PackedReport(type(model).__name__, str(path), tuple(reports))  # a share of a pool is smaller by now
 

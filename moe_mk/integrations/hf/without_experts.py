@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from moe_mk.errors import UnsupportedError, WeightError, unless_signalled
-from moe_mk.integrations.hf.modules import refuse_until_loaded
+from moe_mk.integrations.hf.modules import refuse_until_loaded, save_whole_or_nothing
 from moe_mk.integrations.hf.packed import experts_of
 from moe_mk.integrations.hf.stored import StoredParameters, stored_parameters
 from moe_mk.weights.completeness import some
@@ -132,6 +132,7 @@ def model_without_experts(
         raise WeightError(f"{path} lacks {len(empty)} parameters that {type(model).__name__} shares: {some(empty)}")
     for name, module in experts.items():
         refuse_until_loaded(module, name, path)
+    save_whole_or_nothing(model)
     return model.eval()
 
 

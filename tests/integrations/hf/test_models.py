@@ -94,7 +94,8 @@ def test_linear_layers_in_bf16_are_packed_and_freed(tmp_path: Path) -> None:
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), packed(x))
     with pytest.raises(UnsupportedError, match=r"q_proj is packed and cannot be saved\n.*in the checkpoint"):
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
     with pytest.raises(UnsupportedError, match="gradients through a packed linear layer"):
         packed(x.clone().requires_grad_()).sum().backward()
     with pytest.raises(UnsupportedError, match=r"ForCausalLM has no linear layer to pack\n.*FP8 blocks, on the CPU"):

@@ -490,6 +490,7 @@ def test_a_replaced_model_is_not_trained_saved_or_moved(written: Written, tmp_pa
     with pytest.raises(UnsupportedError, match="gradients through packed experts"):
         model(inputs_embeds=embedded).logits.sum().backward()
     with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.experts is packed and cannot be saved"):
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
     with pytest.raises(UnsupportedError, match="cannot be converted from torch.float32"):
         model.half()
