@@ -12,7 +12,6 @@ their calls.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from itertools import count
 from threading import Lock
 from weakref import WeakValueDictionary
 
+from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import ConfigError, StoreError, expect_kind
 from moe_mk.jobs import POLL_S, is_unlocked
 from moe_mk.registry import Registry
@@ -151,7 +151,9 @@ class PoolMember:
     experts are in slots is changed by a call of the layer and, between its calls, by holders of the lock of the pool.
     """
 
-    def __init__(self, pool: ResidencyPool, record_bytes: int, policy: Policy, *, limit_s: float = math.inf) -> None:
+    def __init__(
+        self, pool: ResidencyPool, record_bytes: int, policy: Policy, *, limit_s: float = KernelConfig().timeout_s
+    ) -> None:
         """limit_s: of every wait for another call. Raises ConfigError for a pool of less than one expert of each layer,
         StoreError where calls of other layers leave no slot in time.
         """

@@ -56,7 +56,7 @@ def test_counts_that_outgrow_a_float_go_on() -> None:
 
 
 def member(pool: ResidencyPool, num_bytes: int, experts: int) -> PoolMember:
-    return PoolMember(pool, num_bytes, LeastFrequentlyUsed(experts))
+    return PoolMember(pool, num_bytes, LeastFrequentlyUsed(experts), limit_s=1.0)
 
 
 def called(one: PoolMember, *calls: list[int]) -> None:
