@@ -1,10 +1,11 @@
 """What a pair holds in addition to the weights, part by part, and the most tokens that a device has room for."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from moe_mk import oracle
+from moe_mk import UnsupportedError, oracle
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.lab.cli.explain import memory_lines
@@ -110,3 +111,17 @@ def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
     assert room.startswith("more than the 149 GB of h200, which hold a limit of ")
     enough = memory_lines(oracle.select(problem(ep=32, max_num_tokens=128, **pins)))
     assert len(enough) == 2 and "with a limit" not in enough[1]
+
+
+def test_a_pair_that_fits_to_the_last_byte_is_eligible_and_with_one_byte_less_it_is_not() -> None:
+    pins = {"prepare_finalize": "no_ep", "experts": "reference", "max_num_tokens": 16}
+    ask = problems.problem("tiny", "cpu", 16, **pins)
+    decision = oracle.select(ask)
+    need = decision.weights_bytes + decision.buffer_bytes
+    for missing in (0, 1):
+        room = replace(ask, device=ask.device.model_copy(update={"memory_gib": (need - missing) / 2**30}))
+        if missing:
+            with pytest.raises(UnsupportedError, match="exceed the device's"):
+                oracle.select(room)
+        else:
+            assert oracle.select(room).chosen == decision.chosen
