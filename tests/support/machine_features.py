@@ -134,7 +134,7 @@ FEATURES: Mapping[str, Values] = {
     "fused_router": {"yes": {}, "no": {"kernel.fused_router": False}},
     "threads": {"auto": {}, "own": {"kernel.threads": "own"}},
     "residency": {
-        "none": {}, "slots": {"residency.slots": 3}, "bytes": {"residency.bytes": 1 << 16}, "pool": {},
+        "none": {}, "slots": {"residency.slots": 5}, "bytes": {"residency.bytes": 1 << 16}, "pool": {},
     },
     "policy": {name: {} for name in ("decayed", "lru", "lfu")},
 }  # fmt: skip

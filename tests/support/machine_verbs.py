@@ -26,7 +26,7 @@ from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
 from moe_mk.tokens import Routing
 from moe_mk.weights import MappingSource
-from tests.support.machine import ALONE, PAGED, SPREAD, World, check_shares, verb
+from tests.support.machine import ALONE, PAGED, POOL_BYTES, SPREAD, World, check_shares, verb
 from tests.support.machine_features import EXPERTS, FEATURES, fits
 
 
@@ -421,7 +421,7 @@ def lose_rank(world: World, draw: random.Random) -> bool | None:
 @verb()
 def fail(world: World, draw: random.Random) -> None:
     """A call fails on one rank; after a recovery all go on."""
-    world.served(draw, [1] * world.ep, "before a failure")  # which opens the buffers of the transport
+    world.served(draw, [1] * world.ep, "before a failure")  # opens the buffers of the transport
     broken = draw.randrange(len(world.layers))
 
     def listener(routing: Routing) -> None:
@@ -465,6 +465,12 @@ def damage(world: World, draw: random.Random) -> bool | None:
     return None
 
 
+@verb(PAGED)
+def page(world: World, draw: random.Random) -> None:
+    """Many calls of one token each, in which the policy decides."""
+    _ = [world.served(draw, [1], "page") for _ in range(12)]
+
+
 @verb({"grid": {"alone"}, "residency": {"pool"}})
 def share_pool(world: World, draw: random.Random) -> None:
     """Layers join the pool, use it more, and leave; each has the numbers of its own weights."""
@@ -481,9 +487,8 @@ def share_pool(world: World, draw: random.Random) -> None:
         world.compare(layer(x[0], ids[0]), world.output(x[0], weights_TE, routed_only=False), "next to it")
     world.plain, world.layers = own
     caches = [each.state.laid_out.cache for each in (*world.layers, *(layer for _, layer in others))]
-    assert world.pool is not None
     for held in ([len(cache.slots) for cache in caches], [cache.counts.slots for cache in caches]):
-        assert min(held) >= 1 and sum(held) * caches[0].record_bytes <= world.pool.num_bytes, held
+        assert min(held) >= 1 and sum(held) * caches[0].record_bytes <= POOL_BYTES, held
 
 
 @verb(whole=False)
