@@ -174,3 +174,17 @@ def test_a_store_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(StoreError, match=f"belongs to user {user}, not to {user + 1}"):
         ExpertStore(path)
+
+
+def test_a_damaged_record_is_refused_at_every_read_and_a_longer_file_before_any(path: Path) -> None:
+    written(path)
+    data, first = bytearray(path.read_bytes()), ExpertStore(path)._first
+    data[first] ^= 1
+    path.write_bytes(data)
+    store = ExpertStore(path)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="expert 0 of .* is damaged"):
+            store.read(0, record())
+    path.write_bytes(bytes(data) + b"\0")
+    with pytest.raises(StoreError, match="its header states"):
+        ExpertStore(path)
