@@ -246,14 +246,14 @@ def test_layers_that_differ_in_any_way_are_right_or_refused(examples: int, tmp_p
 
 
 def test_an_equation_of_layers_that_differ_names_the_layer(tmp_path: Path) -> None:
-    values = {"pick_by_layer": [2, 3, 2, 3, 2], "limit": 0.3, "limit_from": 3}
+    values = {"pick_by_layer": [2, 3, 2, 3, 2], "limit": 7.0, "limit_from": 3}  # above what tokens of size 1 reach
     how = {"pick": {"kind": "list", "when": "when called"}, "limit": {"kind": "threshold", "when": "at build"}}
     saved(folder := tmp_path / "varied", {"how": how, "values": values})
     shown = printed("derive", folder)
     assert "layers      0, 2" in shown and shown.count("model ") == 4 and "refused" not in shown
     equation = LayerEquation.parse(json.loads((folder / "layer_equation.json").read_text()), "equation")
     found = {g.layers: (g.router["top_k"], g.model.get("swiglu_limit")) for g in equation.groups}
-    assert found == {(0, 2): (2, None), (1,): (3, None), (3,): (3, 0.3), (4,): (2, 0.3)}
+    assert found == {(0, 2): (2, None), (1,): (3, None), (3,): (3, 7.0), (4,): (2, 7.0)}
     with pytest.raises(ConfigError, match=r"have 4 equations \(layers \[0, 2\]; .*from_hf\(..., layer=N\)"):
         MoEConfig.from_hf(folder)
     facts = inspect_checkpoint(folder)

@@ -266,7 +266,8 @@ def test_gpt_oss_in_bf16_runs_in_the_native_kernels() -> None:
     low.config._experts_implementation = "moe_mk"
     with torch.no_grad():
         got = low(x.bfloat16(), ids, weights)
-    assert plans._plans[low].experts == "cpu_native"
+    plan = plans._plans[low]
+    assert plan.experts == "cpu_native" and plan.decision.problem.config.model.expert_bias
     assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
