@@ -60,7 +60,12 @@ class UnsupportedError(MoEMKError, RuntimeError):
 
 
 class RegroupError(UnsupportedError):
-    """Ranks could not go on as another group. Nothing was changed: the same call may be made again."""
+    """Ranks could not go on as another group. Nothing was changed: the same call may be made again.
+
+    Every rank raises it at the same step.
+    """
+
+    harmless_to_peers = True
 
 
 class LibraryMissing(UnsupportedError, ImportError):

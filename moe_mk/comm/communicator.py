@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
+from moe_mk.comm.failure import (
+    ANOTHER_THREAD,
+    RECOVERED,
+    AbortOnError,
+    Changes,
+    Exclusive,
+    Failure,
+    GroupResource,
+    GroupStatus,
+)  # fmt: skip
 from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, Suppress, UnsupportedError
@@ -52,6 +61,11 @@ class Communicator(ABC):
         self.lock: Lock = RLock()
         """Held by the thread that runs a step of a call over the group, and released between two steps."""
 
+    @property
+    def changes(self) -> Changes:
+        """What this rank knows of votes of the group, see `CallGroups.decide`; the same for all its views."""
+        return self.status.changes
+
     def check(self, phase: str) -> None:
         """Raise CommError if an earlier call over this group failed."""
         if self.status.failure is not None:
@@ -69,13 +83,14 @@ class Communicator(ABC):
         An exception that all ranks raise need not be reported. epoch: `status.epoch` when the call began; one that
         began before a recovery has ended with it, and a process that ends can send nothing.
         """
-        if self.size == 1 or self.status.failure is not None or sys.is_finalizing():
+        status = self.status
+        if self.size == 1 or (status.failure is not None and status.is_reported) or sys.is_finalizing():
             return
-        if epoch is not None and epoch != self.status.epoch:
+        if epoch is not None and epoch != status.epoch:
             return
         if isinstance(error, MoEMKError) and error.harmless_to_peers:
             return
-        failure = Failure.of(error, self.rank)
+        failure = status.failure or Failure.of(error, self.rank)
         self._end_calls(failure)
         if failure.here and isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(
@@ -84,10 +99,11 @@ class Communicator(ABC):
             )
 
     def _end_calls(self, failure: Failure) -> None:
-        self.status.failure = failure
+        self.status.failure, self.status.is_reported = failure, False
         for report in (self._report, *(resource.abort for resource in list(self.status.resources))):
             with Suppress(Exception):  # memory that one of them lacks keeps the others from nothing
                 report(failure)
+        self.status.is_reported = True
 
     def abort_on_error(self, *, drops: bool = True) -> AbortOnError:
         """A context that reports exceptions raised inside to the peers, see `fail`.
@@ -109,8 +125,11 @@ class Communicator(ABC):
         """Abort and reopen a resource with the group. Only a weak reference is kept."""
         self.status.resources.add(resource)
 
-    def recover(self) -> Flight[None]:
+    def recover(self, number: int = 0) -> Flight[int]:
         """Continue after a failed call. All ranks call it; messages of earlier calls are never received.
+
+        number: of this rank, at least 0; returns the largest one of all ranks. After an interrupt it is called again on
+        this rank, whether or not the others have ended theirs; the same on ranks that raise CommError for it.
 
         A rank without a failed call, such as one that was interrupted right before its call began, reports that to its
         peers, which may be waiting for it in theirs.
@@ -119,14 +138,22 @@ class Communicator(ABC):
         something that is kept open over the group cannot start over: both need a new group.
         """
         if self.size == 1:
-            return
-        if self.status.failure is None:
-            self._end_calls(Failure("recover() was called, and no call had failed on this rank", self.rank, here=True))
-        yield from self._recover()
-        for resource in list(self.status.resources):
+            return number
+        status = self.status
+        while self.lock._is_owned():  # type: ignore[attr-defined]  # by a step that had no frame left to release it
+            self.lock.release()
+        if status.failure is None or not status.is_reported:
+            text = "recover() was called, and no call had failed on this rank"
+            self._end_calls(status.failure or Failure(text, self.rank, here=True))
+        largest = yield from self._recover(number)
+        for resource in list(status.resources):
             resource.reopen()
-        self.status.failure = None
-        self.status.epoch = self._epoch()
+        status.failure, status.epoch = None, self._epoch()
+        return largest
+
+    def fail_recovery(self, error: BaseException) -> None:
+        """End the recovery of all ranks that wait for this one in it; they may call it again. Never raises."""
+        del error
 
     def without(self, ranks: Collection[int]) -> Flight[Communicator]:
         """A group of the remaining ranks when some have died, over the same connections.
@@ -178,9 +205,10 @@ class Communicator(ABC):
         """Send a failure of this rank to all peers. Never raises, never waits. By default it uses the shared status."""
         del failure
 
-    def _recover(self) -> Flight[None]:
-        """Agree with the other ranks to start over."""
+    def _recover(self, number: int) -> Flight[int]:
+        """Agree with the other ranks to start over; returns the largest number."""
         yield InFlight("recovery")
+        return number
 
     def _epoch(self) -> int:
         """The number of recoveries so far, this one included."""

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_dtype
-from moe_mk.comm.failure import Failure, GroupStatus
-from moe_mk.comm.header import EAGER_BYTES, Arrival, Envelope
-from moe_mk.comm.messages import Caller, GroupMessages
+from moe_mk.comm.failure import Failure, GroupStatus, describe
+from moe_mk.comm.header import EAGER_BYTES, Arrival, Caller, Envelope
+from moe_mk.comm.messages import GroupMessages
 from moe_mk.comm.traffic import COUNT_BYTES
-from moe_mk.errors import CommError, ConfigError, unless_signalled
+from moe_mk.errors import CommError, ConfigError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -208,11 +208,16 @@ class DistributedCommunicator(Communicator):
             culprit = None if failure.culprit is None else self._members[failure.culprit]
             self._messages.report(replace(failure, culprit=culprit))
 
-    def _recover(self) -> Flight[None]:
+    def fail_recovery(self, error: BaseException) -> None:
+        if self._messages is not None and self.size > 1:
+            with Suppress(Exception):
+                self._messages.report_recovery(f"its recovery failed: {describe(error)}")
+
+    def _recover(self, number: int) -> Flight[int]:
         if self._messages is None:
             text = "a group without gloo for the host cannot agree to go on; build the layer over a new group"
             raise CommError(text, rank=self.rank, phase="recovery", layer=self.layer)
-        yield from self._messages.recover(self._caller)
+        return (yield from self._messages.recover(self._caller, number))
 
     @property
     def _caller(self) -> Caller:

@@ -8,12 +8,14 @@ ranks have agreed to continue (`Communicator.recover`).
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from moe_mk.errors import CommError
 
@@ -77,14 +79,35 @@ class GroupResource(ABC):
         """Start over, on every rank at once. Raises UnsupportedError where only a new group helps."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """What a vote of all ranks is about, see `CallGroups.decide`."""
+
+    make: Callable[[], object]
+    undo: Callable[[], object]
+
+
+@dataclass(eq=False)
+class Changes:
+    """Of one rank in one group."""
+
+    made: int = 0
+    """How many votes were accepted."""
+    undecided: tuple[int, Change] | None = None
+    """The number that `made` has if this change is made: its vote has not ended here."""
+
+
 @dataclass(eq=False)
 class GroupStatus:
     """Whether calls over a group may go on; shared by all views of it in this process."""
 
     failure: Failure | None = None
+    is_reported: bool = False
+    """Whether peers were sent the failure: an interrupt may have come first."""
     epoch: int = 0
     """Number of recoveries after failures."""
     resources: WeakSet[GroupResource] = field(default_factory=WeakSet)
+    changes: Changes = field(default_factory=Changes)
 
     def check(self, rank: int, phase: str, layer: str) -> None:
         """Raise CommError if an earlier call failed."""
@@ -130,3 +153,38 @@ class AbortOnError:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and (self._drops or not isinstance(error, GeneratorExit)):
             self._fail(error, self._epoch)
+
+
+PULSE_S = 0.05
+"""How often peers are looked at during a long wait."""
+PARKED_S = 5.0
+"""How often the thread looks whether the group is still there while no call is made."""
+
+
+class Watched(ABC):
+    """What a thread looks after."""
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Look after the wait that goes on; returns whether there is one."""
+
+    @abstractmethod
+    def park(self) -> threading.Event | None:
+        """What is set when the next wait begins; None if one has begun."""
+
+
+def watch(of: ref[Watched]) -> None:
+    """Look after waits while there are any, until the group is gone; waits are long only where peers are late.
+
+    Whatever a look lacks for a moment, memory or a descriptor, the next one may have: nothing else would notice that a
+    peer has died before the timeout.
+    """
+    idle, pulse = 0, threading.Event()
+    while (messages := of()) is not None:
+        parked = None
+        with suppress(Exception):
+            idle = 0 if messages.look() else idle + 1
+            parked = messages.park() if idle * PULSE_S > 1.0 else None
+        del messages
+        with suppress(Exception):
+            (pulse if parked is None else parked).wait(PULSE_S if parked is None else PARKED_S)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.errors import unless_signalled
@@ -223,3 +225,105 @@ def described(call: int, phase: str, layer: int, num_bytes: int, expected_bytes:
     of = f" of layer number {layer}" if layer else ""
     ways = ["any number of" if each == ANY else str(each) for each in (num_bytes, expected_bytes)]
     return f"call {call}, phase {phase!r}{of}, with {ways[0]} bytes one way and {ways[1]} the other"
+
+
+@dataclass
+class Receive:
+    """A message that is awaited from a peer."""
+
+    peer: int
+    tag: int
+    memory: bytearray
+    tensor: Tensor
+    work: dist.Work | RuntimeError = field(default_factory=lambda: RuntimeError("it was not posted"))
+    """An error where the connection had ended, and until it is posted."""
+    has_come: bool = False
+    """Whether it was waited for: gloo would wait for ever if asked again."""
+
+    @classmethod
+    def of(cls, peer: int, tag: int, num_bytes: int = HEADER_BYTES) -> Self:
+        """One that is not posted yet."""
+        return cls(peer, tag, *message_memory(num_bytes))
+
+
+def message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearray, Tensor]:
+    """Zeros, and the same bytes as a tensor."""
+    memory = bytearray(num_bytes)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@dataclass
+class Posts:
+    """Messages to be posted in order, each with what gloo returns for it: kept until all are, however often it takes.
+
+    gloo never gets past a message whose memory has gone: nothing else would ever arrive over its connection; and one
+    that is posted twice takes the place of the next. An interrupt between two steps must do neither, so `map` calls
+    gloo while `extend` keeps what it returns, and the next `post` goes on behind the last message that was posted.
+    """
+
+    messages: Sequence[tuple[int, int, Tensor]]
+    """Peer, tag, and the memory of each."""
+    works: list[dist.Work | RuntimeError] = field(default_factory=list)
+
+    def post(self, how: Callable[[list[Tensor], int, int], dist.Work]) -> None:
+        """how: gloo's send or recv. An error is kept for whoever waits for the message: some are never needed."""
+        while (done := len(self.works)) < len(self.messages):
+            peers, tags, tensors = zip(*self.messages[done:], strict=True)
+            try:
+                self.works.extend(map(how, [[tensor] for tensor in tensors], peers, tags))
+            except unless_signalled(RuntimeError) as problem:
+                self.works.append(problem)
+
+
+@dataclass
+class Recovery:
+    """An agreement of all ranks to start over, which the next `recover` continues if an interrupt ends this one."""
+
+    epoch: int
+    """In which it began."""
+    left_out: int = 0
+    """Ranks that the others go on without, as bits."""
+    receives: dict[int, tuple[Receive, Posts]] = field(default_factory=dict)
+    """The message of each peer that is awaited or has come."""
+    sends: Posts | None = None
+    number: int = 0
+    """Of this rank; in the end the largest of all."""
+    has_ended: bool = False
+
+    def call(
+        self, group: dist.ProcessGroup, peers: Sequence[int], left_out: int, number: int, process: Process
+    ) -> None:
+        """Await a message of each peer, and send one to each, once for each set of ranks that are left out."""
+        for peer in peers:
+            self.await_message(peer, group)
+        if self.sends is None or self.left_out != left_out:
+            self.number = number
+            mine = Header(Kind.ROWS, self.epoch, 0, "recovery", count=left_out, num_bytes=number, process=process)
+            self.left_out, self.sends = left_out, Posts([(peer, RECOVERY_TAG, mine.message()) for peer in peers])
+        self.sends.post(group.send)
+
+    def await_message(self, peer: int, group: dist.ProcessGroup) -> None:
+        """Await one of a peer, unless it is awaited or has come."""
+        if peer not in self.receives:
+            receive = Receive.of(peer, RECOVERY_TAG)
+            self.receives[peer] = receive, Posts([(peer, RECOVERY_TAG, receive.tensor)])
+        self.receives[peer][1].post(group.recv)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The view of a group that makes a call."""
+
+    layer: str
+    layer_number: int
+    timeout_s: float
+    rank_of: Mapping[int, int]
+    """The ranks of the view, as errors name them, by rank of the process group."""
+    limit: str = "kernel.timeout_s"
+    """What the timeout comes from."""
+
+
+LongRows = tuple[Literal["send", "recv"], int, Tensor]
+"""Rows that follow their header, or where they go: the peer, and more than EAGER_BYTES."""
+Works = list[tuple[int, dist.Work]]
+"""What is under way, with the peer of each."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, offsets, sum_in_order
-from moe_mk.comm.failure import GroupStatus
+from moe_mk.comm.failure import Changes, GroupStatus
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
 
@@ -25,8 +25,10 @@ class LockstepWorld:
         self.boxes: dict[tuple[int, int], dict[int, tuple[str, Tensor]]] = defaultdict(dict)
         self.status = GroupStatus()
         self.epoch = 0
-        self.recovering: set[int] = set()
-        """Ranks that have called `recover` in this epoch."""
+        self.recovering: dict[int, int] = {}
+        """Ranks that have called `recover` in this epoch, with their numbers."""
+        self.largest = 0
+        """Of the numbers of the last recovery."""
 
     def communicators(self) -> list[LockstepCommunicator]:
         return [LockstepCommunicator(self, rank) for rank in range(self.size)]
@@ -38,7 +40,12 @@ class LockstepCommunicator(Communicator):
     def __init__(self, world: LockstepWorld, rank: int) -> None:
         super().__init__(status=world.status)
         self.world, self.rank, self.size = world, rank, world.size
-        self._calls = 0
+        self._calls, self._changes = 0, Changes()
+
+    @property
+    def changes(self) -> Changes:
+        """Not of the status, which the ranks of one process share."""
+        return self._changes
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
         self._count_sent(phase, rows, send)
@@ -56,17 +63,18 @@ class LockstepCommunicator(Communicator):
         parts = yield from self._exchange([x.view(1, *x.shape)] * self.size, [1] * self.size, phase)
         return sum_in_order([part[0] for part in parts])
 
-    def _recover(self) -> Flight[None]:
+    def _recover(self, number: int) -> Flight[int]:
         """The last rank to come forgets what was under way; the others wait for it."""
         world, epoch = self.world, self.world.epoch
-        world.recovering.add(self.rank)
+        world.recovering[self.rank] = number
         if len(world.recovering) == self.size:
             self._forget_calls()
         yield InFlight("recovery")
         if world.epoch == epoch:
-            missing = min(set(range(self.size)) - world.recovering)
+            missing = min(set(range(self.size)) - world.recovering.keys())
             raise CommError("did not call recover()", rank=self.rank, phase="recovery", peer=missing)
         self._calls = 0
+        return world.largest
 
     def _epoch(self) -> int:
         return self.world.epoch
@@ -75,6 +83,7 @@ class LockstepCommunicator(Communicator):
         """Empty the mail boxes; those below zero hold memory that ranks share, which is no call."""
         for box in [box for box in self.world.boxes if box[0] >= 0]:
             del self.world.boxes[box]
+        self.world.largest = max(self.world.recovering.values())
         self.world.recovering.clear()
         self.world.epoch += 1
 

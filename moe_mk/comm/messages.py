@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import RECOVERED, Exclusive, Failure, GroupStatus
+from moe_mk.comm.failure import PULSE_S, RECOVERED, Exclusive, Failure, GroupStatus, Watched, watch
 from moe_mk.comm.header import (
     ANY,
     EAGER_BYTES,
@@ -44,19 +44,27 @@ from moe_mk.comm.header import (
     HANG_UP_TAG,
     HEADER_BYTES,
     HEADER_TAGS,
+    MAGIC,
     NOTICE_TAGS,
     RECOVERY_TAG,
     TEXT_BYTES,
     UNKNOWN,
     Arrival,
+    Caller,
     Envelope,
     Header,
     Kind,
+    LongRows,
+    Posts,
+    Receive,
+    Recovery,
     RowHeaders,
+    Works,
     as_bytes,
     bytes_of,
     described,
     host_number,
+    message_memory,
     row_tag,
 )  # fmt: skip
 from moe_mk.errors import CommError, Suppress, unless_signalled
@@ -64,8 +72,6 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.process import FORKED, Process, WatchedProcess, in_child
 from moe_mk.trace.clock import now
 
-PULSE_S = 0.05
-"""How often peers are looked at during a long wait."""
 GRACE_S = 0.3
 """How long after its timeout a rank waits for peers to say for whom they wait."""
 FORKED_S = 1.0
@@ -80,33 +86,6 @@ KEPT_HEADERS = 64
 """More than a peer can have unread, which are those of its open calls."""
 CLOSING_S = 0.5
 """How long a process may take to end after its connections have."""
-PARKED_S = 5.0
-"""How often the thread looks whether the group is still there while no call is made."""
-
-
-@dataclass
-class _Receive:
-    """A header that is awaited from a peer."""
-
-    work: dist.Work | RuntimeError
-    """An error instead, where the connection had ended."""
-    memory: bytearray
-    tensor: Tensor
-    has_come: bool = False
-    """Whether it was waited for: gloo would wait for ever if asked again."""
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The view of a group that makes a call."""
-
-    layer: str
-    layer_number: int
-    timeout_s: float
-    rank_of: Mapping[int, int]
-    """The ranks of the view, as errors name them, by rank of the process group."""
-    limit: str = "kernel.timeout_s"
-    """What the timeout comes from."""
 
 
 @dataclass
@@ -120,14 +99,8 @@ class _Wait:
     """When connections are closed because a process has ended that the wait may never hear of."""
 
 
-LongRows = tuple[Literal["send", "recv"], int, Tensor]
-"""Rows that follow their header, or where they go: the peer, and more than EAGER_BYTES."""
-Works = list[tuple[int, dist.Work]]
-"""What is under way, with the peer of each."""
-
-
 @dataclass(eq=False)
-class GroupMessages:
+class GroupMessages(Watched):
     """All messages of this process over one process group, whichever layer they are of."""
 
     _group: ref[dist.ProcessGroup]
@@ -163,12 +136,16 @@ class GroupMessages:
         """What headers of each peer stated last of its process."""
         self._spare: list[tuple[bytearray, Tensor]] = []
         """Memory for messages to come."""
-        self._headers: dict[int, deque[_Receive]] = {}
+        self._headers: dict[int, deque[Receive]] = {}
         """Those that stand at each peer, in order."""
-        self._read_headers: dict[int, list[_Receive]] = {peer: [] for peer in self._peers}
+        self._read_headers: dict[int, list[Receive]] = {peer: [] for peer in self._peers}
         """Those that have come and are to be posted again."""
         self._depth = max(2, min(MOST_RECEIVES, MOST_RECEIVES * 8 // self.size))
-        self._notices: dict[int, _Receive] = {}
+        self._notices: dict[int, Receive] = {}
+        self._standing: tuple[int, list[Receive], Posts] | None = None
+        """Receives of headers and notices as they were posted first in an epoch."""
+        self._recovery: Recovery | None = None
+        """The one that goes on, or the last one."""
         self._wait: _Wait | None = None
         self._awake = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -289,42 +266,54 @@ class GroupMessages:
     def report(self, failure: Failure) -> None:
         """Send a failure to all peers, as far as connections stand. Never raises, never waits."""
         culprit = UNKNOWN if failure.culprit is None else failure.culprit
+        if self._recovery is not None and self._recovery.has_ended:
+            self._unfinished.append(self._recovery)
+            self._recovery = None
         self._notify(Header(Kind.FAILED, self._epoch, 0, failure.report, peer=culprit, process=self._process))
+
+    def report_recovery(self, text: str) -> None:
+        """End the recovery of peers that wait for this rank, whose own was interrupted before it sent them anything."""
+        recovery = self._recovery = self._recovery or Recovery(self._epoch)
+        if recovery.sends is None or not recovery.sends.works:
+            self._notify(Header(Kind.FAILED, self._epoch, 0, text, peer=self.rank), [RECOVERY_TAG])
 
     def leave_out(self, ranks: Collection[int]) -> None:
         """Speak to these ranks no more. The others do the same and recover together."""
         self.left_out |= set(ranks)
         self._peers = [peer for peer in self._peers if peer not in self.left_out]
 
-    def recover(self, caller: Caller) -> Flight[None]:
-        """Agree with all peers on an epoch in which nothing of earlier calls is received, and on who is left out."""
+    def recover(self, caller: Caller, number: int) -> Flight[int]:
+        """Agree with all peers on an epoch in which nothing of earlier calls is received, and on who is left out.
+
+        Returns the largest number of all ranks.
+        """
+        if self._recovery is not None:  # an interrupt has ended the last call: its round, then one as of all others
+            if not self._recovery.has_ended:
+                yield from self._recover_once(caller, number)
+            self.report(Failure("its recovery was interrupted", self.rank, here=True))
+        return (yield from self._recover_once(caller, number))
+
+    def _recover_once(self, caller: Caller, number: int) -> Flight[int]:
         phase = "recovery"
         if self.closed:
             raise self._error(caller, phase, None, f"{self.closed}; build the layer over a new group")
-        left_out = sum(1 << rank for rank in self.left_out)
         # Peers may come as late as their own timeout lets them notice the failure.
         caller = replace(caller, timeout_s=2 * caller.timeout_s + 1.0, limit="twice kernel.timeout_s and 1 s")
-        mine = Header(Kind.ROWS, self._epoch, 0, phase, count=left_out, process=self._process)
-        receives = {peer: self._receive(peer, RECOVERY_TAG) for peer in self._peers}
-        sends: list[tuple[int, dist.Work]] = []
-        try:
-            for peer in self._peers:
-                sends.append((peer, self._post_message("send", mine.message(), peer, RECOVERY_TAG)))
-        except unless_signalled(RuntimeError) as problem:
-            raise self._lost(caller, phase, peer, problem) from problem
+        recovery = self._recovery = self._recovery or Recovery(self._epoch)
+        left_out = sum(1 << rank for rank in self.left_out)
+        recovery.call(self._open_group(), self._peers, left_out, number, self._process)
         yield InFlight(phase)
-        theirs = {peer: self._read(caller, phase, peer, receive) for peer, receive in receives.items()}
-        self._finish_all(caller, phase, sends)
-        for peer, header in theirs.items():
-            if header.count != left_out:
-                lists = [[rank for rank in range(self.size) if bits >> rank & 1] for bits in (header.count, left_out)]
-                text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
-                raise self._error(caller, phase, peer, text)
-        epoch = 1 + max(self._epoch, *(header.epoch for header in theirs.values()))
+        theirs = [self._message_of(caller, phase, recovery, peer) for peer in self._peers]
+        assert recovery.sends is not None  # nothing is sent later than what peers have answered
+        for peer, work in zip(self._peers, recovery.sends.works, strict=True):
+            if isinstance(work, RuntimeError):
+                raise self._lost(caller, phase, peer, work) from work
+        epoch = 1 + max(recovery.epoch, *(header.epoch for header in theirs))
         if epoch == EPOCHS:
             text = f"the group has recovered {EPOCHS - 1} times, its messages cannot distinguish more epochs; "
             raise self._error(caller, phase, None, f"{text}build the layer over a new group")
         self._unfinished += [self._headers, self._notices, self._sent, *self._posted]
+        self._await_peers(epoch)
         self._posted.clear()
         self._sent = {peer: deque() for peer in self._peers}
         self._epoch, self._call, self._layers = epoch, 0, 0
@@ -332,7 +321,29 @@ class GroupMessages:
         self._open.clear()
         self._row_headers.clear()
         self._spare.clear()
-        self._await_peers()
+        recovery.number = max(recovery.number, *(header.num_bytes for header in theirs))
+        recovery.has_ended = True
+        return recovery.number
+
+    def _message_of(self, caller: Caller, phase: str, recovery: Recovery, peer: int) -> Header:
+        """What a peer sends that recovers and leaves out the same ranks."""
+        while True:
+            receive, post = recovery.receives[peer]
+            receive.work, receive.has_come = post.works[0], receive.memory.startswith(MAGIC)
+            header = self._read(caller, phase, peer, receive)
+            if header.kind is Kind.FAILED:
+                del recovery.receives[peer]
+                if header.epoch >= recovery.epoch:
+                    raise self._failed(caller, phase, header)
+            elif header.count == recovery.left_out:
+                return header
+            elif header.count & ~recovery.left_out:
+                bits = header.count, recovery.left_out
+                lists = [[rank for rank in range(self.size) if each >> rank & 1] for each in bits]
+                text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
+                raise self._error(caller, phase, peer, text)
+            recovery.receives.pop(peer, None)  # of an earlier recovery, or from before it left out as many
+            recovery.await_message(peer, self._open_group())
 
     # One call.
 
@@ -433,7 +444,7 @@ class GroupMessages:
                     self._senders[peer] = sender
                     self._note_process(peer, Header.unpacked(receive.memory))
                 arrived = Arrival(count, num_bytes, receive.tensor, receive.memory)
-                receive.memory, receive.tensor = self._spare.pop() if self._spare else _message_memory()
+                receive.memory, receive.tensor = self._spare.pop() if self._spare else message_memory()
                 self._await_next(peer)
                 return arrived
         header = self._header_of_call(caller, phase, call, peer, awaited, expected)
@@ -485,7 +496,7 @@ class GroupMessages:
             raise self._failed(caller, phase, header)
         return header
 
-    def _read(self, caller: Caller, phase: str, peer: int, receive: _Receive) -> Header:
+    def _read(self, caller: Caller, phase: str, peer: int, receive: Receive) -> Header:
         if not receive.has_come:
             self._finish(caller, phase, peer, receive.work)
             receive.has_come = True
@@ -584,10 +595,6 @@ class GroupMessages:
         self._posted.extend(map(getattr(self._open_group(), how), ([message],), (peer,), (tag,)))
         return self._posted[-1]
 
-    def _receive(self, peer: int, tag: int, num_bytes: int = HEADER_BYTES) -> _Receive:
-        memory, tensor = _message_memory(num_bytes)
-        return _Receive(self._receive_into(tensor, peer, tag), memory, tensor)
-
     def _receive_into(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | RuntimeError:
         """Await a message; an error is kept for whoever waits for it, because some messages are never needed."""
         try:
@@ -598,24 +605,35 @@ class GroupMessages:
     def _stand_by(self) -> None:
         """Await messages of every peer, and start the thread; while the system has none, calls go on without it."""
         if not self._headers:
-            self._await_peers()
-        watcher = threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True)
+            self._await_peers(self._epoch)
+        watcher = threading.Thread(target=watch, args=(ref(self),), name="moe-mk group watch", daemon=True)
         with Suppress(RuntimeError, MemoryError):
             watcher.start()
             self._watcher = watcher
 
-    def _await_peers(self) -> None:
+    def _await_peers(self, epoch: int) -> None:
+        """Await headers and a notice of every peer in an epoch."""
         largest = HEADER_BYTES + EAGER_BYTES
-        self._headers = {
-            peer: deque(self._receive(peer, HEADER_TAGS + self._epoch, largest) for _ in range(self._depth))
-            for peer in self._peers
-        }
+        if self._standing is None or self._standing[0] != epoch:
+            receives = [
+                Receive.of(peer, HEADER_TAGS + epoch, largest) for peer in self._peers for _ in range(self._depth)
+            ]
+            receives += [Receive.of(peer, NOTICE_TAGS + epoch) for peer in self._peers]
+            self._standing = epoch, receives, Posts([(each.peer, each.tag, each.tensor) for each in receives])
+        _, receives, posts = self._standing
+        posts.post(self._open_group().recv)
+        for receive, work in zip(receives, posts.works, strict=True):
+            receive.work = work
+        count = self._depth * len(self._peers)
         self._read_headers = {peer: [] for peer in self._peers}
-        self._notices = {peer: self._receive(peer, NOTICE_TAGS + self._epoch) for peer in self._peers}
+        self._notices = {receive.peer: receive for receive in receives[count:]}
+        self._headers = {
+            peer: deque(receive for receive in receives[:count] if receive.peer == peer) for peer in self._peers
+        }
 
-    def _notify(self, header: Header) -> None:
+    def _notify(self, header: Header, tags: Sequence[int] = ()) -> None:
         """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
-        tags = [NOTICE_TAGS + self._epoch] + [HEADER_TAGS + self._epoch] * (header.kind is Kind.FAILED)
+        tags = tags or [NOTICE_TAGS + self._epoch] + [HEADER_TAGS + self._epoch] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with Suppress(RuntimeError, MemoryError):
@@ -648,28 +666,6 @@ class GroupMessages:
         """What is set when the next wait begins; None if one has begun."""
         self._awake.clear()
         return self._awake if self._wait is None else None
-
-
-def _message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearray, Tensor]:
-    memory = bytearray(num_bytes)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _watch(of: ref[GroupMessages]) -> None:
-    """Look after waits while there are any, until the group is gone; waits are long only where peers are late.
-
-    Whatever a look lacks for a moment, memory or a descriptor, the next one may have: nothing else would notice that a
-    peer has died before the timeout.
-    """
-    idle, pulse = 0, threading.Event()
-    while (messages := of()) is not None:
-        parked = None
-        with suppress(Exception):
-            idle = 0 if messages.look() else idle + 1
-            parked = messages.park() if idle * PULSE_S > 1.0 else None
-        del messages
-        with suppress(Exception):
-            (pulse if parked is None else parked).wait(PULSE_S if parked is None else PARKED_S)
 
 
 # Connections belong to the process group, whoever builds layers over it; so does what is under way over them.

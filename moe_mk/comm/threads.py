@@ -81,10 +81,10 @@ class ThreadCommunicator(LockstepCommunicator):
         with self.world.changed:
             self.world.changed.notify_all()
 
-    def _recover(self) -> Flight[None]:
+    def _recover(self, number: int) -> Flight[int]:
         world, epoch = self.world, self.world.epoch
         with world.changed:
-            world.recovering.add(self.rank)
+            world.recovering[self.rank] = number
             if len(world.recovering) == self.size:
                 self._forget_calls()
                 world.status.failure = None  # before any rank goes on: its next call may come at once
@@ -92,9 +92,10 @@ class ThreadCommunicator(LockstepCommunicator):
         yield InFlight("recovery")
         with world.changed:
             if not world.changed.wait_for(lambda: world.epoch > epoch, world.timeout_s):
-                missing = min(set(range(self.size)) - world.recovering)
+                missing = min(set(range(self.size)) - world.recovering.keys())
                 raise CommError("did not call recover()", rank=self.rank, phase="recovery", peer=missing)
         self._calls = 0
+        return world.largest
 
     def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
         with self.world.changed:

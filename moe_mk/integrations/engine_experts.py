@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_mk.comm.collective import collective
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ShapeError, UnsupportedError, WeightError
+from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import ExpertsContext, FusedExperts
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.flight import Flight, wait
@@ -210,13 +211,18 @@ class RankExperts:
                 ids_TK, wide_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
             if fits or can_be_called(x_TH, ids_TK, wide_TK):
                 return self._routed(x_TH, None, (ids_TK, wide_TK), Stage.PLACE, skip=True)
-        with torch.no_grad():
-            routing = routing_of(ids_TK, weights_TK, self.num_routed)
-            call, grid = self._exchange, self.grid
-            agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
-            if call is not None and agreed and call.is_ready(x_TH.shape[0]):
-                return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
-            return wait(self._steps(x_TH, routing)).to(self.dtype)
+        call, grid = self._exchange, self.grid
+        try:
+            with torch.no_grad():
+                routing = routing_of(ids_TK, weights_TK, self.num_routed)
+                agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
+                if call is not None and agreed and call.is_ready(x_TH.shape[0]):
+                    return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
+                return wait(self._steps(x_TH, routing)).to(self.dtype)
+        except BaseException as error:
+            if not isinstance(error, MoEMKError):  # those are reported where they arise
+                grid.fail(error)
+            raise
 
     def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         grid, epochs = self.grid, self.grid.epochs
@@ -345,6 +351,7 @@ class EngineExperts(RankExperts):
             self._check(hidden_states, topk_weights, topk_ids)
         return EXPERTS_OF_ENGINES.traced(hidden_states, topk_weights, topk_ids, self._entry)
 
+    @collective(lambda experts: experts.grid, recovers=True)
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
         wait(self.grid.recover())

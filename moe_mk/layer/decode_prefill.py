@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from moe_mk.comm.collective import collective
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
@@ -95,6 +96,7 @@ class DecodePrefillMoE(nn.Module):
             self._states[self._now] = self.layer.live.flip(self._states[kind])
             self._now, self._serving = kind, self.layer.state
 
+    @collective(lambda moe: moe.layer.state.grid)
     def _build(self) -> None:
         layer = self.layer
         staged = {kind: layer.live.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}

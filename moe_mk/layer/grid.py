@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 
 from torch import Tensor
 
 from moe_mk.comm.agreement import agree
+from moe_mk.comm.collective import CallGroups
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups, communicator
-from moe_mk.errors import CommError
 from moe_mk.flight import Flight
 from moe_mk.trace.recorder import Spans
 
 
-class Grid:
+class Grid(CallGroups):
     """The communicators of one layer on one rank."""
 
     def __init__(self, groups: ParallelGroups, timeout_s: float, name: str) -> None:
-        self.ep, self.tp, self.dp = (
+        ep, tp, self.dp = (
             communicator(group, timeout_s=timeout_s, layer=name, kept=groups.kept.setdefault(dimension, {}))
             for dimension, group in (("ep", groups.ep), ("tp", groups.tp), ("dp", groups.dp))
         )
+        super().__init__(ep, tp)
         self.name = name
         self.agreed: tuple[int, int] | None = None
         """The epochs in which notes were compared last."""
+        self.loads = 0
+        """How often weights were loaded since then."""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks of each dimension, by its name in the settings."""
         return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
 
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """The epochs of both groups, `GroupStatus.epoch`."""
-        return self.ep.status.epoch, self.tp.status.epoch
+    def renewed(self, ep: Communicator | None = None, *, loads: int = 0) -> Grid:
+        """The same place with notes still to be compared. ep: other ranks that share out the experts.
 
-    def renewed(self, ep: Communicator | None = None) -> Grid:
-        """The same place with notes still to be compared. ep: other ranks that share out the experts."""
+        loads: how often weights were loaded meanwhile; ranks that join have loaded theirs another number of times.
+        """
         other = copy(self)
-        other.ep, other.agreed = ep or self.ep, None
+        other.ep, other.agreed, other.loads = ep or self.ep, None, 0 if ep else self.loads + loads
         return other
 
     def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
@@ -51,32 +52,13 @@ class Grid:
         """
         if self.agreed == (epochs := self.epochs):
             return
-        written = notes()
+        written = {**notes(), "loads of weights": str(self.loads)}
         for comm in (self.ep, self.tp):
             if comm.size > 1:
                 comm.layer_number = 0
                 yield from agree(comm, written, self.name)
                 comm.number_layer()
-        self.agreed = epochs
-
-    def fail(self, error: BaseException, epochs: Iterable[int | None] = (None, None)) -> None:
-        """Report an exception of this rank to the ranks of both groups.
-
-        An error that one group has raised and knows of names a rank of that group; to the other, this rank is to blame.
-        epochs: those in which the call began, see `Communicator.fail`.
-        """
-        for comm, epoch in zip((self.ep, self.tp), epochs, strict=True):
-            if isinstance(error, CommError) and not error.harmless_to_peers:
-                comm.fail(
-                    CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank), epoch
-                )
-            else:
-                comm.fail(error, epoch)
-
-    def recover(self) -> Flight[None]:
-        """Go on after a failed call, see `Communicator.recover`. All ranks of both groups do."""
-        yield from self.ep.recover()
-        yield from self.tp.recover()
+        self.agreed, self.loads = epochs, 0
 
     def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:
         """Sum over every group in which the output is partial: TP slices always, EP where tokens are replicated."""

@@ -3,10 +3,12 @@
     report = swap_backends(layer, x_TH, prepare_finalize="one_sided")       # every rank, between two forwards
 
 1. prepare: the new pair is chosen, built and given the weights; the old one serves meanwhile.
-2. quiesce: ranks vote; calls that are open end with the pair that they began with.
-3. switch: every rank runs the new pair without tokens, compares decisions, and uses it from the same step on.
-4. attest: both pairs ran the same tokens, and every rank compares their outputs.
-5. roll back: where any rank has failed in 1 or 4, all ranks keep the old pair.
+2. vote: where any rank could not do so, all ranks keep the old pair.
+3. try out: every rank runs the new pair without tokens, and compares decisions.
+4. attest: both pairs run the same tokens, and every rank compares their outputs.
+5. switch: where no rank objects, all ranks use the new pair from the same step on; else they keep the old one.
+
+Calls that are open end with the pair that they began with.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.errors import MoEMKError
+from moe_mk.comm.collective import collective
+from moe_mk.comm.failure import Change, describe
+from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight, wait
-from moe_mk.layer.moe_layer import MoELayer
+from moe_mk.layer.forward import steps
+from moe_mk.layer.moe_layer import MoELayer, groups_of
+from moe_mk.layer.serving_state import ServingState
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,9 @@ class SwapReport:
     tokens: int
     """Tokens of this rank that both pairs ran."""
     error: float
-    """Norm of the difference of both outputs over that of the old one, on this rank; 0 without tokens."""
+    """Norm of the difference of both outputs over that of the old one, on this rank; 0 without tokens.
+
+    NaN or infinite where one of them is not finite and the other differs."""
     failed_ranks: tuple[int, ...]
     """EP ranks on which the new pair could not be built or differs by more than the limit."""
     reason: str
@@ -46,6 +54,7 @@ class SwapReport:
         return not self.failed_ranks
 
 
+@collective(groups_of)
 def swap_backends(
     layer: MoELayer, x_TH: Tensor, *, limit: float = 0.05, token_ids_T: Tensor | None = None, **settings: object
 ) -> SwapReport:
@@ -57,11 +66,14 @@ def swap_backends(
     formats give. token_ids_T: of the tokens, for a layer that chooses experts by token id.
     settings: of the kernel section, such as prepare_finalize and experts.
     Both pairs are in memory until it returns; weights only once, where the experts backend is the same.
-    Raises CommError, with the old pair in place, where a peer is dead, late, or in another call.
+    A rank that cannot build the new pair, for lack of memory for instance, is listed in the report of every rank.
+    Raises CommError, with the old pair in place, where a peer is dead, late, in another call, or was interrupted: then
+    `layer.recover()` ends with the same pair on all ranks, the new one if any of them had counted all votes.
     """
     return wait(swap_steps(layer, x_TH, limit=limit, settings=settings, token_ids_T=token_ids_T))
 
 
+@collective(groups_of)
 def swap_steps(
     layer: MoELayer,
     x_TH: Tensor,
@@ -71,46 +83,46 @@ def swap_steps(
     token_ids_T: Tensor | None = None,
 ) -> Flight[SwapReport]:
     """`swap_backends` as a flight, for several ranks in one process."""
-    name, staged, reason = layer.decision.chosen.name, None, ""
+    old, groups, name, reason = layer.state, groups_of(layer), layer.decision.chosen.name, ""
+    staged: ServingState | None = None
     try:
         staged = layer.live.stage(layer.expert_map, settings=settings)
-    except MoEMKError as problem:
-        reason = str(problem)
+    except unless_signalled(Exception) as problem:
+        reason = describe(problem)
     failed = yield from _vote(layer, reason)
     if failed or staged is None:
         return SwapReport(name, "", layer.epoch, 0, 0.0, failed, reason)
     yield from layer.live.try_out(staged)
+    outputs: list[Tensor] = []
     with layer.routing.unseen():
-        before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load), token_ids_T)
-        old = layer.live.flip(staged)
-        try:
-            error, reason, failed = yield from _attest(layer, x_TH, token_ids_T, before_TH, limit)
-        except BaseException:
-            layer.live.flip(old)
-            raise
-    new = layer.decision.chosen.name
-    if failed:
-        layer.live.flip(old)
-    return SwapReport(name, new, layer.epoch, len(x_TH), error, failed, reason)
-
-
-def _attest(
-    layer: MoELayer, x_TH: Tensor, token_ids_T: Tensor | None, before_TH: Tensor, limit: float
-) -> Flight[tuple[float, str, tuple[int, ...]]]:
-    """Run the new pair on the same tokens: this rank's error, its objection, and the ranks that object."""
-    after_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load), token_ids_T)
-    difference, scale = (after_TH.double() - before_TH.double()).norm(), before_TH.double().norm()
-    error = float(difference / scale.clamp_min(torch.finfo(torch.float64).tiny)) if len(x_TH) else 0.0
+        for state in (old, staged):
+            load_E = torch.zeros_like(layer.expert_load)
+            outputs.append((yield from steps(state, layer.routing, x_TH, load_E, token_ids_T, None)))
+    error = _relative_error(*outputs)
     reason = "" if error <= limit else f"outputs differ by {error:.3g}, the limit is {limit:.3g}"
-    return error, reason, (yield from _vote(layer, reason))
+
+    def switch() -> None:
+        if layer.state is old:
+            layer.live.flip(staged)
+
+    def back() -> None:
+        if layer.state.backends is staged.backends:
+            layer.live.flip(old)
+
+    failed = yield from groups.decide(_vote(layer, reason), Change(switch, back))
+    return SwapReport(name, staged.backends.decision.chosen.name, layer.epoch, len(x_TH), error, failed, reason)
+
+
+def _relative_error(before_TH: Tensor, after_TH: Tensor) -> float:
+    """Norm of the difference over that of `before_TH`; numbers that are not finite must be the same in both."""
+    before, after = before_TH.double(), after_TH.double()
+    same = (before == after) | (before.isnan() & after.isnan())
+    difference = torch.where(same, 0.0, after - before).norm()
+    scale = before.nan_to_num(0.0, 0.0, 0.0).norm()
+    return float(difference / scale.clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def _vote(layer: MoELayer, reason: str) -> Flight[tuple[int, ...]]:
     """The EP ranks that object, on any of their TP slices."""
-    objects_W = torch.zeros(layer.ep.size, dtype=torch.int64, device=layer.device)
-    objects_W[layer.ep.rank] = int(bool(reason))
-    for comm in (layer.tp, layer.ep):
-        if comm.size > 1:
-            with layer.tp.abort_on_error(), layer.ep.abort_on_error():
-                objects_W = yield from comm.all_reduce(objects_W, "swap vote")
-    return tuple(objects_W.nonzero().flatten().tolist())
+    objects_W = yield from layer.state.grid.gather(int(bool(reason)), "swap vote")
+    return tuple(rank for rank, objects in enumerate(objects_W) if objects)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from moe_mk.comm.collective import collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError, WeightError
@@ -71,7 +72,8 @@ class LivePlacement:
 
         arrived: weights by slot of this rank for experts it does not hold yet. ep: another group of ranks, after one
         was lost or has joined: backends are chosen again for its size. epoch: the number of the placement, the same on
-        all ranks; None: the next one. settings: of the kernel section, by name; backends are chosen again with them.
+        all ranks; None: the next one, if it differs from the present one. settings: of the kernel section, by name;
+        backends are chosen again with them.
         Raises ConfigError for a map of other sizes and for experts without weights, UnsupportedError where no pair
         supports a group of that size or those settings.
         """
@@ -79,7 +81,8 @@ class LivePlacement:
         grid, used = serving.grid.renewed(ep), serving.backends
         check_sizes(expert_map, serving.expert_map, grid.ep)
         backends = used if ep is None and not settings else self._decided(expert_map, ep, settings or {})
-        number = serving.epoch + 1 if epoch is None else epoch
+        differs = bool(settings) or expert_map != serving.expert_map
+        number = serving.epoch + differs if epoch is None else epoch
         staged = build_state(backends, expert_map, grid, layer.built_for, layer.spans, number)
         staged = replace(staged, loads=serving.loads, swaps=serving.swaps, latent=serving.latent)
         staged = replace(staged, input_norm_H=serving.input_norm_H)
@@ -109,9 +112,12 @@ class LivePlacement:
             staged.lost.warn()
         return old
 
+    @collective(lambda live, *_, **__: live.layer.state.grid)
     def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
         """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory.
 
+        Every rank calls it between the same two forwards; ranks do not wait for each other. After an exception on one
+        of them all `recover()` and call it again: until then forwards end in CommError, because placements differ.
         A `RebalanceManager` goes on from it, if every rank calls this between the same two of its steps.
         """
         self.flip(self.stage(expert_map, arrived))

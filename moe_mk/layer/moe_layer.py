@@ -11,6 +11,7 @@ One forward:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from moe_mk.comm.collective import FRAMES, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
@@ -58,6 +60,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Progress = Callable[[str, int, int], None]
+
+
+def groups_of(layer: MoELayer, /, *_: object, **__: object) -> Grid:
+    """The groups whose ranks call a layer together."""
+    return layer.state.grid
 
 
 class MoELayer(WithoutParameters):
@@ -220,6 +227,7 @@ class MoELayer(WithoutParameters):
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}", pool=pool)
         return built.load(path, layer, prefix=prefix, on_progress=on_progress)
 
+    @collective(groups_of)
     def load(
         self,
         source: str | PathLike[str] | Mapping[str, Tensor] | TensorSource,
@@ -281,6 +289,7 @@ class MoELayer(WithoutParameters):
         self.take(weights)
         self.source = None
 
+    @collective(groups_of)
     def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
         """Use weights that are already loaded for this rank; converts experts to the layout of the backend.
 
@@ -325,18 +334,25 @@ class MoELayer(WithoutParameters):
         active_T: bool, or integers as an attention mask; False and 0 are padding, which is left out of the call: it is
         not routed, not counted, and gives 0. Read on the host, so a CUDA graph cannot hold a call with it.
         """
-        load_E: Any = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
-        # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
-        # layers: one graph serves all of them.
-        if is_compiling() or not is_untraced(hidden_states):
-            if not is_compiling():
-                expect_inference("the layer", hidden_states)
-            elif hidden_states.requires_grad:
-                hidden_states = self.checked(hidden_states)
-            return LAYERS.traced(hidden_states, load_E, self._entry, token_ids_T, active_T)
-        if hidden_states.dim() != 2 or active_T is not None:
-            return run_operator(self, hidden_states, load_E, token_ids_T, active_T)
-        return self.run(self.checked(hidden_states), load_E, token_ids_T)
+        try:
+            load_E: Any = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
+            # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
+            # layers: one graph serves all of them.
+            if is_compiling() or not is_untraced(hidden_states):
+                if not is_compiling():
+                    expect_inference("the layer", hidden_states)
+                elif hidden_states.requires_grad:
+                    hidden_states = self.checked(hidden_states)
+                return LAYERS.traced(hidden_states, load_E, self._entry, token_ids_T, active_T)
+            if hidden_states.dim() != 2 or active_T is not None:
+                return run_operator(self, hidden_states, load_E, token_ids_T, active_T)
+            return self.run(self.checked(hidden_states), load_E, token_ids_T)
+        except BaseException as error:
+            if not isinstance(error, MoEMKError):  # `run` may have had no frame left to report it
+                sys.setrecursionlimit((limit := sys.getrecursionlimit()) + FRAMES)
+                self.state.grid.fail(error)
+                sys.setrecursionlimit(limit)
+            raise
 
     def run(
         self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None, given: Routing | None = None
@@ -381,6 +397,7 @@ class MoELayer(WithoutParameters):
         load_E = self.expert_load if expert_load_E is None else expert_load_E
         return steps(self.state, self.routing, x_TH, load_E, token_ids_T, given)
 
+    @collective(groups_of)
     def warm_up(self, token_counts: Iterable[int]) -> None:
         """Run once with each number of tokens, so that no later call compiles kernels, reads tuned tiles or allocates.
 
@@ -410,26 +427,33 @@ class MoELayer(WithoutParameters):
 
     def run_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, load_E: Any) -> Tensor:
         """`forward_routed` without torch's operator. load_E: the expert load to add to."""
-        _ = self.weights  # raises WeightError before loading
-        x_TH = self.checked(hidden_states)
-        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.scored_experts
-        alone = self.state.is_direct and self.on_routing is None and self.routing.zero is None
-        if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
-            prepared, given = self._prepared, Routing(topk_ids, topk_weights)
-            if prepared is None or not prepared.is_current():
-                prepared = self.prepare()
-            if (call := prepared.call_for(x_TH, load_E, given)) is not None:
-                try:
-                    return prepared.run(call, x_TH, load_E, given)  # it checks the ids
-                except ShapeError:
-                    check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
-                    raise
-        check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self.routing.has_chosen(topk_ids))
-        if self.kernel.routes_inside:
-            chosen = self.decision.chosen.experts
-            raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
-        routing = Routing(topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
-        return self.run(x_TH, load_E, given=routing)
+        try:
+            _ = self.weights  # raises WeightError before loading
+            x_TH = self.checked(hidden_states)
+            sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.scored_experts
+            alone = self.state.is_direct and self.on_routing is None and self.routing.zero is None
+            if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
+                prepared, given = self._prepared, Routing(topk_ids, topk_weights)
+                if prepared is None or not prepared.is_current():
+                    prepared = self.prepare()
+                if (call := prepared.call_for(x_TH, load_E, given)) is not None:
+                    try:
+                        return prepared.run(call, x_TH, load_E, given)  # it checks the ids
+                    except ShapeError:
+                        check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
+                        raise
+            check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self.routing.has_chosen(topk_ids))
+            if self.kernel.routes_inside:
+                chosen = self.decision.chosen.experts
+                raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
+            routing = Routing(
+                topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0)
+            )
+            return self.run(x_TH, load_E, given=routing)
+        except BaseException as error:
+            if not isinstance(error, MoEMKError):
+                self.state.grid.fail(error)
+            raise
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
@@ -443,11 +467,13 @@ class MoELayer(WithoutParameters):
         router_TH, _ = self.state.inputs(self.checked(hidden_states))
         return self.routing.choose(self.state.backends.gate, router_TH, token_ids_T)
 
+    @collective(groups_of, recovers=True)
     def recover(self) -> None:
         """Resume after a call failed on some rank. Every rank of the layer's groups calls it; it waits for them.
 
         One call covers all layers over the same groups. Raises CommError where a rank is dead or was late, so that
-        connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups.
+        connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups. After
+        any other exception, such as an interrupt, it is called again, also by ranks that raise CommError for it.
         """
         wait(self.state.grid.recover())
 

@@ -206,23 +206,25 @@ class LayerRouting:
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Run forwards that are not counted as tokens, and not passed to the listener."""
-        listener, self.listener, (tokens, zero) = self.listener, None, self.counted
+        listener, self.listener, counted = self.listener, None, self.counted
         try:
             yield
         finally:
             self.listener = listener
-            self.count_from(tokens, zero)
+            self.count_from(*counted)
 
     @property
-    def counted(self) -> tuple[int, Tensor | None]:
-        """A copy of what is counted: tokens, and assignments to experts without weights."""
-        return self.tokens, None if self.zero is None else self.zero.clone()
+    def counted(self) -> tuple[int, Tensor | None, Tensor | None]:
+        """A copy of what is counted: tokens, and assignments to experts without weights and to lost experts."""
+        zero, dropped = (None if each is None else each.clone() for each in (self.zero, self.dropped))
+        return self.tokens, zero, dropped
 
-    def count_from(self, tokens: int, zero: Tensor | None) -> None:
+    def count_from(self, tokens: int, zero: Tensor | None, dropped: Tensor | None = None) -> None:
         """Go on from what was `counted`."""
         self.tokens = tokens
-        if zero is not None and self.zero is not None:
-            self.zero.copy_(zero)
+        for counter, count in ((self.zero, zero), (self.dropped, dropped)):
+            if counter is not None and count is not None:
+                counter.copy_(count)
 
     def unrouted(self, load_E: Tensor) -> int:
         """Assignments of all tokens that chose no expert; waits for the device."""

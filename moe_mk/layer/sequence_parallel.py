@@ -10,9 +10,11 @@ where they are computed. Source of the scheme: vLLM, `sequence_parallel_chunk` a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
+from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.groups import Absent, Group, communicator
 from moe_mk.errors import expect_kind
@@ -54,6 +56,7 @@ class SequenceParallelMoE(nn.Module):
         expect_kind("layer", layer, WithoutParameters)
         self.layer = layer
         self.comm = communicator(group, timeout_s=layer.config.kernel.timeout_s, layer=layer.name)
+        self.groups = CallGroups(self.comm)
 
     def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """(T, H) to (T, H), the same on every rank of the group.
@@ -62,6 +65,15 @@ class SequenceParallelMoE(nn.Module):
         """
         return wait(self.steps(hidden_states, token_ids_T))
 
+    @collective(lambda moe: moe.groups, recovers=True)
+    def recover(self) -> None:
+        """Resume after a call failed on some rank, see `MoELayer.recover`; all ranks of all groups call it."""
+        grid = self.layer.state.grid
+        self.layer.recover()
+        if self.comm.status not in (grid.ep.status, grid.tp.status):
+            wait(self.groups.recover())
+
+    @collective(lambda moe, *_, **__: moe.groups)
     def steps(self, x_TH: Tensor, token_ids_T: Tensor | None = None) -> Flight[Tensor]:
         """The forward as a flight. Invalid tokens or ids are refused here, on every rank."""
         layer, model, limits = self.layer, self.layer.config.model, self.layer.config.kernel
@@ -71,4 +83,5 @@ class SequenceParallelMoE(nn.Module):
         own = chunk_of(x_TH.shape[0], self.comm.size, self.comm.rank)
         by_id = layer.routing.hash_router is not None
         own_ids = token_ids_T[own] if by_id and token_ids_T is not None else None
-        return sequence_parallel(x_TH.contiguous(), self.comm, lambda x_XH: layer.steps(x_XH, token_ids_T=own_ids))
+        x_TH, run = x_TH.contiguous(), partial(layer.steps, token_ids_T=own_ids)
+        return (yield from sequence_parallel(x_TH, self.comm, run))

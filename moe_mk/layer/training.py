@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.groups import Absent, Group, communicator
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, UnsupportedError, expect_kind
@@ -75,6 +76,7 @@ class TrainingMoE(nn.Module):
         super().__init__()
         expect_kind("config", config, MoEConfig)
         self.config, self.comm, self.generator = config, communicator(comm), generator
+        self.groups = CallGroups(self.comm)
         self.balance_weight = balance_weight
         if reasons := _reasons_against(config, self.comm.size):
             raise UnsupportedError(f"{config.model.name} cannot be trained as configured", reasons)
@@ -114,6 +116,7 @@ class TrainingMoE(nn.Module):
     def _draw(self, weight: Tensor) -> None:
         weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=self.generator)
 
+    @collective(lambda moe, *_: moe.groups)
     def forward(self, x_TH: Tensor) -> TrainingOutput:
         """Tokens (T, H) to outputs (T, H) with routing; raises ShapeError for other shapes and dtypes."""
         expect("x", x_TH, "T H", (self.gate_EH.dtype,), self.gate_EH.device, H=self.config.model.hidden_size)
@@ -127,6 +130,7 @@ class TrainingMoE(nn.Module):
             y_TH.to(x_TH.dtype), probabilities_TE, ids_TK, weights_TK, self._balance_loss(probabilities_TE)
         )
 
+    @collective(lambda moe, *_, **__: moe.groups)
     @torch.no_grad()
     def update_bias(self, out: TrainingOutput, gamma: float) -> None:
         """Move the correction bias of the router towards an even load, see `router.training.updated_bias`.

@@ -96,8 +96,8 @@ class PointToPoint(Communicator):
     def _report(self, failure: Failure) -> None:
         self.inner._report(failure)
 
-    def _recover(self) -> Flight[None]:
-        yield from self.inner._recover()
+    def _recover(self, number: int) -> Flight[int]:
+        return (yield from self.inner._recover(number))
 
     def _epoch(self) -> int:
         return self.inner._epoch()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.flight import Flight
@@ -117,6 +118,11 @@ def plan_distribute(
     return DistributePlan(rows, max(out, back) + indices)
 
 
+def _groups_of(*given: object, **named: object) -> CallGroups:
+    return CallGroups(next(each for each in (*given, *named.values()) if isinstance(each, Communicator)))
+
+
+@collective(_groups_of)
 def distribute_dispatch(
     x_TH: Tensor,
     ids_TK: Tensor,
@@ -158,6 +164,7 @@ def distribute_dispatch(
     )
 
 
+@collective(_groups_of)
 def distribute_combine(
     y_NH: Tensor,
     ids_TK: Tensor,

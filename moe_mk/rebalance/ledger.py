@@ -5,7 +5,7 @@ A living rank may have slots that are not allocated yet (-1), after another rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,3 +86,8 @@ class Ledger:
     def first_slot(self, rank: int) -> int:
         """The number of a rank's first slot."""
         return int(self.topology.slots_W[:rank].sum())
+
+    def only_on(self, ranks: Iterable[int]) -> int:
+        """Number of experts, over all layers, whose only copies are on these ranks."""
+        theirs_P = np.isin(self.topology.gpu_P, list(ranks))
+        return sum(len(set(row[theirs_P & (row >= 0)].tolist()) - set(row[~theirs_P].tolist())) for row in self.phy2log)

@@ -14,8 +14,7 @@ Every rank calls `step` equally often. Decisions depend only on data that all ra
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Self
 
@@ -24,8 +23,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.agreement import digest
+from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
+from moe_mk.comm.failure import Change
 from moe_mk.comm.groups import Group, communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError
@@ -34,16 +35,26 @@ from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance.hysteresis import Hysteresis
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
+from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase, number_of
 from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.migration import Migration, Vote
-from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.peers import Peers, expect_equal_groups
 from moe_mk.rebalance.plan_message import DIGEST, BadPlanMessage, PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
-from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit
+from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit, machine_of
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, RebalanceWarning, State
+from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, State, warn_of_fatal_ranks
 from moe_mk.rebalance.transfer import ExpertBytes
+
+
+def groups_of(manager: RebalanceManager, /, *_: object, **__: object) -> CallGroups:
+    """The groups whose ranks call a manager."""
+    return manager.peers
+
+
+def new_groups_of(manager: RebalanceManager, ranks: object, comm: Group | None) -> CallGroups:
+    """Those of the ranks that go on together."""
+    return manager.peers_in(comm)
 
 
 class RebalanceManager:
@@ -63,7 +74,7 @@ class RebalanceManager:
         """
         self.settings = settings or RebalanceSettings()
         self.layers = tuple(layers)
-        _check(self.layers)
+        expect_equal_groups(self.layers)
         self.peers = Peers(comm or self.layers[0].ep, tp or self.layers[0].tp)
         self._maps = [layer.expert_map for layer in layers]
         """Placements that the ledger follows, as the last step has found them."""
@@ -84,26 +95,14 @@ class RebalanceManager:
         self._reason, self._halted, self._sync_now, self._closed = "no plan yet", False, False, False
         self._initial_slots_W: list[int] = self.ledger.topology.slots_W.tolist()
         """Initial slots of each rank; slots added after a loss are released when ranks join."""
-        self._warn_of_fatal_ranks()
-
-    def _warn_of_fatal_ranks(self) -> None:
-        fatal = {layer.name: ranks for layer in self.layers if (ranks := _fatal_ranks(layer))}
-        if fatal:
-            name, ranks = next(iter(fatal.items()))
-            more = f" and {len(fatal) - 1} more layers" if len(fatal) > 1 else ""
-            warnings.warn(
-                f"the loss of ranks {ranks} cannot be repaired: they hold the only copy of experts of layer {name!r}"
-                f"{more}, which have nothing to read weights from; call layer.read_from(source, number), or place a "
-                "copy of every expert on a second rank (parallel.placement, min_copies=2)",
-                RebalanceWarning,
-                stacklevel=3,
-            )
+        warn_of_fatal_ranks(self.layers)
 
     @property
     def comm(self) -> Communicator:
         """The ranks that share out the experts."""
         return self.peers.ep
 
+    @collective(groups_of)
     def step(self, phase: Phase = "decode") -> None:
         """Advance by one step. phase: of the preceding forward. A failed rebalance is recorded and never raises.
 
@@ -141,6 +140,14 @@ class RebalanceManager:
     def steps(self, phase: Phase = "decode") -> Flight[None]:
         """`step` as a flight, for several ranks in one process."""
         self._expect_open()
+        number_of(phase)  # raises ConfigError
+        try:
+            yield from self._steps(phase)
+        finally:
+            self.journal.warn()
+
+    @collective(groups_of)
+    def _steps(self, phase: Phase) -> Flight[None]:
         self._step += 1
         self.window.gather([layer.expert_load for layer in self.layers], phase)
         if self._halted and self._epochs == self.peers.epochs:
@@ -154,10 +161,6 @@ class RebalanceManager:
             self._halted, self._load_flight = True, None
             then = "rebalancing stops here until recover() of a layer, or until rank_lost() brings a new group"
             self.journal.record(self._step, str(problem), then)
-        except BaseException as error:  # of a signal, or the flight was closed: peers must not wait for this rank
-            if not isinstance(error, Warning):
-                self.peers.fail(error, self._epochs)
-            raise
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -182,13 +185,13 @@ class RebalanceManager:
     def _resume(self) -> Flight[None]:
         """Go on after a recovery, from where the furthest rank stood: the failed call may have ended on some ranks."""
         self._epochs = self.peers.epochs
-        flips = max((yield from self.peers.gather(self._flips, "rebalance resume")))
-        self._follow(flips)
+        yield from self.peers.settle()
+        self._count_flips()
         self._plan_id = max((yield from self.peers.gather(self._plan_id, "rebalance resume")))
         self._step = max((yield from self.peers.gather(self._step, "rebalance resume")))
         self._planner.restart(wanted=self._planner.wanted or self._planner.busy or self._migration is not None)
         self._drop_work()
-        self._flips, self._halted, self._sync_now = flips, False, True
+        self._halted, self._sync_now = False, True
 
     def _work(self) -> Flight[None]:
         if self._load_flight is not None:
@@ -252,13 +255,15 @@ class RebalanceManager:
         self._predicted_bytes += self._migration.predicted_bytes
 
     def _migrate(self, migration: Migration) -> Flight[None]:
-        self._flips += yield from migration.steps(self._step)
+        yield from migration.steps(self._step)
+        self._count_flips()
         if migration.finished:
             self._migration = None
             self.balance = measure_balance(self.history.load(self.settings.phase), self.ledger)
 
     # Lost and joining ranks.
 
+    @collective(new_groups_of)
     def rank_lost(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Continue without lost ranks. Every remaining rank calls this before its next forward.
 
@@ -278,8 +283,23 @@ class RebalanceManager:
         wait(self.rank_lost_steps(ranks, comm))
 
     def rank_lost_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
+        """`rank_lost` as a flight."""
+        yield from self._go_on(self._lose(ranks, comm))
+
+    def _go_on(self, change: Flight[list[Warning]]) -> Flight[None]:
+        """Warn of a change, or raise what was turned into errors, once all ranks have made it."""
+        raised = yield from change
+        self.journal.warn()
+        if raised:
+            raise raised[0]
+
+    @collective(new_groups_of)
+    def _lose(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[list[Warning]]:
         self._expect_open()
-        group, living, size = self._view_of(comm), self.ledger.living, self.comm.size
+        peers, living, size = self.peers_in(comm), self.ledger.living, self.comm.size
+        group = peers.ep
+        if (yield from self._has_committed(peers)):
+            return []
         lost = sorted({ranks} if isinstance(ranks, int) else set(ranks))
         members = tuple(member for rank, member in enumerate(living) if rank not in lost)
         problem = ""
@@ -291,16 +311,18 @@ class RebalanceManager:
             problem = f"without ranks {lost}, {len(members)} ranks are left; the new group has {group.size}"
 
         def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
-            return self._placed_on(self._machine_of(rank_states)[0], members, rows)
+            return self._placed_on(machine_of(rank_states)[0], members, rows)
 
-        before = self._gone(living[rank] for rank in lost if 0 <= rank < size)
-        work = yield from self._regroup(group, members, problem, {"call": "rank_lost"}, target)
-        self._commit(work, self._initial_slots_W)
+        before = self.ledger.only_on(living[rank] for rank in lost if 0 <= rank < size)
+        facts = {"call": "rank_lost"}
+        raised = yield from self._regroup(peers, members, problem, facts, target, self._initial_slots_W)
         what = f"ranks {lost} are lost and with them the only copies of {before} experts in {len(self.layers)} layers"
         left = sum(len(layer.expert_map.lost) for layer in self.layers)
         policy = f"on_lost_expert = {self.layers[0].on_lost_expert} holds for {left} experts until they are repaired"
         self.journal.record(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
+        return raised
 
+    @collective(new_groups_of)
     def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Continue with additional ranks. Every rank of the new group calls this between two forwards, new ones too.
 
@@ -312,8 +334,16 @@ class RebalanceManager:
         wait(self.rank_joined_steps(ranks, comm))
 
     def rank_joined_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
+        """`rank_joined` as a flight."""
+        yield from self._go_on(self._join(ranks, comm))
+
+    @collective(new_groups_of)
+    def _join(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[list[Warning]]:
         self._expect_open()
-        group, living = self._view_of(comm), self.ledger.living
+        peers, living = self.peers_in(comm), self.ledger.living
+        group = peers.ep
+        if (yield from self._has_committed(peers)):
+            return []
         new = sorted({ranks} if isinstance(ranks, int) else set(ranks))
         joins, problem, served = group.rank in new, "", iter(living)
         if not new or not all(0 <= rank < group.size for rank in new):
@@ -328,12 +358,11 @@ class RebalanceManager:
         def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
             stated = next(each.members for each in rank_states if each.member is not None)
             most = [max(len(rows_WL[rank]) for rows_WL in rows) for rank in new]
-            topology, initial_slots[:] = after_join(*self._machine_of(rank_states), stated, most)
+            topology, initial_slots[:] = after_join(*machine_of(rank_states), stated, most)
             return self._placed_on(topology, np.flatnonzero(topology.alive_W).tolist(), rows)
 
         facts = {"call": "rank_joined", "ranks that join": str(new)}
-        work = yield from self._regroup(group, members, problem, facts, target)
-        self._commit(work, initial_slots)
+        return (yield from self._regroup(peers, members, problem, facts, target, initial_slots))
 
     def _placed_on(self, machine: Topology, members: Sequence[int], rows: Rows) -> tuple[Topology, Rows]:
         """The machine with these ranks alone alive, and what each of them shall hold. rows: what they hold."""
@@ -342,14 +371,27 @@ class RebalanceManager:
         slots = topology.slots_W[list(members)].tolist()
         return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
 
+    def _has_committed(self, peers: Peers) -> Flight[bool]:
+        """Go on over a group in which an earlier attempt has failed; whether the other ranks had ended that one."""
+        if peers.ep.status.failure is None and peers.tp.status.failure is None:
+            return False
+        serving = self.peers
+        yield from peers.recover()
+        return self.peers is not serving
+
     def _regroup(
         self,
-        group: Communicator,
+        peers: Peers,
         members: tuple[int | None, ...],
         problem: str,
         facts: dict[str, str],
         target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]],
-    ) -> Flight[Regrouping]:
+        initial_slots_W: list[int],
+    ) -> Flight[list[Warning]]:
+        """Form a group, and serve in it once no rank objects. initial_slots_W: set by `target`, if that changes them.
+
+        Returns warnings of the change that were turned into errors.
+        """
         serves = bool(members) or facts["call"] == "rank_lost"
         machine = {"topology": asdict(self.ledger.topology), "initial_slots": self._initial_slots_W}
         rank_state = RankState(
@@ -369,35 +411,38 @@ class RebalanceManager:
             epochs=[layer.epoch for layer in self.layers],
             machine=machine if serves else None,
         )
-        work = Regrouping(
-            self.layers, Peers(group, self.peers.tp), self.settings, rank_state, self._follow, target, self._counts
-        )
-        yield from work.steps()
-        return work
+        work = Regrouping(self.layers, peers, self.settings, rank_state, self._follow, target, self._counts)
+        before, former = dict(vars(self)), [layer.state for layer in self.layers]
 
-    def _machine_of(self, rank_states: Sequence[RankState]) -> tuple[Topology, list[int]]:
-        """The topology of the previous group, which all its ranks must report equally, and its initial slots."""
-        stated = [each.machine for each in rank_states if each.machine is not None]
-        if any(each != stated[0] for each in stated):
-            raise ConfigError(f"ranks come from different groups: {stated}; end the processes and start anew")
-        return Topology(**stated[0]["topology"]), list(stated[0]["initial_slots"])
+        def back() -> None:
+            vars(self).update(before)
+            for layer, state in zip(self.layers, former, strict=True):
+                if layer.state is not state:
+                    layer.use(state)
+
+        yield from work.steps(Change(lambda: self._commit(work, initial_slots_W), back))
+        return work.warnings
 
     def _follow(self, flips: int) -> None:
         """Apply the flip that all ranks voted for, if the loss occurred between the last votes of two ranks."""
         migration = self._migration
         if flips > self._flips and migration is not None and migration.staged is not None and migration.is_current:
             migration.flip()
-            self._flips += 1
+            self._count_flips()
+
+    def _count_flips(self) -> None:
+        """Count those of the migration that are not counted yet: a recovery may have made one."""
+        if self._migration is not None:
+            self._flips, self._migration.flips = self._flips + self._migration.flips, 0
 
     def _commit(self, work: Regrouping, initial_slots_W: list[int]) -> None:
-        """Switch to the new group. Warnings turned into errors are raised at the end."""
+        """Switch to the new group. Warnings turned into errors are raised once that has ended."""
         assert work.ledger is not None
-        raised: list[Warning] = []
         for layer, state in zip(self.layers, work.staged_states, strict=True):
             try:
                 layer.live.flip(state)
             except Warning as warning:
-                raised.append(warning)
+                work.warnings.append(warning)
         self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
         self._drop_work()
         self._epochs, self._halted = self.peers.epochs, False
@@ -407,20 +452,12 @@ class RebalanceManager:
         self.balance = None
         self._planner.restart()
         self._sync_now = True
-        if raised:
-            raise raised[0]
 
-    def _gone(self, members: Iterable[int]) -> int:
-        """Number of experts, over all layers, whose only copies are on these ranks."""
-        dead_P = np.isin(self.ledger.topology.gpu_P, list(members))
-        return sum(
-            len(set(row[dead_P & (row >= 0)].tolist()) - set(row[~dead_P].tolist())) for row in self.ledger.phy2log
-        )
-
-    def _view_of(self, group: Group | None) -> Communicator:
+    def peers_in(self, group: Group | None) -> Peers:
+        """The communicators of this rank in another EP group."""
         timeout_s = getattr(self.comm, "timeout_s", DEFAULT_TIMEOUT_S)
-        group = SingleRank() if group is None else group
-        return communicator(group, timeout_s=timeout_s, layer=f"{len(self.layers)} layers")
+        ep = SingleRank() if group is None else group
+        return Peers(communicator(ep, timeout_s=timeout_s, layer=f"{len(self.layers)} layers"), self.peers.tp)
 
     # Status.
 
@@ -463,25 +500,3 @@ class RebalanceManager:
             dropped_assignments=sum(layer.dropped_assignments for layer in self.layers),
             incidents=tuple(self.journal.incidents),
         )
-
-
-def _fatal_ranks(layer: MoELayer) -> list[int]:
-    """Ranks that hold the only copy of an expert whose weights cannot be read again."""
-    placed = layer.expert_map
-    if layer.source is not None or placed.num_ranks == 1:
-        return []
-    ranks_E = ({placed.rank_of_physical[p] for p in replicas} for replicas in placed.physical_of_logical)
-    return sorted({min(ranks) for ranks in ranks_E if len(ranks) == 1})
-
-
-def _check(layers: Sequence[MoELayer]) -> None:
-    if not layers:
-        raise ConfigError("no layers were passed; pass at least one")
-    slices = {layer.tp.size for layer in layers}
-    if len(slices) > 1:
-        raise ConfigError(
-            f"experts of the layers are cut into {sorted(slices)} slices; use equal tensor-parallel sizes"
-        )
-    ranks = {layer.expert_map.num_ranks for layer in layers} | {layer.ep.size for layer in layers}
-    if len(ranks) > 1:
-        raise ConfigError(f"layers and their groups have {sorted(ranks)} ranks; they must all have the same")

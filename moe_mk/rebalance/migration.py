@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_mk.comm.failure import Change
 from moe_mk.errors import unless_signalled
 from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
@@ -56,7 +57,7 @@ class Migration:
         self.batches = self._batches()
         """Layers that flip together, first those for which no weights move."""
         self.retries, self.resumes_at, self.waited = 0, 0, 0
-        self.dropped = False
+        self.dropped, self.flips = False, 0
         self.staged: list[tuple[int, Any]] | None = None
         """(layer, state) of the present batch once it is built."""
         self._begun_at: list[tuple[tuple[int, int], ExpertMap]] = []
@@ -77,24 +78,22 @@ class Migration:
         whole = {x: self.layers[x].live.export_slot(0).num_bytes * self.peers.tp.size for x in self.moves}
         return sum(each.links * whole[x] for x, each in self.moves.items())
 
-    def steps(self, step: int) -> Flight[int]:
-        """One step: land a chunk, post the next, or flip. Returns the number of flips, 0 or 1."""
+    def steps(self, step: int) -> Flight[None]:
+        """One step: land a chunk, post the next, or flip."""
         if self.finished or step < self.resumes_at:
-            return 0
+            return
         transfer = self._transfer or self._begin()
         if transfer.in_flight:
             yield from transfer.land()
             self._check_generation(transfer)
             if (yield from self._vote(Vote.REFUSE if transfer.trouble else Vote.READY, step)) is Vote.REFUSE:
-                return 0
+                return
             transfer.accept()
         if not transfer.all_sent:
             transfer.post()
-            return 0
-        if (yield from self._vote(self._stage(transfer), step)) is not Vote.READY:
-            return 0
-        self.flip()
-        return 1
+            return
+        mine = self._stage(transfer)
+        yield from self.peers.decide(self._vote(mine, step), self._change(), accepts=Vote.READY.__eq__)
 
     def drop(self) -> None:
         """End it, with what is in flight."""
@@ -103,13 +102,26 @@ class Migration:
         self.dropped = True
 
     def flip(self) -> None:
-        """Serve from the staged batch; every rank does so at the same step."""
-        assert self.staged is not None
-        for x, state in self.staged:
+        """Serve from the staged batch; every rank does so at the same step. Nothing to do where it has ended."""
+        for x, state in self.staged or ():
             self.layers[x].live.flip(state)
             self.ledger.phy2log[x], self.ledger.share[x] = self.message.phy2log[x], self.message.share[x]
-        self.batches, self.staged, self._transfer = self.batches[1:], None, None
-        self.retries = self.waited = 0
+        if self.staged is not None:
+            self.batches, self.staged, self._transfer, self.flips = self.batches[1:], None, None, self.flips + 1
+            self.retries = self.waited = 0
+
+    def _change(self) -> Change:
+        """The flip of the present batch, or that of some of its layers undone."""
+        former = [(x, self.layers[x].state) for x in self.batches[0]]
+        slots, share = self.ledger.phy2log.copy(), self.ledger.share.copy()
+
+        def back() -> None:
+            for (x, state), (_, staged) in zip(former, self.staged or (), strict=False):
+                if self.layers[x].expert_map is staged.expert_map:
+                    self.layers[x].use(state)
+                self.ledger.phy2log[x], self.ledger.share[x] = slots[x], share[x]
+
+        return Change(self.flip, back)
 
     def _batches(self) -> list[list[int]]:
         old, new = self.ledger.share, self.message.share

@@ -9,44 +9,26 @@ All of them vote and receive the same votes, so a slice that is missing on one r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.agreement import digest
+from moe_mk.comm.collective import CallGroups
 from moe_mk.comm.communicator import Communicator
+from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight
+from moe_mk.layer.moe_layer import MoELayer
 
 
-@dataclass(frozen=True)
-class Peers:
+class Peers(CallGroups):
     """The communicators of one rank."""
-
-    ep: Communicator
-    tp: Communicator
 
     @property
     def leads(self) -> bool:
         """Whether this rank makes the plans."""
         return self.ep.rank == 0 and self.tp.rank == 0
-
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """How often each group has recovered."""
-        return self.ep.status.epoch, self.tp.status.epoch
-
-    def fail(self, error: BaseException, epochs: Iterable[int] | None = None) -> None:
-        """Report to both groups that a flight of this rank has ended early, see `Communicator.fail`."""
-        for comm, epoch in zip((self.ep, self.tp), epochs or self.epochs, strict=True):
-            comm.fail(error, epoch)
-
-    def gather(self, number: int, phase: str) -> Flight[list[int]]:
-        """All-gather a number; returns, equal on all ranks, the largest among the slices of each EP rank."""
-        if self.tp.size > 1:
-            number = max((yield from self.tp.gather_count(number, phase)))
-        return (yield from self.ep.gather_count(number, phase))
 
     def gather_texts(self, text: str, phase: str) -> Flight[list[str]]:
         """All-gather a text; returns the texts by EP rank, those of its slices joined by line breaks."""
@@ -79,3 +61,17 @@ def _spread(comm: Communicator, column: Tensor, size: int, phase: str) -> Flight
     rows = column.repeat(comm.size, 1) if first else column[:0]
     send = [size if first else 0] * comm.size
     return (yield from comm.all_to_all(rows, send, [size] + [0] * (comm.size - 1), phase))
+
+
+def expect_equal_groups(layers: Sequence[MoELayer]) -> None:
+    """Raise ConfigError unless all layers have groups of the same sizes."""
+    if not layers:
+        raise ConfigError("no layers were passed; pass at least one")
+    slices = {layer.tp.size for layer in layers}
+    if len(slices) > 1:
+        raise ConfigError(
+            f"experts of the layers are cut into {sorted(slices)} slices; use equal tensor-parallel sizes"
+        )
+    ranks = {layer.expert_map.num_ranks for layer in layers} | {layer.ep.size for layer in layers}
+    if len(ranks) > 1:
+        raise ConfigError(f"layers and their groups have {sorted(ranks)} ranks; they must all have the same")

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_mk.errors import CommError, ConfigError, RegroupError
+from moe_mk.comm.failure import Change, describe
+from moe_mk.errors import CommError, ConfigError, RegroupError, unless_signalled
 from moe_mk.flight import Flight, InFlight
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
@@ -150,7 +151,7 @@ def fit(rows_WL: Sequence[Sequence[int]], slots_W: Sequence[int], num_experts: i
 
 @dataclass
 class Regrouping:
-    """One attempt of one rank. `steps` ends with all layers staged, or raises and releases what it staged."""
+    """One attempt of one rank. `steps` ends with the change made, or raises and releases what it staged."""
 
     layers: Sequence[MoELayer]
     peers: Peers
@@ -165,22 +166,25 @@ class Regrouping:
     ledger: Ledger | None = None
     staged_states: list[Any] = field(default_factory=list)
     rank_states: list[RankState] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
+    """Those of the commit that were turned into errors."""
 
-    def steps(self) -> Flight[None]:
-        """Agree, place, move, stage and try out. Raises RegroupError on every rank, CommError if a peer is lost."""
+    def steps(self, commit: Change) -> Flight[None]:
+        """Agree, place, move, stage, try out and commit. Raises RegroupError on every rank, CommError if one is lost.
+
+        What was staged is kept until the next attempt: a recovery may commit it, if the other ranks had done so.
+        """
         kept = self.peers.ep.kept
         before = dict(kept)
         try:
-            yield from self._steps()
-        except BaseException as error:
-            if isinstance(error, GeneratorExit):
-                self.peers.fail(error)
-            self.staged_states = []
+            yield from self._steps(commit)
+        except BaseException:
             kept.clear()  # windows of this attempt: some ranks may have opened them and others not
             kept.update(before)
             raise
 
-    def _steps(self) -> Flight[None]:
+    def _steps(self, commit: Change) -> Flight[None]:
+        yield from self.peers.settle()  # counts of votes are those of the groups before, or none of ranks that join
         texts = yield from self.peers.gather_texts(self.rank_state.encode(), PHASE)
         self.rank_states = [RankState.decode(text) for text in texts]
         if lines := disagreements(self.rank_states):
@@ -192,25 +196,26 @@ class Regrouping:
         try:
             base, message = self._plan(rows)
             moves = moves_of(base, message) if base.topology.alive_W.any() else {}
-        except Exception as error:
+        except unless_signalled(Exception) as error:
             problem = error
         yield from self._vote("placing experts", problem)
         arrived = yield from self._move(moves)
         try:
             self._stage(arrived)
-        except Exception as error:
+        except unless_signalled(Exception) as error:
             problem = error
         yield from self._vote("staging", problem)
         try:
             for layer, state in zip(self.layers, self.staged_states, strict=True):
                 yield from layer.live.try_out(state)
-        except Exception as error:
+        except unless_signalled(Exception) as error:
             problem = error
         try:
             yield from self._vote("trying out", problem)
         except CommError:  # the call of this rank failed, or that of a peer, which this one learns in the vote
-            yield from self.peers.ep.recover()
+            yield from self.peers.recover()
             yield from self._vote("trying out", problem)
+        yield from self.peers.decide(self.peers.gather(0, PHASE), commit, accepts=bool)
 
     def _rows(self) -> Flight[Rows]:
         """What every rank holds, layer by layer."""
@@ -244,7 +249,7 @@ class Regrouping:
             try:
                 transfer = ExpertTransfer(self.peers.ep, self.layers[x], each, x, size, reader, self.counts)
                 transfer.waits_for_reading()
-            except Exception as error:
+            except unless_signalled(Exception) as error:
                 problem = error
             read = transfer.trouble if transfer is not None else ""
             yield from self._vote("reading experts", problem, read)
@@ -267,7 +272,7 @@ class Regrouping:
 
     def _vote(self, what: str, problem: Exception | None, trouble: str = "") -> Flight[None]:
         """Raise RegroupError on every rank, with the problems of each, if any rank has one."""
-        text = trouble if problem is None else f"{type(problem).__name__}: {problem}"
+        text = trouble if problem is None else describe(problem)
         texts = yield from self.peers.gather_texts(text, PHASE)
         if lines := [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]:
             raise RegroupError(
@@ -323,3 +328,11 @@ def after_join(
             initial_slots[number] = new.pop(0)
     slots = tuple(initial_slots[rank] for rank in range(machine.gpus))
     return replace(machine, slots=slots, alive=tuple(rank in living for rank in range(machine.gpus))), list(slots)
+
+
+def machine_of(rank_states: Sequence[RankState]) -> tuple[Topology, list[int]]:
+    """The topology of the previous group, which all its ranks must report equally, and its initial slots."""
+    stated = [each.machine for each in rank_states if each.machine is not None]
+    if any(each != stated[0] for each in stated):
+        raise ConfigError(f"ranks come from different groups: {stated}; end the processes and start anew")
+    return Topology(**stated[0]["topology"]), list(stated[0]["initial_slots"])

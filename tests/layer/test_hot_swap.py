@@ -1,6 +1,10 @@
 """Backends are changed while a layer serves: outputs stay right, no token is lost or counted twice, all ranks agree."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +16,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.lab.testing.transports import run_together
+from moe_mk.layer import hot_swap
 from moe_mk.layer.hot_swap import SwapReport, swap_backends, swap_steps
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
@@ -90,18 +95,26 @@ def test_a_call_that_is_open_ends_with_the_pair_that_it_began_with(twin: Twin) -
 
 
 @pytest.mark.row("N14")
-@pytest.mark.parametrize("ep,tp,failed", [(4, 1, 2), (2, 2, 1), (1, 2, 0)])
-def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, ep: int, tp: int, failed: int) -> None:
+@pytest.mark.parametrize(
+    ("ep", "tp", "failed", "error"),
+    [
+        (4, 1, 2, UnsupportedError("no room on this rank", ["free some"])), (2, 2, 1, MemoryError("no room")),
+        (1, 2, 0, RuntimeError("DefaultCPUAllocator: no room")), (2, 1, 0, OSError("no room")),
+    ],
+)  # fmt: skip
+def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(
+    twin: Twin, ep: int, tp: int, failed: int, error: Exception
+) -> None:
     layers = twin.layers(ep, tp, prepare_finalize="all_to_all" if ep > 1 else "auto", experts="reference")
     tokens, old = [twin.x_TH[:2]] * (ep * tp), layers[0].decision.chosen.name
 
-    with live_method(
-        layers[failed], "stage", Mock(side_effect=UnsupportedError("no room on this rank", ["free some"]))
-    ):
+    with live_method(layers[failed], "stage", Mock(side_effect=error)):
         reports = swapped(layers, tokens, experts="torch_cpu")
     assert {report.failed_ranks for report in reports} == {(failed // tp,)}
     assert not any(report.swapped for report in reports)
-    assert ["no room" in report.reason for report in reports] == [rank == failed for rank in range(ep * tp)]
+    assert [type(error).__name__ in report.reason and "no room" in report.reason for report in reports] == [
+        rank == failed for rank in range(ep * tp)
+    ]
     assert all(layer.decision.chosen.name == old and layer.epoch == 0 for layer in layers)
     for y_TH, x_TH in zip(run_together(layers, tokens), tokens, strict=True):
         torch.testing.assert_close(y_TH, twin.run(x_TH), atol=LIMIT, rtol=0)
@@ -109,25 +122,26 @@ def test_where_one_rank_cannot_build_the_pair_all_keep_the_old_one(twin: Twin, e
 
 @pytest.mark.row("N14")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [1, 2, 3])
 def test_an_exception_while_pairs_are_compared_leaves_the_old_one_and_what_listens_and_counts(
     twin: Twin, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], call: int
 ) -> None:
-    # The first call is that of the old pair, the second one of the new pair, which serves already.
+    # The first call is that of the old pair, the second one of the new pair, the third the switch itself.
     (layer,) = twin.layers(1, experts="reference")
     heard: list[object] = []
     layer.on_routing = listener = heard.append
     layer(twin.x_TH[:3])
-    counted, steps, calls = (layer.expert_load.clone(), layer.routing.tokens), layer.steps, 0
+    counted, calls = (layer.expert_load.clone(), layer.routing.tokens), 0
 
-    def failing(*arguments: Tensor) -> Flight[Tensor]:
+    def failing(run: Callable[..., Any], *given: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
             raise error("a handler")
-        return steps(*arguments)
+        return run(*given)
 
-    monkeypatch.setattr(layer, "steps", failing)
+    monkeypatch.setattr(hot_swap, "steps", partial(failing, hot_swap.steps))
+    monkeypatch.setattr(layer, "use", partial(failing, layer.use))
     with pytest.raises(error, match="a handler"):
         swap_backends(layer, twin.x_TH[:2], experts="torch_cpu")
     monkeypatch.undo()
@@ -147,16 +161,33 @@ def test_a_limit_of_zero_takes_equal_bits_and_nothing_else(twin: Twin) -> None:
     assert other.swapped == (other.error == 0.0) and layer.routing.tokens == 3
 
 
+@pytest.mark.row("N14")
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.5], 0.1), ([3.0, 4.0], [3.0, 4.0], 0.0), ([0.0], [0.0], 0.0), ([], [], 0.0),
+        ([math.nan, 4.0], [math.nan, 4.0], 0.0), ([math.inf, 4.0], [math.inf, 3.0], 0.25),
+        ([3.0, 4.0], [3.0, math.nan], math.nan), ([3.0, 4.0], [3.0, math.inf], math.inf),
+        ([math.nan, 4.0], [3.0, 4.0], math.nan), ([math.inf, 4.0], [-math.inf, 4.0], math.inf),
+    ],
+)  # fmt: skip
+def test_the_error_between_two_pairs(before: list[float], after: list[float], error: float) -> None:
+    found = hot_swap._relative_error(torch.tensor([before]), torch.tensor([after]))
+    assert found == pytest.approx(error, nan_ok=True)
+
+
 @dataclass
-class Silent:
+class Damaged:
     weights: object
+    number: float
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        return torch.zeros_like(x_TH)
+        return torch.full_like(x_TH, self.number)
 
 
 @pytest.mark.row("N14")
-def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin) -> None:
+@pytest.mark.parametrize("number", [0.0, math.nan, math.inf, -math.inf])
+def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, number: float) -> None:
     layers = twin.layers(4, prepare_finalize="all_to_all", experts="reference")
     tokens = [twin.x_TH[:3], twin.x_TH[3:4], twin.x_TH[:0], twin.x_TH[4:6]]
     first = run_together(layers, tokens)
@@ -169,13 +200,13 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin) -> None:
     def damaged(*arguments: object, **settings: object) -> object:
         staged = stage(*arguments, **settings)  # type: ignore[arg-type]
         assert staged.backends.shared is not None
-        silent = Silent(staged.backends.shared.weights)
-        return replace(staged, backends=replace(staged.backends, shared=silent))  # type: ignore[arg-type]
+        wrong = Damaged(staged.backends.shared.weights, number)
+        return replace(staged, backends=replace(staged.backends, shared=wrong))  # type: ignore[arg-type]
 
     with live_method(layers[1], "stage", damaged):
         reports = swapped(layers, tokens, prepare_finalize="all_gather")
     assert [report.failed_ranks for report in reports] == [(1,)] * 4
-    assert reports[1].error > 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
+    assert not reports[1].error <= 1e-3 and "outputs differ by" in reports[1].reason and reports[0].error < 1e-5
     assert all(layer.decision.chosen.prepare_finalize == "all_to_all" and layer.epoch == 0 for layer in layers)
     assert [layer.routing.tokens for layer in layers] == [len(x_TH) for x_TH in tokens]
     assert heard == [] and all(torch.equal(was, layer.expert_load) for was, layer in zip(loads, layers, strict=True))

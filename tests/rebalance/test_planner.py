@@ -39,10 +39,12 @@ class OnePlanner:
         """Whether a job was started, and ended. uneven: the step time over the ideal one, if it was measured."""
         balance = None if uneven is None else Balance(np.zeros(1), np.ones(1), uneven)
         self.planner.think(step, self.history, self.ledger, balance, 7, 4)
+        self.journal.warn()  # as a manager does at the end of a step
         return self.planner.busy
 
     def finish(self, step: int = 1) -> PlanMessage | None:
         self.planner.think(step, self.history, self.ledger, None, 7, 4)
+        self.journal.warn()
         return None if self.planner.outbox is None else PlanMessage.decode(self.planner.outbox)
 
 
