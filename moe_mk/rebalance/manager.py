@@ -47,13 +47,11 @@ from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, State, warn_of
 from moe_mk.rebalance.transfer import ExpertBytes
 
 
-def groups_of(manager: RebalanceManager, /, *_: object, **__: object) -> CallGroups:
-    """The groups whose ranks call a manager."""
+def _groups_of(manager: RebalanceManager, /, *_: object, **__: object) -> CallGroups:
     return manager.peers
 
 
-def new_groups_of(manager: RebalanceManager, ranks: object, comm: Group | None) -> CallGroups:
-    """Those of the ranks that go on together."""
+def _new_groups_of(manager: RebalanceManager, ranks: object, comm: Group | None) -> CallGroups:
     return manager.peers_in(comm)
 
 
@@ -102,7 +100,7 @@ class RebalanceManager:
         """The ranks that share out the experts."""
         return self.peers.ep
 
-    @collective(groups_of)
+    @collective(_groups_of)
     def step(self, phase: Phase = "decode") -> None:
         """Advance by one step. phase: of the preceding forward. A failed rebalance is recorded and never raises.
 
@@ -146,7 +144,7 @@ class RebalanceManager:
         finally:
             self.journal.warn()
 
-    @collective(groups_of)
+    @collective(_groups_of)
     def _steps(self, phase: Phase) -> Flight[None]:
         self._step += 1
         self.window.gather([layer.expert_load for layer in self.layers], phase)
@@ -263,7 +261,7 @@ class RebalanceManager:
 
     # Lost and joining ranks.
 
-    @collective(new_groups_of)
+    @collective(_new_groups_of)
     def rank_lost(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Continue without lost ranks. Every remaining rank calls this before its next forward.
 
@@ -293,7 +291,7 @@ class RebalanceManager:
         if raised:
             raise raised[0]
 
-    @collective(new_groups_of)
+    @collective(_new_groups_of)
     def _lose(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[list[Warning]]:
         self._expect_open()
         peers, living, size = self.peers_in(comm), self.ledger.living, self.comm.size
@@ -322,7 +320,7 @@ class RebalanceManager:
         self.journal.record(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
         return raised
 
-    @collective(new_groups_of)
+    @collective(_new_groups_of)
     def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Continue with additional ranks. Every rank of the new group calls this between two forwards, new ones too.
 
@@ -337,7 +335,7 @@ class RebalanceManager:
         """`rank_joined` as a flight."""
         yield from self._go_on(self._join(ranks, comm))
 
-    @collective(new_groups_of)
+    @collective(_new_groups_of)
     def _join(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[list[Warning]]:
         self._expect_open()
         peers, living = self.peers_in(comm), self.ledger.living
@@ -373,10 +371,9 @@ class RebalanceManager:
 
     def _has_committed(self, peers: Peers) -> Flight[bool]:
         """Go on over a group in which an earlier attempt has failed; whether the other ranks had ended that one."""
-        if peers.ep.status.failure is None and peers.tp.status.failure is None:
-            return False
         serving = self.peers
-        yield from peers.recover()
+        if peers.ep.status.failure is not None or peers.tp.status.failure is not None:
+            yield from peers.recover()
         return self.peers is not serving
 
     def _regroup(
