@@ -124,7 +124,7 @@ def expect_kind(name: str, value: object, *kinds: type, most: int | None = None)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} is {repr(value)[:80]} ({type(value).__name__}), expected {wanted}")
-    if most is not None and isinstance(value, Integral) and value > most:
+    if most is not None and isinstance(value, Integral) and int(value) > most:
         raise ConfigError(f"{name} is {value}, the limit is {most}")
 
 

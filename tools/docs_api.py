@@ -67,12 +67,12 @@ def signature(name: str, made: object) -> str:
     """A call with its parameters, without annotations."""
     target = made.__init__ if inspect.isclass(made) and "__init__" in vars(made) else made  # type: ignore[misc]
     shown = []
-    for each in inspect.signature(target).parameters.values():  # type: ignore[arg-type]
+    for each in inspect.signature(target).parameters.values():
         if each.name in ("self", "cls"):
             continue
         default = "" if each.default is inspect.Parameter.empty else f"={each.default!r}"
         default = "=..." if re.search(r"[(<]", default) and default != "=()" else default
-        mark = {each.VAR_KEYWORD: "**", each.VAR_POSITIONAL: "*"}.get(each.kind, "")
+        mark = "**" if each.kind is each.VAR_KEYWORD else "*" if each.kind is each.VAR_POSITIONAL else ""
         if each.kind is each.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
         shown.append(f"{mark}{each.name}{default}")

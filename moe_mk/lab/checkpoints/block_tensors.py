@@ -329,7 +329,7 @@ def part_in(saved: Mapping[str, Tensor], wanted: Tensor, expert: int | None) -> 
                 ("odd", slice(1, None, 2)),
             ):
                 if turned.ndim and turned[part].shape == wanted.shape and torch.equal(turned[part], wanted):
-                    return TensorPart(tensor=name, rows=rows, transposed=transposed)  # type: ignore[arg-type]
+                    return TensorPart(tensor=name, rows=rows, transposed=transposed)
     return None
 
 

@@ -1,7 +1,6 @@
 """Types of weights, shared experts and tuning on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from moe_mk.config.tuned import Tuned
 from moe_mk.experts.triton import experts as triton
 from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import DECODED, load_tuned
+from moe_mk.experts.triton.tuning import DECODED
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, session, tune, tuned_path
@@ -95,7 +94,6 @@ def test_a_tuning_session_writes_what_the_backend_reads(tmp_path: Path, monkeypa
     monkeypatch.setattr(session, "ROUNDS", 1)
     monkeypatch.setattr(triton, "CANDIDATES", tuple(tiles))
     monkeypatch.setattr(triton, "profile_here", lambda device: device_profile("h200"))
-    monkeypatch.setattr(triton, "load_tuned", partial(load_tuned, folder=tmp_path))
     case = TuneCase("triton", HIDDEN, INNER, SLOTS, 2, BF16, BF16, MXFP4)
     path = tuned_path("NVIDIA H200", "triton", case.name, tmp_path)
 
@@ -104,7 +102,7 @@ def test_a_tuning_session_writes_what_the_backend_reads(tmp_path: Path, monkeypa
 
     result = tune(case, (1, 4), path, budget_s=60.0, cores=1, device=CPU, meta={}, stack=stack)
     assert result.complete and result.measured == 4
-    backend = TritonExperts(context(BF16))
+    backend = TritonExperts(replace(context(BF16), tuned_dir=tmp_path))
     backend.run(rows(BF16), backend.relayout(stack(case, CPU)))
     assert backend.tuned is not None and backend.tuned.built_in is DECODED
     assert [point.rows_an_expert for point in backend.tuned.points] == pytest.approx([2 / 3, 8 / 3])
