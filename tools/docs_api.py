@@ -65,9 +65,9 @@ def first_line(made: object) -> str:
 
 def signature(name: str, made: object) -> str:
     """A call with its parameters, without annotations."""
-    target = made.__init__ if inspect.isclass(made) and "__init__" in vars(made) else made  # type: ignore[misc]
+    target = made.__init__ if inspect.isclass(made) and "__init__" in vars(made) else made
     shown = []
-    for each in inspect.signature(target).parameters.values():
+    for each in inspect.signature(target).parameters.values():  # type: ignore[arg-type]
         if each.name in ("self", "cls"):
             continue
         default = "" if each.default is inspect.Parameter.empty else f"={each.default!r}"
