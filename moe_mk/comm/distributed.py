@@ -44,7 +44,7 @@ class DistributedCommunicator(Communicator):
     ) -> None:
         """members: ranks of the process group that take part, see `without`; None: all of them."""
         if dist.get_rank(group) < 0:
-            raise ConfigError("this process is not a member of the group it was given; pass None, or its own group")
+            raise ConfigError("this process is not a member of the group it was given; pass its own group")
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._messages = GroupMessages.of(group) if self._backends.get("cpu") == "gloo" else None
         super().__init__(kept, GroupStatus() if self._messages is None else self._messages.status)

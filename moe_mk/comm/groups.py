@@ -36,6 +36,8 @@ def expect_group(what: str, group: object) -> None:
             f"{what} is None, as dist.group.WORLD is before torch.distributed.init_process_group; call that first, or "
             f"leave {what} out where it has one rank (or pass moe_mk.comm.SingleRank())"
         )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"this process is not a member of the group in {what}; leave it out, or pass its own group")
     if not isinstance(group, dist.ProcessGroup | Communicator | Absent):
         kinds = "a torch.distributed.ProcessGroup or a moe_mk.comm.Communicator"
         raise ConfigError(f"{what} is {group!r} ({type(group).__name__}), not {kinds}")

@@ -80,14 +80,20 @@ def _listed(quant: Said) -> list[str]:
     """All entries of the lists of a section, and of the one inside of it that modelopt writes."""
     inner = quant.get("quantization")
     sections = (quant, inner if isinstance(inner, Mapping) else {})
-    return [each for section in sections for key in LISTS for each in section.get(key) or ()]
+    return [each for section in sections for key in LISTS for each in _entries(section.get(key))]
+
+
+def _entries(value: object) -> list[Any]:
+    """Of a list, or the keys of a mapping; none of another value, which the check of types refuses."""
+    return list(value) if isinstance(value, list | tuple | Mapping) else []
 
 
 def _named_elsewhere(quant: Said, block: Block) -> list[str]:
     """Lists whose names of experts are all those of other modules than the experts: nothing of them would be read."""
-    groups = quant.get("config_groups") or {}
-    targets = [each for group in groups.values() if isinstance(group, Mapping) for each in group.get("targets") or ()]
-    listed = [*_listed(quant), *targets, *(quant.get("quantized_layers") or ())]
+    groups = quant.get("config_groups")
+    parts = [group for group in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(group, Mapping)]
+    targets = [each for group in parts for each in _entries(group.get("targets"))]
+    listed = [*_listed(quant), *targets, *_entries(quant.get("quantized_layers"))]
     listed = [each for each in listed if isinstance(each, str)]
     named = [each for each in listed if _OF_EXPERTS.fullmatch(each) and "mtp" not in each.split(".")]
     others = [] if any(map(block.names_experts, named)) else named

@@ -497,8 +497,8 @@ class MoEConfig(Settings):
             raise ConfigError(f"{where} states no model; take it with that of a checkpoint: {how}")
         return super().parse(data, where)
 
-    def with_(self, settings: str | Path | Mapping[str, Any] | None = None, /, **overrides: Any) -> Self:
-        """A copy with some settings changed, each named by its bare key. settings: a file, or sections of settings."""
-        data, overrides = self.model_dump(), {**overrides_of(settings or {}), **overrides}
+    def with_(self, **overrides: Any) -> Self:
+        """A copy with some settings changed, each named by its bare key. settings=: a file, or sections of settings."""
+        data, overrides = self.model_dump(), overrides_of(overrides.pop("settings", None) or {}) | overrides
         place_overrides(data, overrides, {name: field.annotation for name, field in type(self).model_fields.items()})
         return type(self).parse(data, "overrides")

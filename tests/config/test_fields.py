@@ -135,7 +135,7 @@ def test_a_field_is_itself_alone_and_every_copy_keeps_it(path: tuple[str, ...]) 
     assert base.model_copy(update={section: getattr(made, section)}) == made
     own = getattr(made, section).model_dump()[path[1]]
     bare, dotted = base.with_(**{path[1]: own}), base.with_(**{f"{section}.{path[1]}": own})
-    assert bare == dotted == made == base.with_({section: {path[1]: own}})
+    assert bare == dotted == made == base.with_(settings={section: {path[1]: own}})
     if path[-1] != "timeout_s":
         assert leaves(made.with_(timeout_s=7.5).model_dump()) == {**after, ".kernel.timeout_s": 7.5}
     if section == "model":

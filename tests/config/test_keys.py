@@ -427,10 +427,10 @@ def test_settings_without_a_model_are_taken_with_that_of_a_checkpoint(tmp_path: 
     (tmp_path / "serve.yaml").write_text("kernel: {experts: reference, timeout_s: 7}\nparallel: {ep: 2}\n")
     config = MoEConfig.from_hf(tmp_path, settings=tmp_path / "serve.yaml", timeout_s=9)
     assert (config.kernel.experts, config.kernel.timeout_s, config.parallel.ep) == ("reference", 9, 2)
-    assert config.with_({"kernel": {"tiles": 2}}).kernel.tiles == 2
+    assert config.with_(settings={"kernel": {"tiles": 2}}).kernel.tiles == 2
     with pytest.raises(ConfigError, match=r"states no model; .*from_hf\(folder, settings=FILE\)"):
         MoEConfig.load(tmp_path / "serve.yaml")
     with pytest.raises(ConfigError, match="unknown setting 'kernel.expert'; did you mean"):
-        config.with_({"kernel": {"expert": 2}})
+        config.with_(settings={"kernel": {"expert": 2}})
     with pytest.raises(ConfigError, match="experts is no section"):
-        config.with_({"experts": "auto"})
+        config.with_(settings={"experts": "auto"})

@@ -46,7 +46,8 @@ def check_router(
     for num_tokens in TOKENS_OF_ROUTERS:
         for kind in CASES:
             what = f"router {checked.name}, {num_tokens} tokens, {kind}"
-            logits_TE, bias_E = _logits(kind, num_tokens, num_experts), torch.linspace(0, 0.1, num_experts)
+            logits_TE = _logits(kind, num_tokens, num_experts)
+            bias_E = torch.linspace(0, 0.1, num_experts, dtype=torch.float32, device=logits_TE.device)
             bias = bias_E if has_bias else None
             before = bits_of(logits_TE, bias_E)
             with no_global_changes(what):
