@@ -56,7 +56,7 @@ def test_experts_below_a_gpu_are_planned_with_the_size_of_their_records(weights:
     stack = random_experts(asked.weights, 8, 512, 256, torch.device("cpu"))
     format, residency = kernel_format_of(asked.weights, decision.compute), asked.config.kernel.residency
     assert residency is not None
-    paged = page(stack, format, residency, torch.device("cpu"))
+    paged = page(stack, format, residency, torch.device("cpu"), limit_s=60.0)
     assert paged.cache.record_bytes == memory.slot_bytes(asked) and paged.counts.slots == 3
     on_a_cpu = problem("cpu", weights="bf16", residency={"slots": 3}, installed=("c++",))
     named = [str(reason) for reason in EXPERTS["cpu_native"].reasons_against(on_a_cpu)]
