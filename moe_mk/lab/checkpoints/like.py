@@ -94,7 +94,8 @@ def _write(directory: Path, like: Path, hf: Mapping[str, Any], layer: int, seed:
     config = MoEConfig.from_hf(directory, layer=layer)
     is_derived = isinstance(equation, LayerEquation) and equation.names is not None
     spec, convention = layer_spec_of(config), convention_of(config, _style_of(hf), official=is_derived)
-    prefix = module_names(hf, config.model.name).prefix
+    is_known = not isinstance(equation, LayerEquation)
+    prefix = module_names(hf, config.model.name).prefix if is_known else convention.prefix
     tensors, quant = tensors_of(spec, convention, seed), config.model.quant
     if quant.activations == "none" or quant.activation_scales == "dynamic":
         tensors = {name: t for name, t in tensors.items() if not name.endswith(INPUT_ENDS)}

@@ -240,7 +240,9 @@ def test_layers_that_differ_in_any_way_are_right_or_refused(examples: int, tmp_p
             refused = compare(folder, model)
         except UnsupportedError:  # of every layer
             refused = dict.fromkeys(range(L), "")
-        assert not refused or whens & set(ODD), (refused, keys)
+        # Two widths of one model are not both measured at another size; such layers are refused by number.
+        unmeasured = bool(refused) and all("cannot be measured" in why for why in refused.values())
+        assert not refused or whens & set(ODD) or unmeasured, (refused, keys)
 
     check()
 
