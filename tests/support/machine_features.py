@@ -150,6 +150,8 @@ LEFT_OUT = {
     "kernel.wire": "auto follows the rounding; wires are a product of their own, tests/conformance",
     "kernel.fallback": "formats that no backend of a CPU reads", "kernel.cache_dir": "of compiled kernels",
     "kernel.tile_carrier": "threads, tests/runner/test_tiles.py", "kernel.comm_units": "network and GPUs",
+    "kernel.trust": "backends from outside of this package, tests/oracle/test_trust.py",
+    "kernel.tuned_dir": "times and certificates, tests/oracle/test_trust.py",
     "kernel.graphs": "CUDA graphs", "kernel.allow_emulated": "emulated libraries, tests/testing/emulated",
     "kernel.timeout_s": "waits", "kernel.network": "processes", "kernel.network_link": "processes",
 }  # fmt: skip
