@@ -299,11 +299,12 @@ class MoELayer(WithoutParameters):
         by_id = settings.hash_router_of(self.config, weights, self.device)
         self.use(self.state.loaded(weights, self.device, self.dtype, on_progress))
         self.routing.hash_router = by_id
-        LAYERS.identify(self, self._identity(weights.gate_EH[:, :16]))
+        LAYERS.identify(self, self._identity(weights.gate_EH))
 
-    def _identity(self, gate_EX: Tensor | None = None) -> Identity:
-        """By what a program of `torch.export` recognises this layer. gate_EX: some columns of the gate."""
-        return Identity.of(self.name, (self.config.model, self.config.router, self.dtype), gate_EX)
+    def _identity(self, gate_EH: Tensor | None = None) -> Identity:
+        """By what a program of `torch.export` recognises this layer; some columns of the gate are enough."""
+        some_EX = None if gate_EH is None else gate_EH[:, :16]
+        return Identity.of(self.name, (self.config.model, self.config.router, self.dtype), some_EX)
 
     def read_from(self, source: TensorSource, layer: int) -> None:
         """Set where experts are read again for a layer loaded with take(). layer: its number there."""

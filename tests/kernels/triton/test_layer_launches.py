@@ -65,7 +65,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(layer_reader.LayerReader, "content_problems", lambda self, on_progress: [])
     monkeypatch.setattr(gate.Gate, "notes", lambda self: {})
     identity = MoELayer._identity
-    monkeypatch.setattr(MoELayer, "_identity", lambda self, gate_EX=None: identity(self))
+    monkeypatch.setattr(MoELayer, "_identity", lambda self, gate_EH=None: identity(self))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr("moe_mk.shapes.is_compiling", lambda: True)  # as in a trace: tensors have no memory
     with FakeTensorMode():
