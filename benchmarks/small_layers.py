@@ -67,7 +67,7 @@ def layer_of(
     model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
     data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
     config = MoEConfig.parse(data, "benchmark").with_(max_num_tokens=max(size.tokens, 1), **settings)
-    layer = MoELayer(config, dtype=dtype, groups=ParallelGroups(ep=group))
+    layer = MoELayer(config, dtype=dtype, groups=ParallelGroups() if group is None else ParallelGroups(ep=group))
     return layer.load_weights(tensors(size) if named is None else named)
 
 
