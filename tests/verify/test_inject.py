@@ -53,7 +53,9 @@ def test_each_fault_changes_what_it_states(bench: Callable[[Case], Bench]) -> No
     slot = weights.experts.slots[0]
     swapped, dropped = (faulty_weights(weights, name).experts.slots[0] for name in ("swap-halves", "drop-scale"))
     same = lambda one, other: torch.equal(one.dequantize(torch.float32), other.dequantize(torch.float32))  # noqa: E731
-    assert same(swapped.gate_IH, slot.up_IH) and same(swapped.up_IH, slot.gate_IH) and same(swapped.down_HI, slot.down_HI)
+    assert (
+        same(swapped.gate_IH, slot.up_IH) and same(swapped.up_IH, slot.gate_IH) and same(swapped.down_HI, slot.down_HI)
+    )
     assert dropped.up_IH.scales is not None and bool((dropped.up_IH.scales == 1).all())
     assert torch.equal(dropped.up_IH.values.view(torch.uint8), slot.up_IH.values.view(torch.uint8))
     assert faulty_weights(weights, "double-scale") is weights
