@@ -27,21 +27,16 @@ class Grid(CallGroups):
         self.name = name
         self.agreed: tuple[int, int] | None = None
         """The epochs in which notes were compared last."""
-        self.loads = 0
-        """How often weights were loaded since then."""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks of each dimension, by its name in the settings."""
         return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
 
-    def renewed(self, ep: Communicator | None = None, *, loads: int = 0) -> Grid:
-        """The same place with notes still to be compared. ep: other ranks that share out the experts.
-
-        loads: how often weights were loaded meanwhile; ranks that join have loaded theirs another number of times.
-        """
+    def renewed(self, ep: Communicator | None = None) -> Grid:
+        """The same place with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
-        other.ep, other.agreed, other.loads = ep or self.ep, None, 0 if ep else self.loads + loads
+        other.ep, other.agreed = ep or self.ep, None
         return other
 
     def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
@@ -52,13 +47,13 @@ class Grid(CallGroups):
         """
         if self.agreed == (epochs := self.epochs):
             return
-        written = {**notes(), "loads of weights": str(self.loads)}
+        written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:
                 comm.layer_number = 0
                 yield from agree(comm, written, self.name)
                 comm.number_layer()
-        self.agreed, self.loads = epochs, 0
+        self.agreed = epochs
 
     def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:
         """Sum over every group in which the output is partial: TP slices always, EP where tokens are replicated."""

@@ -241,7 +241,7 @@ class ServingState:
             latent = tuple(each.to(device, dtype).contiguous() for each in weights.latent)
         if weights.input_norm is not None:
             norm_H = weights.input_norm[0].to(device, torch.float32).contiguous()
-        grid = self.grid.renewed(loads=1)
+        grid = self.grid.renewed()
         taken = replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1, grid=grid)
         return replace(taken, latent=latent, input_norm_H=norm_H)
 

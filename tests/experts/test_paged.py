@@ -199,7 +199,7 @@ CHEAP = ("call", "slow call", "forward", "clear", "export", "stats", "read back"
 THOROUGH = [
     *(("pool", verb, 8) for verb in CHEAP), *(("slots", verb, 8) for verb in ("call", "slow call", "read back")),
     *(("pool", verb, 3) for verb in ("join and leave", "move", "swap", "load", "copy")),
-    ("resident", "call", 8), ("resident", "forward", 8),
+    ("resident", "call", 8),
 ]  # fmt: skip
 VERBS = [
     *((kind, verb) for kind, verb, _ in THOROUGH), *(("resident", verb) for verb in ("move", "swap", "load", "copy")),
