@@ -251,7 +251,8 @@ class ServingState:
         experts = self.weights.experts
         if not isinstance(experts.slots, ReleasedSlots):
             in_use = storages_of(self.laid_out)
-            if any(storages_of(slot) & in_use for slot in experts.slots):
+            codes = (matrix.values for slot in experts.slots for matrix in slot.matrices.values())
+            if any(storages_of(values) & in_use for values in codes):  # zero points and biases alone may be shared
                 chosen = self.backends.decision.chosen.experts
                 raise UnsupportedError(
                     f"the experts of layer {name!r} cannot be released",

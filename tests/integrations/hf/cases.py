@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.moe import use_experts_implementation
 
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
 
@@ -91,6 +92,34 @@ def difference(module: nn.Module, call: tuple[Tensor, Tensor, Tensor]) -> float:
 def experts_of(name: str) -> nn.Module:
     """A tiny module of an experts class of the installed transformers."""
     return tiny_experts(next(cls for cls in experts_classes() if cls.__name__ == name))
+
+
+@use_experts_implementation
+class _Normed(nn.Module):
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = config.num_experts, nn.functional.silu
+        self.gate_up_proj = nn.Parameter(torch.empty((EXPERTS, 2 * INNER, HIDDEN), dtype=torch.float32, device="cpu"))
+        self.down_proj = nn.Parameter(torch.empty((EXPERTS, HIDDEN, INNER), dtype=torch.float32, device="cpu"))
+        self.post_expert_norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y_TH = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            rows, ranks = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[rows] @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            out = self.post_expert_norm((self.act_fn(gate) * up) @ self.down_proj[expert].T)
+            y_TH.index_add_(0, rows, out * top_k_weights[rows, ranks, None])
+        return y_TH
+
+
+class NormedExperts(_Normed):
+    """Experts with a norm behind each, which no backend computes: MuseSparkExperts of transformers 5.23, in short."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.has_post_expert_norm = True  # an argument of the decorator in the versions that have such a class
 
 
 def deepseek() -> nn.Module:

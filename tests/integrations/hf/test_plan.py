@@ -18,7 +18,17 @@ from moe_mk.external.library import installed
 from moe_mk.integrations.hf import plan as plans
 from moe_mk.integrations.transformers import explain, patch_blocks, prepare, register
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
-from tests.integrations.hf.cases import EXPERTS, HIDDEN, deepseek, experts_of, logits, prompt, tiny_call, tiny_experts
+from tests.integrations.hf.cases import (
+    EXPERTS,
+    HIDDEN,
+    NormedExperts,
+    deepseek,
+    experts_of,
+    logits,
+    prompt,
+    tiny_call,
+    tiny_experts,
+)
 from tests.layer.test_doors import MAY_WORK, OTHERS
 from tests.support.ambient import AMBIENT
 from tests.support.replaced import CHANGES
@@ -224,11 +234,11 @@ def test_a_pin_that_cannot_serve_is_refused_with_the_reason() -> None:
     register(experts="cpu_native")
     with pytest.raises(UnsupportedError, match=r"computes in bf16, the layer is fp32"):
         prepare(tiny_model())
-    spark = experts_of("MuseSparkExperts")
+    normed = tiny_experts(NormedExperts)
     with pytest.raises(
-        UnsupportedError, match=r"cpu_native cannot compute MuseSparkExperts\n.*a norm after each.*use experts='auto'"
+        UnsupportedError, match=r"cpu_native cannot compute NormedExperts\n.*a norm after each.*use experts='auto'"
     ):
-        spark(*tiny_call())
+        normed(*tiny_call())
 
 
 class Two(nn.Module):
@@ -236,21 +246,21 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = experts_of("GptOssExperts"), experts_of("MuseSparkExperts")
+        self.first, self.second = experts_of("GptOssExperts"), tiny_experts(NormedExperts)
 
 
 def test_what_runs_is_what_explain_states_and_a_loop_is_warned_of_once() -> None:
     plans._warn_of_a_loop.cache_clear()
-    with pytest.warns(FallbackWarning, match="MuseSparkExperts in a Python loop over its experts, no faster") as seen:
+    with pytest.warns(FallbackWarning, match="NormedExperts in a Python loop over its experts, no faster") as seen:
         reports = [explain(Two()) for _ in range(2)]
     assert len(seen) == 1
     report = reports[1]
-    oss, spark = report.modules
-    assert (oss.backend, spark.backend) == ("torch_cpu", "module_loop")
+    oss, normed = report.modules
+    assert (oss.backend, normed.backend) == ("torch_cpu", "module_loop")
     for module in report.modules:
         assert not any(verdict.chosen for verdict in module.others)
-    assert {verdict.experts for verdict in spark.others} == {verdict.experts for verdict in oss.others} | {"torch_cpu"}
-    assert all("a norm after each expert" in str(verdict.reasons[0]) for verdict in spark.others)
+    assert {verdict.experts for verdict in normed.others} == {verdict.experts for verdict in oss.others} | {"torch_cpu"}
+    assert all("a norm after each expert" in str(verdict.reasons[0]) for verdict in normed.others)
     assert not any(line.strip().startswith("*") for line in str(report).splitlines())
 
 
