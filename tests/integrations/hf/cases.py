@@ -96,7 +96,6 @@ def experts_of(name: str) -> nn.Module:
 
 @use_experts_implementation
 class _Normed(nn.Module):
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_experts, self.act_fn = config.num_experts, nn.functional.silu
