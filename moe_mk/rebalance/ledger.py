@@ -47,8 +47,7 @@ class Ledger:
         gpu_P = self.topology.gpu_P
         rows = tuple(tuple(slots_P[(gpu_P == rank) & (slots_P >= 0)].tolist()) for rank in self.living)
         shares = tuple(part for rank in self.living for part in share_P[(gpu_P == rank) & (slots_P >= 0)].tolist())
-        held = set(slots_P[self.topology.alive_W[gpu_P]].tolist())
-        lost = frozenset(range(self.num_experts)) - held
+        lost = frozenset(range(self.num_experts)).difference(*rows)
         return ExpertMap(rows, self.num_experts, shares, lost)
 
     @classmethod

@@ -41,6 +41,9 @@ def test_smoothing_by_hand_and_an_idle_phase_keeps_its_average() -> None:
     # prefill: 8 0, .75 * (8 0) + .25 * (0 8) = 6 2, nothing. decode: 4 4, then .75 * (4 4) + .25 * (8 0) = 5 3.
     assert history.load("prefill").tolist() == [[6, 2]] and history.load("decode").tolist() == [[5, 3]]
     assert history.load("all").tolist() == [[11, 5]] and history.num_windows == 3
+    for phase in ("prefill", "decode", "all"):
+        history.load(phase)[:] = -1  # type: ignore[arg-type]  # what a caller does with it is no load
+    assert history.load("all").tolist() == [[11, 5]] and history.load("prefill").tolist() == [[6, 2]]
 
 
 def test_decay_must_leave_room_for_what_is_new() -> None:

@@ -1,6 +1,6 @@
 """A plan on its way to all ranks: what it carries, and how damage is found."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -55,7 +55,8 @@ def test_whatever_a_plan_leaves_empty_every_expert_keeps_its_tokens_once_a_rank(
     serving = np.array([data.draw(st.lists(st.integers(-1, 3), min_size=9, max_size=9))])
     slots = np.array([[expert if alive[at // 3] else -1 for at, expert in enumerate(drawn)]])
     share = np.arange(1, 10, dtype=np.float32)[None]  # of empty slots too, which a planner may leave there
-    message = PlanMessage.of(replace(made, phy2log=slots, share=share), 1, 0, serving)
+    planned = PlanMessage.of(replace(made, phy2log=slots, share=share), 1, 0, serving)
+    message = replace(planned, full=data.draw(st.booleans()), base=data.draw(st.integers(0, 9)))
     for gpu in range(3):
         part = slice(3 * gpu, 3 * gpu + 3)
         held, taken = message.phy2log[0, part].tolist(), message.share[0, part].tolist()
@@ -70,4 +71,5 @@ def test_whatever_a_plan_leaves_empty_every_expert_keeps_its_tokens_once_a_rank(
             total = sum(s for e, s in zip(held, taken, strict=True) if e == expert)
             assert total == share[0, part][slots[0, part] == expert].sum()
     again = PlanMessage.decode(message.encode())
-    assert np.array_equal(again.phy2log, message.phy2log) and np.array_equal(again.share, message.share)
+    for each in fields(PlanMessage):
+        assert np.array_equal(getattr(again, each.name), getattr(message, each.name)), each.name

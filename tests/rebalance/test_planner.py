@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.ledger import Ledger
@@ -15,6 +19,7 @@ from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog
+from moe_mk.trace.clock import now
 
 ROWS, EXPERTS = ((0, 1), (2, 0)), 3  # a copy of expert 0 on each of two ranks
 
@@ -115,6 +120,28 @@ def test_new_shares_are_announced_if_they_gain_as_much_as_asked(gain: float, ann
     assert (one.finish() is not None) == announced
     if not announced:
         assert one.planner.reason == "nothing gained: step time 1.5000 of ideal, 1.0000 with new shares"
+
+
+def test_a_job_plans_from_what_served_when_it_began() -> None:
+    """A layer that flips meanwhile writes new slots and shares to the ledger."""
+    begun, flipped = Event(), Event()
+
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        begun.set()
+        assert flipped.wait(20)
+        return plan(load, topology, old=slots)
+
+    one = OnePlanner(planner).saw(4, 2, 2)
+    one.planner._thread.inline = False
+    one.planner.wanted = True
+    one.think()
+    assert begun.wait(20)
+    one.ledger.phy2log[0], one.ledger.share[0] = [0, 1, 0, 2], [0.0, 1.0, 1.0, 1.0]
+    flipped.set()
+    until = now() + 20
+    while one.planner.reason == "" and now() < until:
+        assert one.finish() is None
+    assert one.planner.reason == "nothing gained: step time 1.0000 of ideal, 1.0000 with new shares"
 
 
 def test_shares_that_do_not_pay_leave_the_wish_for_a_plan() -> None:

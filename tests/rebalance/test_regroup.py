@@ -3,9 +3,13 @@
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_mk import ConfigError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
@@ -50,6 +54,26 @@ def test_disagreements_are_listed_by_rank() -> None:
     found = disagreements([state(0, (0, 2)), state(2, (0, None))])
     assert found[1] == "rank 1 (rank 2 of the machine) goes on with ranks [0, a new one]" and len(found) == 2
     assert disagreements([state(None, (None,))]) == ["every rank joins; one that has served must be among them"]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_slices_of_a_rank_have_come_as_far_as_the_furthest(counts: list[list[int]]) -> None:
+    each = [RankState(1, (0, None, 1), "", {"a": "b"}, s, f, p, epochs, {"x": 1}) for s, f, p, *epochs in counts]
+    most = [max(column) for column in zip(*counts, strict=True)]
+    step, flips, plan_id, *epochs = most
+    one = RankState.decode("\n".join(slice_state.encode() for slice_state in each))
+    assert one == RankState(1, (0, None, 1), "", {"a": "b"}, step, flips, plan_id, epochs, {"x": 1})
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    "change", [{"member": 0}, {"members": (1, None)}, {"must_equal": {"layers": "b"}}, {"problem": "a reason"}], ids=str
+)
+def test_slices_of_a_rank_that_differ_are_a_problem(change: dict[str, Any], at: int) -> None:
+    each = [state(1, (0, 1), layers="a"), state(1, (0, 1), layers="a")]
+    each[at] = replace(each[at], **change)
+    found = RankState.decode("\n".join(one.encode() for one in each)).problem
+    assert found == change.get("problem", "its slices of the same experts state different ranks")
 
 
 # What goes where.
