@@ -41,7 +41,7 @@ def test_a_ledger_is_what_its_living_ranks_hold(machine: tuple[Topology, int, Ro
     load = [data.draw(st.lists(st.integers(0, 9), min_size=experts, max_size=experts)) for _ in rows]
     busiest = ideal = 0.0
     for x, held in enumerate(rows):
-        placed, flat = ledger.map_of(ledger.phy2log[x], ledger.share[x]), sum(held, [])
+        placed, flat = ledger.map_of(ledger.phy2log[x], ledger.share[x]), [e for row in held for e in row]
         assert placed.experts_of_rank == tuple(map(tuple, held))
         assert placed.lost == {e for e in range(experts) if e not in flat}
         speed = [float(topology.speed_W[rank]) for rank in living]
@@ -54,8 +54,11 @@ def test_a_ledger_is_what_its_living_ranks_hold(machine: tuple[Topology, int, Ro
     step = measure_balance(np.array(load, float), ledger).step_over_ideal
     assert step == pytest.approx(busiest / ideal if ideal else 1.0)
     gone = data.draw(st.sets(st.sampled_from(living)))
-    left = [{e for rank, row in zip(living, held, strict=True) if rank not in gone for e in row} for held in rows]
-    assert ledger.only_on(gone) == sum(len(set(sum(held, [])) - kept) for held, kept in zip(rows, left, strict=True))
+    lost = 0
+    for held in rows:
+        left = {e for rank, row in zip(living, held, strict=True) if rank not in gone for e in row}
+        lost += len({e for row in held for e in row} - left)
+    assert ledger.only_on(gone) == lost
 
 
 @settings(max_examples=40, deadline=None)

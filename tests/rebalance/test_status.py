@@ -12,6 +12,7 @@ from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.status import warn_of_fatal_ranks
 
 EXPERTS = 4
+Rows = list[list[int]]
 
 
 @settings(max_examples=80, deadline=None)
