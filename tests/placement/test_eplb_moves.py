@@ -202,6 +202,56 @@ def test_moves_stay_within_the_budget_and_go_where_they_pay_most(limit: int):
         assert new.moves.transfers > 5 and new.balance_X.mean() > new.before_X.mean()
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_budget_is_met_to_the_last_move_and_repairs_are_part_of_it(seed: int):
+    whole, broken = Topology(8, 2, 5), Topology(8, 2, 5, alive=tuple(gpu != 3 for gpu in range(8)))
+    old = plan(counted(served(4, 32, seed), 0), whole, groups=4)
+    now = counted(served(4, 32, seed + 50), 0)
+    for topology in (whole, broken):
+        free, repaired = (plan(now, topology, groups=4, old=old, max_moves=most) for most in (None, 0))
+        needed, wanted = repaired.moves.transfers, free.moves.transfers
+        assert (needed > 0) == (topology is broken) and wanted > needed
+        for most in (needed + 1, needed + 20, wanted - 1):
+            assert plan(now, topology, groups=4, old=old, max_moves=most).moves.transfers <= most
+        if topology is whole:  # a repaired expert that then moves again is counted twice
+            again = plan(now, topology, groups=4, old=old, max_moves=wanted)
+            assert (again.phy2log == free.phy2log).all(), "a budget that suffices changes nothing"
+
+
+@pytest.mark.parametrize("unit", [2.0**-40, 2.0**20])
+def test_a_plan_does_not_depend_on_the_unit_of_the_load(unit: float):
+    topology = Topology(8, 2, 5)
+    old = plan(counted(served(4, 32), 0), topology, groups=4)
+    now = counted(served(4, 32, 50), 0)
+    one, other = (plan(load, topology, groups=4, old=old, max_moves=30) for load in (now, now * unit))
+    assert one.moves.transfers > 0 and (one.phy2log == other.phy2log).all()
+    assert (other.share == one.share).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.booleans())
+def test_repairs_leave_no_expert_twice_on_a_gpu_and_count_what_arrives(seed: int, near_only: bool):
+    rng = np.random.default_rng(seed)
+    sites = Topology(4, 2, 3, tuple(rng.choice([0.5, 1.0, 2.0], 4))).live_sites()
+    grid = np.stack([rng.permutation(6)[:3] for _ in range(4)])  # no expert twice on a GPU
+    experts = np.unique(grid, return_inverse=True)[1].reshape(-1)
+    load = rng.lognormal(0, 1.5, experts.max() + 1)
+    bench = Bench(experts, load, sites, near_only=near_only)
+    before, budget = float(bench.time.max()), int(rng.integers(1, 9))
+    used = bench.improve(0.0, budget)
+    rows = bench.placed.reshape(4, 3).tolist()
+    assert all(len(set(row)) == 3 for row in rows) and {e for row in rows for e in row} == set(experts.tolist())
+    count = np.bincount(bench.placed)
+    time = [sum(load[e] / count[e] for e in row) / speed for row, speed in zip(rows, sites.speed_W, strict=True)]
+    assert bench.time == pytest.approx(np.array(time)) and max(time) <= before * (1 + 1e-9)
+    arrived = sum(len(set(row) - set(old)) for row, old in zip(rows, experts.reshape(4, 3).tolist(), strict=True))
+    assert arrived <= used <= budget
+    if near_only:
+        for node in (0, 1):
+            part = slice(6 * node, 6 * node + 6)
+            assert set(bench.placed[part].tolist()) <= set(experts[part].tolist())
+
+
 def test_experts_of_a_dead_gpu_return_even_without_a_budget():
     load = counted(served(4, 256), 0)
     old = plan(load, Topology(32, 4, 9), groups=8)

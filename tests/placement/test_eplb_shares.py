@@ -22,7 +22,7 @@ from moe_mk.placement.balance.spread import (
     window_fill,
 )  # fmt: skip
 from moe_mk.placement.balance.topology import Sites
-from moe_mk.placement.eplb import Topology, plan, resplit
+from moe_mk.placement.eplb import Cost, Topology, plan, resplit
 
 Doubles = NDArray[np.float64]
 
@@ -79,6 +79,36 @@ def test_poured_shares_agree_with_a_linear_solver(seed: int, uneven: bool, chain
     time = gpu_time(placed, poured_shares(placed, load, sites), load, sites).max(1)
     for layer in range(3):
         assert time[layer] == pytest.approx(best_largest_time(placed[layer], load[layer], sites), rel=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([Cost(), Cost(0.0, 1.0), Cost(2.0, 5.0)]))
+def test_times_and_balance_are_those_of_their_definition(seed: int, cost: Cost):
+    """GPUs of other speeds and slots, empty slots, copies that take nothing, and experts that nobody wants."""
+    rng = np.random.default_rng(seed)
+    slots = rng.integers(1, 4, 3)
+    sites = sites_of(3, tuple(slots.tolist()), tuple(rng.choice([0.5, 1.0, 4.0], 3)))
+    experts = rng.integers(-1, 4, (2, slots.sum()))
+    load, share = rng.integers(0, 3, (2, 4)) * 10.0, rng.integers(0, 3, experts.shape) / 2
+    time = gpu_time(experts, share, load, sites, cost)
+    for layer in range(2):
+        work = [0.0] * 3
+        for gpu, expert, part in zip(sites.site_P, experts[layer], share[layer], strict=True):
+            if expert >= 0 and (tokens := load[layer, expert] * part) > 0:
+                work[gpu] += cost.per_token * tokens + cost.per_expert
+        expected = [each / speed for each, speed in zip(work, sites.speed_W, strict=True)]
+        assert time[layer] == pytest.approx(np.array(expected))
+        least = sum(work) / sites.speed_W.sum()
+        assert balance_of(time, sites.speed_W)[layer] == pytest.approx(least / max(expected) if sum(work) else 1.0)
+
+
+def test_shares_that_are_the_best_already_stay():
+    load = np.random.default_rng(3).lognormal(0, 1, (4, 32))
+    topology = Topology(8, 2, 5)
+    placed = plan(load, topology, groups=4, policy="hybrid")
+    assert resplit(placed, load * 3) == pytest.approx(placed.share, abs=1e-5)
+    anew = resplit(placed.phy2log, load, topology)
+    assert np.abs(anew - placed.share).max() > 0.01, "there are other shares as good"
 
 
 def test_one_cut_expert_makes_two_gpus_even():

@@ -149,7 +149,7 @@ def plan(
     take unequal parts.
     old: what serves now; without it everything is placed anew. min_gain: part of a layer's ideal time that must be
     saved before weights move; one moved expert costs `move_cost` of it. max_moves: most arrivals in all layers
-    together, not counting experts that lost their last copy.
+    together; experts that lost their last copy are counted, and return even where that is exceeded.
     min_copies: 2 keeps every expert through the loss of any one GPU.
     target: a layer that whole copies leave below this balance is cut to measure instead, which is even but drifts away
     sooner; 1.0 cuts every layer. seed: breaks ties at random, the same way each time.
