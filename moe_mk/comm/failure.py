@@ -123,19 +123,29 @@ class GroupStatus:
 
 
 class Exclusive:
-    """A context for one thread at a time. Raises the exception made by `error` if another thread is inside."""
+    """A context for one thread at a time. Raises the exception made by `error` if another thread is inside.
 
-    __slots__ = ("_error", "_lock")
+    Whatever a signal handler raises within it, or while it begins or ends, the lock is free afterwards.
+    """
+
+    __slots__ = ("__exit__", "_error", "_lock")
+    __exit__: Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
     def __init__(self, lock: Lock, error: Callable[[str], CommError]) -> None:
         self._lock, self._error = lock, error
+        self.__exit__ = lock.__exit__  # in C: a handler may run at the first instruction of a function of Python
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise self._error(ANOTHER_THREAD)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._lock.release()
+        taken = list[bool]()
+        try:
+            taken.extend(map(self._lock.acquire, (False,)))  # one step: a handler runs before it or after it
+            if True in taken:
+                return
+        except BaseException:
+            if True in taken:
+                self._lock.release()
+            raise
+        raise self._error(ANOTHER_THREAD)
 
 
 class AbortOnError:

@@ -1,12 +1,22 @@
 """What all communicators share: offsets, sums in order, and the counting of bytes; and the one of a single rank."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from threading import RLock
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.comm.communicator import offsets, sum_in_order, summing_dtype
+from moe_mk.comm.failure import Exclusive, describe
 from moe_mk.errors import CommError
 from moe_mk.flight import InFlight, wait
+from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
+from tests.layer.interrupted_ranks import Interrupts
 
 
 def test_offsets_by_hand() -> None:
@@ -65,3 +75,38 @@ def test_a_single_rank_hops_as_often_as_any_group() -> None:
     comm, rows = SingleRank(), torch.zeros(0, 2)
     assert list(comm.all_to_all(rows, [0], [0], "dispatch")) == [InFlight("dispatch")]
     assert list(comm.all_reduce(rows, "late")) == [InFlight("late")]
+
+
+def refused(text: str) -> CommError:
+    return CommError(text, rank=0, phase="a test")
+
+
+def in_context(lock: Any) -> None:
+    with Exclusive(lock, refused):
+        describe(ValueError())
+
+
+def in_native_call(lock: Any) -> None:
+    """The first instructions of a native call, up to the buffers that it takes."""
+    call: Any = FusedOneSided.__new__(FusedOneSided)
+    call._comm, call._lock, call._status = Mock(), lock, Mock(failure=None)
+    call._pool = Mock(take=Mock(side_effect=refused("no buffers")))
+    with suppress(CommError):
+        call(torch.empty(1), None)
+
+
+@pytest.mark.parametrize("guarded", [in_context, in_native_call])
+def test_a_lock_is_free_again_whatever_a_signal_handler_raises_at_any_step(guarded: Callable[[Any], None]) -> None:
+    lock = RLock()
+
+    def outer() -> None:  # what a handler raises at the first instruction of what this calls has held up nothing
+        guarded(lock)
+
+    for place in count(1):
+        interrupts = Interrupts(place, outer.__code__)
+        with suppress(KeyboardInterrupt), interrupts.traced():
+            outer()
+        assert not lock._is_owned(), interrupts.at  # type: ignore[attr-defined]
+        if not interrupts.at:
+            break
+    assert place > 3

@@ -47,12 +47,14 @@ class Interrupts:
         within: CodeType = MoELayer.forward.__code__,
         raised: type[BaseException] = KeyboardInterrupt,
     ) -> None:
-        """within: the function of the call. At its very first instruction nothing of it has begun."""
+        """within: the function of the call, or one of a test that makes it. At its very first instruction nothing of it
+        has begun."""
         self._raised = raised
         self.places, self.at = 0, ""
         self._place, self._within = place, within
         self._names: dict[CodeType, list[str]] = {}
-        self._inside = 0
+        self._inside, self._is_of_handler = 0, True
+        self._is_own = within.co_filename.startswith(PACKAGE)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -78,15 +80,28 @@ class Interrupts:
             if event != "opcode":
                 return trace
             before, last = last, frame.f_lasti
-            name = self._name(code, before)
-            if name in CHECKED and not (code is self._within and name == "RESUME"):
-                self.places += 1
-                if self.places == self._place:
-                    self.at = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}, after {name}"
-                    raise self._raised("of a handler")
+            if self._name(code, last) == "PUSH_EXC_INFO":  # what comes before it has raised, and is no place
+                return trace
+            back, is_first = frame.f_back, code is self._within
+            is_first |= not self._is_own and back is not None and back.f_code is self._within
+            if (name := self._name(code, before)) not in CHECKED or (is_first and name == "RESUME"):
+                return trace
+            error = self._error_at(code, frame.f_lineno, name)
+            if error is not None:
+                if not self._is_of_handler:  # else it passes for an exception of a signal handler
+                    del frame, back, _
+                raise error
             return trace
 
         return trace
+
+    def _error_at(self, code: CodeType, line: int, name: str) -> BaseException | None:
+        """What is raised here, after an instruction of this name."""
+        self.places += 1
+        if self.places != self._place:
+            return None
+        self.at = f"{Path(code.co_filename).name}:{line} in {code.co_name}, after {name}"
+        return self._raised("of a handler")
 
     def _name(self, code: CodeType, at: int) -> str:
         """The instruction at an offset, or before its inline cache."""
@@ -142,6 +157,8 @@ def interrupted(
         raised = KeyboardInterrupt if seed is None else random.Random(f"{seed} {place}").choice(HANDLERS)
         interrupts = Interrupts(place if rank == 0 else None, _function_of(dual), raised)
         failed = outcome(partial(_traced, interrupts, made, rank, dual), wanted[0])
+        if made.ep.lock._is_owned():  # type: ignore[attr-defined]
+            wrong.append(f"place {place}, {interrupts.at}: the group stays locked")
         allowed = ("right", raised.__name__ if rank == 0 else "CommError")
         blamed = failed["is"] == "CommError" and failed["peer"] != 0
         if failed["is"] not in allowed or blamed or failed["seconds"] > TIMEOUT_S / 2:

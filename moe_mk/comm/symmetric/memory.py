@@ -25,7 +25,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from moe_mk.errors import Suppress
+from moe_mk.errors import Suppress, unless_signalled
 from moe_mk.process import in_child
 
 FOLDER = Path("/dev/shm")
@@ -86,12 +86,13 @@ class SharedMemory(Memory):
     """
 
     is_shared = True
+    _descriptor = -1
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
-        self._descriptor = descriptor  # ours to close from here on
         self._taken, self._taking = PageRanges(), Lock()
         in_child(self, SharedMemory._leave_to_parent)
+        self._descriptor = descriptor  # ours to close from here on, and not by who called this
 
     def reserve(self, start: int, num_bytes: int) -> None:
         """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal.
@@ -125,8 +126,7 @@ class SharedMemory(Memory):
             os.close(descriptor)
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            self._close()
+        self._close()
 
 
 def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
@@ -149,10 +149,16 @@ def _locked_file(folder: Path) -> tuple[str, int]:
     while True:
         name = f"{PREFIX}{secrets.token_hex(16)}"
         descriptor = os.open(folder / name, flags, OURS_ALONE)
-        with Suppress(BlockingIOError):
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
+        except unless_signalled(BlockingIOError):
+            pass
+        except BaseException:
+            os.close(descriptor)
+            unlink(name, folder)
+            raise
         os.close(descriptor)
 
 

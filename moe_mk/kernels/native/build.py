@@ -225,7 +225,8 @@ def only_one(lock: Path, timeout_s: float = LOCK_TIMEOUT_S, progress: Progress |
     A child that the holder forked keeps the lock although the holder has ended; such a lock is taken over.
     Raises UnsupportedError with the holder if the lock is not free within timeout_s, or if the file cannot be written.
     """
-    handle, owner = _locked(lock, timeout_s, progress), os.getpid()
+    owner = os.getpid()
+    handle = _locked(lock, timeout_s, progress)  # a handler of a signal that raised before `try` would leave it locked
     try:
         yield
     finally:

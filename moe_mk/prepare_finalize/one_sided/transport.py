@@ -390,11 +390,12 @@ class FusedOneSided:
     ) -> Tensor:
         """See `LayerCall`. The lock of the group is held from the first stage to the last."""
         assert not skip, "peers would not skip them"
-        comm, lock = self._comm, self._lock
+        comm, lock, taken = self._comm, self._lock, list[bool]()
         try:
-            if not lock.acquire(blocking=False):
-                raise comm.another_thread("dispatch")
             try:
+                taken.extend(map(lock.acquire, (False,)))  # as in `Exclusive`
+                if True not in taken:
+                    raise comm.another_thread("dispatch")
                 if self._status.failure is not None:
                     comm.check("dispatch")
                 y_TH = torch.empty_like(x_TH)
@@ -406,7 +407,8 @@ class FusedOneSided:
                     self._continue(buffer, layer, status, routed)
                 buffer.busy = False
             finally:
-                lock.release()
+                if True in taken:
+                    lock.release()
         except BaseException as error:
             comm.fail(error)
             raise
