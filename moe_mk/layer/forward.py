@@ -52,7 +52,8 @@ def steps(
         is_accepted = True
         if grid.agreed != epochs:
             yield from grid.agree(
-                lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes(), **routing.notes()}
+                lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes(), **routing.notes()},
+                state.loads,
             )
         if state.lost is not None:
             state.lost.check()

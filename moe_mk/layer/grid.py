@@ -7,10 +7,11 @@ from copy import copy
 
 from torch import Tensor
 
-from moe_mk.comm.agreement import agree
+from moe_mk.comm.agreement import Loads, agree
 from moe_mk.comm.collective import CallGroups
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.errors import CommError
 from moe_mk.flight import Flight
 from moe_mk.trace.recorder import Spans
 
@@ -27,6 +28,8 @@ class Grid(CallGroups):
         self.name = name
         self.agreed: tuple[int, int] | None = None
         """The epochs in which notes were compared last."""
+        self._loads: list[Loads] = [(), ()]
+        """What was agreed on in both groups."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -37,22 +40,31 @@ class Grid(CallGroups):
         """The same place with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
         other.ep, other.agreed = ep or self.ep, None
+        other._loads = list(self._loads) if ep is None else [(), self._loads[1]]  # ranks that join count from 0
         return other
 
-    def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
+    def agree(self, notes: Callable[[], Mapping[str, str]], loads: int = 0) -> Flight[None]:
         """Compare notes with the other ranks before the first collective, and again after a recovery.
 
         Nothing to do where they have `agreed` in the current epochs; notes are written otherwise only. The layer gets
-        its number in both groups.
+        its number in both groups. loads: how often weights were loaded, see `comm.agreement`.
         """
         if self.agreed == (epochs := self.epochs):
             return
-        written = notes()
-        for comm in (self.ep, self.tp):
+        written, problem = notes(), None
+        for at, comm in enumerate((self.ep, self.tp)):
             if comm.size > 1:
                 comm.layer_number = 0
-                yield from agree(comm, written, self.name)
+                try:
+                    self._loads[at] = yield from agree(comm, written, self.name, loads, self._loads[at])
+                except CommError as error:
+                    if not error.harmless_to_peers:
+                        raise
+                    # Not at once: slices of the same experts, whose EP groups agree, would wait for this rank.
+                    problem, written = error, {**written, "agreement over EP": error.detail}
                 comm.number_layer()
+        if problem is not None:
+            raise problem
         self.agreed = epochs
 
     def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:

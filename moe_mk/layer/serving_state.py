@@ -267,7 +267,7 @@ class ServingState:
         Raises CommError where ranks have decided differently or a peer does not answer.
         """
         decision, gate = self.backends.decision, self.backends.gate
-        yield from self.grid.agree(lambda: {**decision.notes(), **self.notes})
+        yield from self.grid.agree(lambda: {**decision.notes(), **self.notes}, self.loads)
         if self.weights is None:
             return
         config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype

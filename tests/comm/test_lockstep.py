@@ -110,11 +110,46 @@ def test_digest_sees_names_and_values_but_not_their_order() -> None:
     assert len({digest(other) for other in [notes, *others]}) == 6
 
 
-def test_equal_notes_cost_one_exchange_of_32_bytes() -> None:
+def test_equal_notes_cost_one_exchange_of_a_digest_and_numbers_of_loads() -> None:
     comms = LockstepWorld(3).communicators()
     interleave([agree(comm, {"text": "one\nline, two = signs"}) for comm in comms])
     for comm in comms:
-        assert comm.traffic.bytes_by_phase == {"agreement": 2 * 32} and comm.traffic.calls_by_phase == {"agreement": 1}
+        assert comm.traffic.bytes_by_phase == {"agreement": 2 * (32 + 8 * (2 + 3))} and comm.traffic.calls_by_phase == {
+            "agreement": 1
+        }
+
+
+@given(st.integers(2, 4), st.data())
+def test_that_some_ranks_alone_have_loaded_again_is_seen_however_loads_and_agreements_were_interrupted(
+    size: int, data: st.DataObject
+) -> None:
+    """Against what happened: a rank has loaded since the last agreement that ended anywhere, or it has not."""
+    some = st.sets(st.integers(0, size - 1))
+    loads, known, has_loaded = [0] * size, [()] * size, [False] * size
+    comms, any_agreed = LockstepWorld(size).communicators(), False
+    for _ in range(data.draw(st.integers(1, 8))):
+        # Some ranks load, some of them again: the first time was interrupted, or a second call of a verb.
+        for rank in [*data.draw(some), *data.draw(some)]:
+            loads[rank], has_loaded[rank] = loads[rank] + 1, True
+        flights = [agree(comm, NOTES, "", n, of) for comm, n, of in zip(comms, loads, known, strict=True)]
+        expected = ""
+        if any_agreed and len(set(has_loaded)) > 1:
+            again = [rank for rank in range(size) if has_loaded[rank]]
+            others = [rank for rank in range(size) if not has_loaded[rank]]
+            expected = f"weights were loaded again on ranks {again} and not on ranks {others}; load them there too"
+        for flight in flights:
+            next(flight)
+        agreed, refused = [], []
+        for flight in flights:
+            try:
+                next(flight)
+            except StopIteration as end:
+                agreed.append(end.value)
+            except CommError as problem:
+                refused.append((problem.detail, problem.harmless_to_peers))
+        assert refused == [(expected, True)] * bool(expected) * size and len(agreed) + len(refused) == size
+        for rank in data.draw(some) if agreed else ():  # others were interrupted before they kept it
+            known[rank], any_agreed, has_loaded = agreed[rank], True, [False] * size
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -6,10 +6,10 @@ import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings
 from tests.layer.failing_ranks import EXPERTS, TOP_K, outcome, references, tokens
 from tests.layer.failing_ranks import built as built_over
-from tests.layer.interrupted_ranks import CHECKED, PACKAGE, Interrupts, StepTimeout
+from tests.layer.interrupted_ranks import PACKAGE, Interrupts, StepTimeout
+from tests.support.layers import tensors
 
 TIMEOUT_S = 12.0
 AT_ONCE_S = TIMEOUT_S / 2
@@ -46,7 +47,7 @@ class Serving:
     """One layer over all ranks, and what belongs to it. Every verb leaves another state than it has found."""
 
     def __init__(self, rank: int, transport: str) -> None:
-        self.rank, self.transport, self.turn = rank, transport, 0
+        self.rank, self.transport, self.turn, self.version = rank, transport, 0, 0
         self.layer: MoELayer = built_over(transport, timeout_s=TIMEOUT_S, experts="torch_cpu")
         self.layer(tokens(rank, COUNT))
         settings = RebalanceSettings(sync_every=1, inline=True, bytes_per_step=1 << 20, resplit_gain=9.0)
@@ -90,11 +91,22 @@ class Serving:
         for _ in range(STEPS):
             self.manager.step()
 
+    def load(self) -> None:
+        self.version = (self.turn + 1) % 2
+        self.layer.load_weights(weights_of(self.version))
+
     def recover(self) -> None:
         self.layer.recover()
 
 
-VERBS = ("forward", "routed", "warm_up", "swap", "swap_transport", "rebalance", "recover", "place")
+VERBS = ("forward", "routed", "warm_up", "swap", "swap_transport", "rebalance", "recover", "place", "load")
+UNHEARD = ("place", "load")
+"""Those in which ranks do not wait for each other; who has failed makes them again."""
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    """Two versions with one router: only the outputs tell experts of one from those of the other."""
+    return {name: -tensor if version and "down_proj" in name else tensor for name, tensor in tensors(EXPERTS).items()}
 
 
 class Thrown(Interrupts):
@@ -102,40 +114,15 @@ class Thrown(Interrupts):
 
     def __init__(self, within: CodeType, at: tuple[str, int, int] | None, raised: type[BaseException], signal: bool):
         super().__init__(None, within, raised)
-        self.target, self.of_handler, self.seen, self.raised_at = at, signal, Counter[tuple[str, int]](), 0.0
+        self.target, self._is_of_handler, self.seen, self.raised_at = at, signal, Counter[tuple[str, int]](), 0.0
 
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code is self._within:
-            self._inside += 1
-        if not self._inside or not code.co_filename.startswith(PACKAGE):
+    def _error_at(self, code: CodeType, line: int, name: str) -> BaseException | None:
+        at = code.co_filename, line
+        self.seen[at] += 1
+        if (*at, self.seen[at]) != self.target:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        last = frame.f_lasti
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal last
-            if event == "return" and code is self._within:
-                self._inside -= 1
-            if event != "opcode":
-                return trace
-            before, last = last, frame.f_lasti
-            back = frame.f_back
-            first = code is self._within or (back is not None and back.f_code is self._within)
-            if (name := self._name(code, before)) not in CHECKED or (first and name == "RESUME"):
-                return trace  # at its very first instruction nothing of a call has begun
-            line = code.co_filename, frame.f_lineno
-            self.seen[line] += 1
-            if (*line, self.seen[line]) == self.target:
-                self.raised_at = time.monotonic()
-                error = self._raised("injected")
-                if self.of_handler:
-                    raise error
-                del frame, _  # else it passes for an exception of a signal handler
-                raise error
-            return trace
-
-        return trace
+        self.raised_at = time.monotonic()
+        return self._raised("injected")
 
 
 @contextmanager
@@ -160,11 +147,52 @@ def places_of(rank: int, transport: str, verb: str) -> list[dict[tuple[str, int]
     """By rank: the lines of the package that a verb passes, and how many places of each it passes."""
     serving = Serving(rank, transport)
     getattr(serving, verb)()
-    counting = Thrown(code_of(verb), None, KeyboardInterrupt, False)
+    return places_in(getattr(serving, verb), code_of(verb))
+
+
+def places_in(call: Callable[[], None], code: CodeType) -> list[dict[tuple[str, int], int]]:
+    """As `places_of`: those of a call of a function with this code."""
+    counting = Thrown(code, None, KeyboardInterrupt, False)
     with warnings.catch_warnings(), counting.traced():
         warnings.simplefilter("ignore")
-        getattr(serving, verb)()
+        call()
     return [dict(seen) for (seen,) in control_plane({at: count for at, count in counting.seen.items() if at[1]})]
+
+
+class Throw:
+    """An exception at a drawn place of a call on a drawn rank."""
+
+    def __init__(self, draw: random.Random, places: list[dict[tuple[str, int], int]]) -> None:
+        self.victim = draw.choice([rank for rank, lines in enumerate(places) if lines])
+        self.signalled, kind, lines = draw.random() < 0.5, draw.choice(KINDS), places[self.victim]
+        self.line = draw.choice(sorted(lines))
+        self.turn = draw.choice((1, lines[self.line], draw.randint(1, lines[self.line])))
+        self.kind = draw.choice((StepTimeout, KeyboardInterrupt)) if self.signalled else kind
+
+    def __str__(self) -> str:
+        where = f"{Path(self.line[0]).relative_to(PACKAGE)}:{self.line[1]}"
+        handler = " of a handler" * self.signalled
+        return f"{self.kind.__name__}{handler} on rank {self.victim}, time {self.turn} of {where}"
+
+    def into(self, rank: int, call: Callable[[], None], code: CodeType) -> tuple[bool, list[str]]:
+        """Make the call; returns whether it failed on this rank, and what went wrong. code: of its function."""
+        at = (*self.line, self.turn) if rank == self.victim else None
+        thrower = Thrown(code, at, self.kind, self.signalled)
+
+        def run() -> Tensor:
+            with thrower.traced():
+                call()
+            return torch.zeros(0)
+
+        found, wrong, name = outcome(run), list[str](), self.kind.__name__
+        allowed = {"right", name} if rank == self.victim and self.signalled else {*TYPED, name}
+        if found["is"] not in (allowed if rank == self.victim else TYPED):
+            wrong.append(f"{self}: ended in {found}")
+        blamed, ended_at = found["is"] == "CommError" and found["peer"] == rank, time.monotonic()
+        raised_at = max(at for (at,) in control_plane(thrower.raised_at))
+        if blamed or (raised_at and ended_at - raised_at > AT_ONCE_S):
+            wrong.append(f"{self}: {found}")
+        return found["is"] != "right", wrong
 
 
 def thrown(rank: int, transport: str, verb: str, draws: int, seed: int) -> list[str]:
@@ -173,28 +201,11 @@ def thrown(rank: int, transport: str, verb: str, draws: int, seed: int) -> list[
     places, draw = places_of(rank, transport, verb), random.Random(f"{seed} {transport} {verb}")
     serving, expected, wrong = Serving(rank, transport), references(rank, 3, COUNT), list[str]()
     for number in range(draws):
-        victim, signalled, kind = draw.randrange(2), draw.random() < 0.5, draw.choice(KINDS)
-        line = draw.choice(sorted(places[victim]))
-        turn = draw.choice((1, places[victim][line], draw.randint(1, places[victim][line])))
-        kind = draw.choice((StepTimeout, KeyboardInterrupt)) if signalled else kind
-        thrower = Thrown(code_of(verb), (*line, turn) if rank == victim else None, kind, signalled)
-
-        def run(verb: str = verb, thrower: Thrown = thrower) -> Tensor:
-            with thrower.traced():
-                getattr(serving, verb)()
-            return torch.zeros(0)
-
-        found = outcome(run)
-        where = f"{number}: {kind.__name__}{' of a handler' * signalled} on rank {victim}, time {turn} of "
-        where += f"{Path(line[0]).relative_to(PACKAGE)}:{line[1]}"
-        allowed = {"right", kind.__name__} if rank == victim and signalled else {*TYPED, kind.__name__}
-        if found["is"] not in (allowed if rank == victim else TYPED):
-            wrong.append(f"{where}: ended in {found}")
-        blamed, ended_at = found["is"] == "CommError" and found["peer"] == rank, time.monotonic()
-        raised_at = max(at for (at,) in control_plane(thrower.raised_at))
-        if blamed or (raised_at and ended_at - raised_at > AT_ONCE_S):
-            wrong.append(f"{where}: {found}")
-        wrong += afterwards(serving, verb, expected, found["is"] != "right", where)
+        throw = Throw(draw, places)
+        failed, wrong = throw.into(rank, getattr(serving, verb), code_of(verb))
+        if serving.layer.ep.lock._is_owned():  # type: ignore[attr-defined]
+            wrong.append(f"{throw}: the group stays locked")
+        wrong += afterwards(serving, verb, expected, failed, f"{number}: {throw}")
         if wrong:
             break  # on all ranks: `afterwards` lets them know
     return wrong
@@ -220,10 +231,19 @@ def afterwards(serving: Serving, verb: str, expected: list[Tensor], failed: bool
             wrong.append(f"{where}: then recover took {found}")
     if failed:
         wrong.append(f"{where}: not recovered: {found}")
-    if verb == "place" and any_failed:
-        serving.place()  # which no rank waits for: it is made again
+    if verb == "load" and any_failed:
+        # Until all have loaded it again: all experts of one version, or an error that says what to do.
+        found = outcome(lambda: serving.layer(tokens(rank, COUNT)))
+        y_TH = torch.empty(0) if found["is"] != "right" else serving.layer(tokens(rank, COUNT))
+        same = [bool(torch.isclose(sign * y_TH, expected[0], atol=1e-4).all()) for sign in (1, -1) if len(y_TH)]
+        every = control_plane(found["is"], same)
+        if len(set(map(repr, every))) > 1 or not (any(same) or "load them there too" in found["text"]):
+            wrong.append(f"{where}: before it is loaded again: {found}, {every}")
+    if verb in UNHEARD and any_failed:
+        getattr(serving, verb)()
+    sign = 1 - 2 * serving.version
     for seed in (0, 1):
-        again = outcome(lambda s=seed: serving.layer(tokens(rank, COUNT, s)), expected[seed])  # type: ignore[misc]
+        again = outcome(lambda s=seed: serving.layer(tokens(rank, COUNT, s)), sign * expected[seed])  # type: ignore[misc]
         if again["is"] != "right":
             wrong.append(f"{where}: then {again}")
     states = control_plane(serving.layer.decision.chosen.name, serving.layer.expert_map.experts_of_rank, bool(wrong))
