@@ -24,7 +24,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import Change, Changes
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, MoEMKError, MoEMKWarning
-from moe_mk.flight import Flight
+from moe_mk.flight import Flight, cancel
 
 FRAMES = 200
 """By how much the recursion limit is raised while an error is reported, which may be that no frame was left."""
@@ -136,7 +136,7 @@ def collective(groups_of: Callable[..., CallGroups], *, recovers: bool = False) 
     def decorated(verb: F) -> F:
         @wraps(verb)
         def flight(*given: Any, **named: Any) -> Flight[Any]:
-            groups, epochs, has_begun = None, (0, 0), False
+            groups, epochs, has_begun, steps = None, (0, 0), False, None
             try:
                 groups = groups_of(*given, **named)
                 epochs, steps = groups.epochs, verb(*given, **named)
@@ -152,6 +152,8 @@ def collective(groups_of: Callable[..., CallGroups], *, recovers: bool = False) 
                     groups = groups_of(*given, **named) if groups is None else groups  # interrupted there
                     # One that is dropped may have ended with a recovery; one that raises goes on.
                     groups.fail(error, epochs if isinstance(error, GeneratorExit) else groups.epochs)
+                if steps is not None:
+                    cancel((steps,))  # now, and not when nothing refers to them: peers may wait for what they do then
                 raise
 
         @wraps(verb)

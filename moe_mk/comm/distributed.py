@@ -21,7 +21,7 @@ from moe_mk.comm.failure import Failure, GroupStatus, describe
 from moe_mk.comm.header import EAGER_BYTES, Arrival, Caller, Envelope
 from moe_mk.comm.messages import GroupMessages
 from moe_mk.comm.traffic import COUNT_BYTES
-from moe_mk.errors import CommError, ConfigError, Suppress, unless_signalled
+from moe_mk.errors import CommError, ConfigError, MoEMKError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -192,10 +192,18 @@ class DistributedCommunicator(Communicator):
         if self._messages is None or dist.get_world_size(self.group) > MOST_MEMBERS:
             yield from super().without(ranks)
         assert self._messages is not None
-        self._messages.leave_out([self._members[rank] for rank in lost])
-        members = [member for rank, member in enumerate(self._members) if rank not in lost]
-        left = DistributedCommunicator(self.group, timeout_s=self.timeout_s, layer=self.layer, members=members)
-        yield from left.recover()
+        epoch = self.status.epoch
+        try:
+            self._messages.leave_out([self._members[rank] for rank in lost])
+            members = [member for rank, member in enumerate(self._members) if rank not in lost]
+            left = DistributedCommunicator(self.group, timeout_s=self.timeout_s, layer=self.layer, members=members)
+            yield from left.recover()
+        except BaseException as error:
+            if not isinstance(error, MoEMKError):  # as in `comm.collective`
+                self.fail(error)
+                if self.status.epoch == epoch:
+                    self.fail_recovery(error)
+            raise
         return left
 
     def number_layer(self) -> None:

@@ -26,7 +26,7 @@ from moe_mk.comm.agreement import digest
 from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
-from moe_mk.comm.failure import Change
+from moe_mk.comm.failure import Change, GroupStatus
 from moe_mk.comm.groups import Group, communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError
@@ -88,6 +88,8 @@ class RebalanceManager:
         self._migration: Migration | None = None
         self._load_flight: Flight[Tensor] | None = None
         self._epochs = self.peers.epochs
+        self._formed: GroupStatus | None = None
+        """That of the group that `rank_lost` or `rank_joined` has formed last."""
         self._step = self._plan_id = self._flips = 0
         self._predicted_bytes, self._counts = 0, ExpertBytes()
         self._reason, self._halted, self._sync_now, self._closed = "no plan yet", False, False, False
@@ -370,11 +372,10 @@ class RebalanceManager:
         return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
 
     def _has_committed(self, peers: Peers) -> Flight[bool]:
-        """Go on over a group in which an earlier attempt has failed; whether the other ranks had ended that one."""
-        serving = self.peers
+        """Go on over a group in which an earlier attempt has failed; whether that one was made, here or elsewhere."""
         if peers.ep.status.failure is not None or peers.tp.status.failure is not None:
             yield from peers.recover()
-        return self.peers is not serving
+        return self._formed is peers.ep.status and self.comm.size == peers.ep.size
 
     def _regroup(
         self,
@@ -442,7 +443,7 @@ class RebalanceManager:
                 work.warnings.append(warning)
         self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
         self._drop_work()
-        self._epochs, self._halted = self.peers.epochs, False
+        self._epochs, self._halted, self._formed = self.peers.epochs, False, work.peers.ep.status
         self._step = max(each.step for each in work.rank_states)
         self._flips = max(each.flips for each in work.rank_states) + 1
         self._plan_id = max(each.plan_id for each in work.rank_states) + 1

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_mk.comm.failure import Change, describe
+from moe_mk.comm.failure import REPORTED, Change, describe
 from moe_mk.errors import CommError, ConfigError, RegroupError, unless_signalled
 from moe_mk.flight import Flight, InFlight
 from moe_mk.layer.moe_layer import MoELayer
@@ -205,16 +205,7 @@ class Regrouping:
         except unless_signalled(Exception) as error:
             problem = error
         yield from self._vote("staging", problem)
-        try:
-            for layer, state in zip(self.layers, self.staged_states, strict=True):
-                yield from layer.live.try_out(state)
-        except unless_signalled(Exception) as error:
-            problem = error
-        try:
-            yield from self._vote("trying out", problem)
-        except CommError:  # the call of this rank failed, or that of a peer, which this one learns in the vote
-            yield from self.peers.recover()
-            yield from self._vote("trying out", problem)
+        yield from self._try_out()
         yield from self.peers.decide(self.peers.gather(0, PHASE), commit, accepts=bool)
 
     def _rows(self) -> Flight[Rows]:
@@ -270,16 +261,33 @@ class Regrouping:
             placed = self.ledger.map_of(self.ledger.phy2log[x], self.ledger.share[x])
             self.staged_states.append(layer.live.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
 
+    def _try_out(self) -> Flight[None]:
+        """Run every staged state, and vote. A failed call ends those of all ranks, and the next attempt recovers."""
+        problem: Exception | None = None
+        try:
+            for layer, state in zip(self.layers, self.staged_states, strict=True):
+                yield from layer.live.try_out(state)
+        except unless_signalled(Exception) as error:
+            problem = error
+        try:
+            yield from self._vote("trying out", problem)
+        except CommError as error:
+            failure = self.peers.ep.status.failure or self.peers.tp.status.failure
+            if failure is None or not (failure.here or failure.text.startswith(REPORTED)):
+                raise  # a rank does not answer
+            line = f"rank {failure.culprit}: {failure.text.removeprefix(REPORTED)}"
+            raise self._refusal("trying out", [line]) from problem or error
+
     def _vote(self, what: str, problem: Exception | None, trouble: str = "") -> Flight[None]:
         """Raise RegroupError on every rank, with the problems of each, if any rank has one."""
         text = trouble if problem is None else describe(problem)
         texts = yield from self.peers.gather_texts(text, PHASE)
         if lines := [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]:
-            raise RegroupError(
-                f"{what} failed, so the group of {self.peers.ep.size} cannot be formed yet; nothing was changed, and "
-                "the same call may be made again",
-                lines,
-            ) from problem
+            raise self._refusal(what, lines) from problem
+
+    def _refusal(self, what: str, lines: list[str]) -> RegroupError:
+        text = f"{what} failed, so the group of {self.peers.ep.size} cannot be formed yet; nothing was changed, and "
+        return RegroupError(f"{text}the same call may be made again", lines)
 
 
 def after_loss(machine: Topology, members: Sequence[int], num_experts: int, copies: int) -> Topology:
