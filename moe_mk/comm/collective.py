@@ -158,20 +158,18 @@ def collective(groups_of: Callable[..., CallGroups], *, recovers: bool = False) 
 
         @wraps(verb)
         def call(*given: Any, **named: Any) -> Any:
-            groups, epochs = None, (0, 0)
+            groups, epochs = None, None
             try:
                 groups = groups_of(*given, **named)
                 epochs = groups.epochs
                 return verb(*given, **named)
             except BaseException as error:
                 if not isinstance(error, MoEMKError | MoEMKWarning):
-                    if groups is None:  # interrupted there
-                        groups = groups_of(*given, **named)
-                        epochs = groups.epochs
+                    groups = groups or groups_of(*given, **named)  # interrupted there
                     limit = sys.getrecursionlimit()
                     sys.setrecursionlimit(limit + FRAMES)  # here: `fail` itself may have no frame
                     if recovers:
-                        groups.fail_recovery(error, epochs)
+                        groups.fail_recovery(error, epochs or groups.epochs)
                     else:
                         groups.fail(error)
                     sys.setrecursionlimit(limit)

@@ -272,10 +272,11 @@ class GroupMessages(Watched):
         self._notify(Header(Kind.FAILED, self._epoch, 0, failure.report, peer=culprit, process=self._process))
 
     def report_recovery(self, text: str) -> None:
-        """End the recovery of peers that wait for this rank, whose own was interrupted before it sent them anything."""
+        """End what peers wait for while the recovery of this rank was interrupted: theirs, or the next call after it."""
         recovery = self._recovery = self._recovery or Recovery(self._epoch)
-        if recovery.sends is None or not recovery.sends.works:
-            self._notify(Header(Kind.FAILED, self._epoch, 0, text, peer=self.rank), [RECOVERY_TAG])
+        is_sent = recovery.sends is not None and bool(recovery.sends.works)
+        epoch = max(self._epoch, recovery.epoch + is_sent)  # that of peers which have what was sent
+        self._notify(Header(Kind.FAILED, epoch, 0, text, peer=self.rank), [] if is_sent else [RECOVERY_TAG])
 
     def leave_out(self, ranks: Collection[int]) -> None:
         """Speak to these ranks no more. The others do the same and recover together."""
@@ -633,7 +634,7 @@ class GroupMessages(Watched):
 
     def _notify(self, header: Header, tags: Sequence[int] = ()) -> None:
         """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
-        tags = tags or [NOTICE_TAGS + self._epoch] + [HEADER_TAGS + self._epoch] * (header.kind is Kind.FAILED)
+        tags = tags or [NOTICE_TAGS + header.epoch] + [HEADER_TAGS + header.epoch] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with Suppress(RuntimeError, MemoryError):
