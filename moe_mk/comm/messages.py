@@ -272,7 +272,7 @@ class GroupMessages(Watched):
         self._notify(Header(Kind.FAILED, self._epoch, 0, failure.report, peer=culprit, process=self._process))
 
     def report_recovery(self, text: str) -> None:
-        """End what peers wait for while the recovery of this rank was interrupted: theirs, or the next call after it."""
+        """End what peers wait for since the recovery of this rank was interrupted: theirs, or the call after it."""
         recovery = self._recovery = self._recovery or Recovery(self._epoch)
         is_sent = recovery.sends is not None and bool(recovery.sends.works)
         epoch = max(self._epoch, recovery.epoch + is_sent)  # that of peers which have what was sent
