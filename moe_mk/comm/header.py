@@ -290,6 +290,11 @@ class Recovery:
     """Of this rank; in the end the largest of all."""
     has_ended: bool = False
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether peers have this rank's message, with which they go on to the next epoch."""
+        return self.sends is not None and bool(self.sends.works)
+
     def call(
         self, group: dist.ProcessGroup, peers: Sequence[int], left_out: int, number: int, process: Process
     ) -> None:

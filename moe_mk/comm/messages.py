@@ -274,9 +274,8 @@ class GroupMessages(Watched):
     def report_recovery(self, text: str) -> None:
         """End what peers wait for since the recovery of this rank was interrupted: theirs, or the call after it."""
         recovery = self._recovery = self._recovery or Recovery(self._epoch)
-        is_sent = recovery.sends is not None and bool(recovery.sends.works)
-        epoch = max(self._epoch, recovery.epoch + is_sent)  # that of peers which have what was sent
-        self._notify(Header(Kind.FAILED, epoch, 0, text, peer=self.rank), [] if is_sent else [RECOVERY_TAG])
+        header = Header(Kind.FAILED, max(self._epoch, recovery.epoch + recovery.is_sent), 0, text, peer=self.rank)
+        self._notify(header, [] if recovery.is_sent else [RECOVERY_TAG])
 
     def leave_out(self, ranks: Collection[int]) -> None:
         """Speak to these ranks no more. The others do the same and recover together."""

@@ -105,7 +105,7 @@ UNHEARD = ("place", "load")
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
-    """Two versions with one router: only the outputs tell experts of one from those of the other."""
+    """Two versions with one router: experts of one and of the other differ in their outputs alone."""
     return {name: -tensor if version and "down_proj" in name else tensor for name, tensor in tensors(EXPERTS).items()}
 
 
@@ -232,7 +232,7 @@ def afterwards(serving: Serving, verb: str, expected: list[Tensor], failed: bool
     if failed:
         wrong.append(f"{where}: not recovered: {found}")
     if verb == "load" and any_failed:
-        # Until all have loaded it again: all experts of one version, or an error that says what to do.
+        # Until all have loaded it again: all experts of one version, or an error with what to do.
         found = outcome(lambda: serving.layer(tokens(rank, COUNT)))
         y_TH = torch.empty(0) if found["is"] != "right" else serving.layer(tokens(rank, COUNT))
         same = [bool(torch.isclose(sign * y_TH, expected[0], atol=1e-4).all()) for sign in (1, -1) if len(y_TH)]
