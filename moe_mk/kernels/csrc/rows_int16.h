@@ -11,6 +11,8 @@
 // kIntegerGroup at a time. The same bits for any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
+#include <type_traits>
+
 #include "rows_f32.h"
 
 namespace moe_mk {
@@ -363,14 +365,16 @@ struct IntegerProduct {
   void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair, bool direct) const {
     if (direct)
       return each_rows<kDirectRows>(of, pair, [&](const auto& some_rows, bool first) {
-        multiply_packed<Policy, some_rows.kRows, vectors_of_rows(some_rows.kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
+        constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;  // some_rows.kRows would be no constant for clang
+        multiply_packed<Policy, kRows, vectors_of_rows(kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
       });
     const size_t bytes = unit.num_pairs * w.step_bytes / (kStep / 2);
     const uint8_t* next = unit.packed + prefetch_bytes(w.prefetch, bytes);
     expand_integers<Policy>(unit, scratch.panel);
     unit.packed = scratch.panel;
     const auto multiply = [&](const auto& some_rows, bool first) {
-      multiply_panel<some_rows.kRows, vectors_of_rows(some_rows.kRows, 3)>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
+      constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;
+      multiply_panel<kRows, vectors_of_rows(kRows, 3)>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
     };
     if (num_some == kDirectRows) each_rows<kDirectRows>(of, pair, multiply);  // in one go
     else each_rows<kIntegerGroup>(of, pair, multiply);
