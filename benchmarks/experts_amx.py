@@ -106,7 +106,7 @@ class Probe:
         done = ctypes.c_double(0)
         for _ in range(20):
             start = time.perf_counter()
-            self.native.call("peak_rate", PROBED_PRODUCTS, threads, int(AMX), ctypes.byref(done))
+            self.native.call("peak_rate", PROBED_PRODUCTS, threads, int(AMX), 0, ctypes.byref(done))
             took = time.perf_counter() - start
             if done.value >= PROBED_PRODUCTS * threads * 4 * 16384:
                 break

@@ -31,6 +31,7 @@ from experts_cpu_peers import Experts, Weights, errors_of, without_wrong, wrong_
 from experts_cpu_report import four_bit_goals
 from torch import Tensor
 
+from moe_mk.kernels.native import instruction_set
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.selfcheck import load
 from moe_mk.kernels.native.threads import described
@@ -105,6 +106,7 @@ def main() -> None:
     native = replace(load(progress=print), own_threads=options.kernel_threads == "own")
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
+        native = replace(native, pinned=native.best)
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_NAMES[native.best]  # torch's products; read at the first one
     layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
     candidates, references, fp8 = gather_candidates(native, layer, options)
@@ -151,6 +153,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     limit = "" if options.isa is None else " at most"
     return {
         "device": f"{processor()}, {options.threads} threads, best{limit} {native.best.name}",
+        "instruction sets": instruction_set.described(native),
         "threads": f"kernels on {described(options.kernel_threads)}",
         "versions": versions(),
         "command": command(),

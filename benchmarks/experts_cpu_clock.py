@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from experts_cpu_peers import Batch, Experts
 
+from moe_mk.kernels.native.instruction_set import choice
+from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import PackedMatrix
 
@@ -110,7 +112,8 @@ class Yardsticks:
     def multiply(self, iterations: int = 3_000_000) -> None:
         """Run the bare multiply-add loop; self.flops is what it did."""
         done = ctypes.c_double(0)
-        self.native.call("peak_rate", iterations, self.threads, int(self.native.best), ctypes.byref(done))
+        isa = choice(self.native, Format.INT4).isa  # of the formats the one with the most products an instruction
+        self.native.call("peak_rate", iterations, self.threads, int(isa), 0, ctypes.byref(done))
         self.flops = done.value
 
     def candidates(self, share: float) -> dict[str, Candidate]:

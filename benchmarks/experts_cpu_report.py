@@ -66,7 +66,7 @@ def described(results: Results) -> str:
     shape = results["shape"]
     sizes = f"E={shape['experts']}, H={shape['hidden']}, I={shape['inter']}, top-{shape['top_k']}"
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    notes = [results[key] for key in ("threads", "note") if results.get(key)]
+    notes = [results[key] for key in ("instruction sets", "threads", "note") if results.get(key)]
     return f"**{sizes}**; {'; '.join([results['device'], versions, *notes])}.\n\n`{results['command']}`"
 
 

@@ -282,8 +282,7 @@ class KernelConfig(Settings):
     """Activations of the experts' GEMMs: quantised as in the checkpoint, in the layer's dtype (more accurate), or in
     INT8 for INT4, INT8 and GGUF weights, whatever the checkpoint defines (faster)."""
     trust: tuple[str, ...] = ()
-    """Experts, transports and oracles from outside of this package that `auto` may select without a certificate and a
-    measured time."""
+    """Experts, transports, oracles of other packages that `auto` may select without a certificate and measured time."""
     tuned_dir: Folder | None = None
     """The folder of tuned parameters, and of times and certificates of experts from outside of this package, as `moe-mk
     tune` and `moe-mk certify` write it with --tuned-dir. None: `configs/tuned` of this package."""
@@ -292,8 +291,9 @@ class KernelConfig(Settings):
     fused_router: bool = True
     """Whether the router may run as one native call, with native experts; false: torch operators."""
     threads: Literal["auto", "engine", "own"] = "auto"
-    """Threads of the native CPU kernels. engine: the OpenMP threads of torch's operators. own: a pool of the kernels.
-    auto: engine where torch has an OpenMP runtime, else own."""
+    """Threads of native CPU kernels: torch's OpenMP threads (engine) or a pool (own). auto: engine if torch has any."""
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512_vnni", "avx512_bf16", "amx_bf16"] = "auto"
+    """Of native CPU kernels. auto: by the measured rates of instructions. Bits differ; ranks must have the same."""
     cache_dir: Folder | None = None
     """The folder of compiled CPU kernels, created for this user alone. None: ~/.cache/moe_mk/kernels, or a
     private temporary folder where that cannot be used."""

@@ -117,6 +117,8 @@ class ExpertsContext:
     """Whether the result of a row must not depend on the other rows of its batch."""
     own_threads: bool = False
     """Whether native CPU kernels use threads of their own, not those of torch."""
+    instruction_set: str = "auto"
+    """Of native CPU kernels, see `KernelConfig`."""
     cache_dir: Path | None = None
     """The folder of compiled CPU kernels; None: as in `KernelConfig`."""
     tuned_dir: Path | None = None
@@ -170,6 +172,13 @@ class FusedExperts(ABC):
 
     def parameters(self) -> str:
         """How the kernel parameters in use were chosen, for the decision. "": there are none, or before `relayout`."""
+        return ""
+
+    def numerics(self) -> str:
+        """What the bits of results depend on that was chosen on this machine, and the setting that pins it.
+
+        Ranks whose texts differ raise CommError. "": nothing, or before `relayout`.
+        """
         return ""
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:

@@ -76,6 +76,12 @@ class HeldExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         return self.inner.run(tokens, weights)
 
+    def parameters(self) -> str:
+        return self.inner.parameters()
+
+    def numerics(self) -> str:
+        return self.inner.numerics()
+
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Requantise, then convert to the layout of the backend. The stored weights are not changed.
 

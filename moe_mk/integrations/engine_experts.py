@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -165,6 +165,8 @@ class RankExperts:
             kernel = FusedMoEKernel(kernel.prepare_finalize, unregistered(kernel.experts.context))
         self.kernel, self.dtype = kernel, dtype
         self.weights: Weights = kernel.experts.relayout(given)
+        found = kernel.experts
+        self.decision = replace(self.decision, parameters=found.parameters(), numerics=found.numerics())
         transport = kernel.prepare_finalize
         unmoved = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
         self._routed = layer_call(kernel, self.weights, dtype=dtype) if unmoved else None

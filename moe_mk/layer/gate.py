@@ -130,7 +130,8 @@ class Gate:
         call = None
         if gating is not None:
             kernel = self.decision.problem.config.kernel
-            library = replace(native.loaded(kernel.cache_dir), own_threads=kernel.threads == "own")
+            own, pinned = kernel.threads == "own", kernel.instruction_set
+            library = native.loaded(kernel.cache_dir).configured(own_threads=own, instruction_set=pinned)
             call = native.RouteCall(library, gating.gate_EH, gating.bias_E, gating.mode)
         if isinstance(router, Router):  # token ids are of one batch
             self._prepared = router, self.logit_bias_E, at, call

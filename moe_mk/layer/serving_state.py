@@ -231,10 +231,13 @@ class ServingState:
         """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
         experts, backends = self.kernel.experts, self.backends
         laid_out = experts.relayout(weights.experts, on_progress)
+        if (shared := backends.shared) is not None and weights.shared is not None:
+            shared.load(weights.shared, weights.shared_gate_H)
         if isinstance(experts, FusedExperts):
-            backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
-        if backends.shared is not None and weights.shared is not None:
-            backends.shared.load(weights.shared, weights.shared_gate_H)
+            chosen = [experts.numerics(), *([] if shared is None else [shared.experts.numerics()])]
+            numerics = "; shared experts ".join(dict.fromkeys(chosen))
+            decision = replace(backends.decision, parameters=experts.parameters(), numerics=numerics)
+            backends = replace(backends, decision=decision)
         backends.gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
         latent, norm_H = self.latent, self.input_norm_H
         if weights.latent is not None:

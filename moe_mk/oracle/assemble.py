@@ -100,8 +100,8 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         swiglu_limit=decision.problem.config.model.swiglu_limit,
         swiglu_alpha=decision.problem.config.model.swiglu_alpha,
         batch_invariant=kernel.batch_invariant or kernel.invariant, own_threads=kernel.threads == "own",
-        cache_dir=kernel.cache_dir, tuned_dir=kernel.tuned_dir, residency=kernel.residency, pool=parts.pool,
-        timeout_s=kernel.timeout_s,
+        instruction_set=kernel.instruction_set, cache_dir=kernel.cache_dir, tuned_dir=kernel.tuned_dir,
+        residency=kernel.residency, pool=parts.pool, timeout_s=kernel.timeout_s,
     )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
-from moe_mk.errors import ShapeError
+from moe_mk.errors import CommError, ShapeError
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
 from moe_mk.flight import wait
+from moe_mk.kernels.native.instruction_set import Rates, choice
+from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.testing.transports import run_together, virtual_groups
@@ -292,6 +294,72 @@ def test_the_decision_records_how_kernel_parameters_were_chosen(
     if native_kernels().best in (Isa.AVX512_BF16, Isa.AMX_BF16):
         assert decision.parameters.startswith("measured at load: from ")
     assert built(checkpoint, experts="torch_cpu").explain().parameters == ""
+
+
+@pytest.mark.parametrize("name", ["scalar", "avx2"])
+def test_a_pinned_instruction_set_runs_and_is_named(checkpoint: Path, name: str) -> None:
+    isa = Isa[name.upper()]
+    if isa not in native_kernels().isas:
+        pytest.skip(f"no {isa.name} here")
+    layer, x_TH = built(checkpoint, instruction_set=name), tokens(7)
+    call: Any = layer.prepare().call_for(x_TH, layer.expert_load, None)
+    blocks = [block.isa for block in call._of_mode.values()]
+    assert blocks and {*blocks, call._route.isa} == {isa}
+    assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    decision = layer.explain()
+    assert f"; {isa.name}: pinned by kernel.instruction_set; " in decision.parameters
+    assert decision.numerics == decision.as_dict()["numerics"] == f"{isa.name} (kernel.instruction_set pins it)"
+
+
+RATES = {"Xeon": Rates(5.76, 5.50, 1.35), "Zen 4": Rates(3.7, 3.7, 3.7)}
+
+
+def on_ranks(checkpoint: Path, *settings: dict[str, Any], rates: tuple[str, ...] = ()) -> list[MoELayer]:
+    """A layer of each rank. rates: as if they had both AVX-512 instruction sets."""
+    layers = []
+    for rank, (groups, each) in enumerate(zip(virtual_groups(len(settings), 1), settings, strict=True)):
+        config = MoEConfig.from_hf(checkpoint, experts="cpu_native", max_num_tokens=64, **each)
+        layer = DeepseekV3MoE(config, groups=groups)
+        for experts in (layer.kernel.experts, layer.state.backends.shared.experts) if rates else ():
+            isas = (Isa.SCALAR, Isa.AVX2, Isa.AVX512_VNNI, Isa.AVX512_BF16)
+            experts.native = replace(experts.native, isas=isas, rates=RATES[rates[rank]])
+        layers.append(layer.load_from_safetensors(checkpoint, 3))
+    return layers
+
+
+def refusals(layers: list[MoELayer]) -> list[str]:
+    """What every rank raises in its first forward."""
+    flights, texts = [layer.steps(tokens(4)) for layer in layers], dict[int, str]()
+    for _ in range(8):
+        for rank, flight in enumerate(flights):
+            try:
+                next(flight, None)
+            except CommError as problem:
+                texts[rank] = str(problem)
+    return [texts[rank] for rank in range(len(layers))]
+
+
+def test_ranks_with_other_instruction_sets_are_refused_on_every_rank(checkpoint: Path) -> None:
+    layers = on_ranks(checkpoint, {"instruction_set": "scalar"}, {"instruction_set": "avx2"})
+    for text in refusals(layers):
+        assert "numerics:\n    rank 0: SCALAR (kernel.instruction_set pins it)\n    rank 1: AVX2 (kernel.inst" in text
+
+
+def test_ranks_whose_rates_choose_differently_are_refused(checkpoint: Path) -> None:
+    for text in refusals(on_ranks(checkpoint, {}, {}, rates=("Xeon", "Zen 4"))):
+        assert "rank 0: AVX512_VNNI (kernel.instruction_set pins it)" in text
+        assert "rank 1: AVX512_BF16 (kernel.instruction_set pins it)" in text
+    chosen = on_ranks(checkpoint, {}, {}, rates=("Xeon", "Xeon"))
+    assert {layer.explain().numerics for layer in chosen} == {"AVX512_VNNI (kernel.instruction_set pins it)"}
+    assert "; AVX512_VNNI: vfmadd231ps 5.50 G/s, vdpbf16ps 1.35 G/s; " in chosen[0].explain().parameters
+
+
+def test_ranks_agree_where_one_is_pinned_to_what_the_other_chose(checkpoint: Path) -> None:
+    chosen = choice(native_kernels(), Format.FP8).isa
+    layers = on_ranks(checkpoint, {}, {"instruction_set": chosen.name.lower()})
+    assert len({layer.explain().parameters for layer in layers}) == 2
+    assert len({layer.explain().numerics for layer in layers}) == 1
+    assert all(y_TH.shape == (4, HIDDEN) for y_TH in run_together(layers, [tokens(4), tokens(4)]))
 
 
 def test_other_experts_and_other_precisions_keep_the_torch_router(checkpoint: Path) -> None:

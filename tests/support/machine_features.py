@@ -133,6 +133,7 @@ FEATURES: Mapping[str, Values] = {
     "tiles": {"one": {}, "three": {"kernel.tiles": 3}},
     "fused_router": {"yes": {}, "no": {"kernel.fused_router": False}},
     "threads": {"auto": {}, "own": {"kernel.threads": "own"}},
+    "instruction_set": {"auto": {}, "scalar": {"kernel.instruction_set": "scalar"}},
     "residency": {
         "none": {}, "slots": {"residency.slots": 5}, "bytes": {"residency.bytes": 1 << 16}, "pool": {},
     },

@@ -35,8 +35,10 @@ from moe_mk.experts.cpu_native.weights import (
 from moe_mk.experts.paged import open_store, pool_of, slots_of_rows
 from moe_mk.experts.residency import POLICIES
 from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning, wrong_formats
+from moe_mk.kernels.native.instruction_set import Choice, choice, not_of_processor
 from moe_mk.kernels.native.layer import PreparedExperts, RowsOfExperts, Stack
 from moe_mk.kernels.native.layout import MatrixLayout
+from moe_mk.kernels.native.library import Isa
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, on_huge_pages, touch_slot
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.threads import described, engine_runtime
@@ -94,7 +96,9 @@ class CpuNativeExperts(FusedExperts):
         super().__init__(context)
         if context.residency is not None:
             _ = POLICIES[context.residency.policy]  # raises ConfigError
-        self.native = native_kernels(own_threads=context.own_threads, cache_dir=context.cache_dir)
+        self.native = native_kernels(
+            own_threads=context.own_threads, cache_dir=context.cache_dir, instruction_set=context.instruction_set
+        )
         self.mode = ExpertsMode(
             ACTIVATIONS[context.activation],
             alpha=context.swiglu_alpha,
@@ -105,6 +109,8 @@ class CpuNativeExperts(FusedExperts):
         self.tuned: Tuned[Tuning] | None = None
         """Parameters by rows per expert; loaded when the scheme of the weights is known."""
         self._parameters = ""
+        self.choice: Choice | None = None
+        """Of the instruction set; None before the format of the weights is known."""
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -113,6 +119,11 @@ class CpuNativeExperts(FusedExperts):
         quant = problem.config.model.quant
         if problem.config.kernel.threads == "engine" and isinstance(missing := engine_runtime(), str):
             reasons.append(Reason("threads", f"kernel.threads = engine: {missing}", "kernel.threads = auto"))
+        pinned = problem.config.kernel.instruction_set
+        if pinned != "auto" and (lacks := not_of_processor(Isa[pinned.upper()])):
+            usable = ", ".join(isa.name.lower() for isa in Isa if not not_of_processor(isa))
+            text = f"kernel.instruction_set = {pinned}, but this processor lacks {', '.join(lacks)}; usable: {usable}"
+            reasons.append(Reason("instruction_set", text, "kernel.instruction_set = auto"))
         if unread := {s.name for s in (stored, quant.down_scheme) if s.block is None and storage_of(s) is None}:
             reasons.append(
                 Reason("weights", f"reads no {' and '.join(sorted(unread))} weights; of plain ones only bf16")
@@ -170,6 +181,7 @@ class CpuNativeExperts(FusedExperts):
         on_progress: called with ("pack", bytes packed so far, total bytes) after each expert.
         """
         if isinstance(weights, PackedExpertWeights):
+            self._choose_isa(weights.w13.layout)
             return weights
         expect_one_width(weights, "cpu_native")
         residency = self.context.residency
@@ -211,6 +223,7 @@ class CpuNativeExperts(FusedExperts):
         """Write the experts to a store unless it is there, and open it with empty slots."""
         (layout13, scheme13), (layout2, scheme2) = self._layouts(weights)
         biases = stacked_biases(weights)
+        self._choose_isa(layout13)
         layout = RecordLayout(layout13, layout2, biased=biases[0] is not None)
         total = layout.num_bytes * weights.num_slots
         record_SB = on_huge_pages(1, layout.num_bytes).zero_()
@@ -231,26 +244,36 @@ class CpuNativeExperts(FusedExperts):
         return PagedExperts(*cache.matrices, scheme13, down_scheme=scheme2, cache=cache)
 
     def parameters(self) -> str:
-        """Where the parameters of the kernels are from, the cut-over that was measured, and the threads."""
-        return f"{self._parameters}; {described('own' if self.context.own_threads else 'auto')}"
+        """Where the parameters are from, the cut-over that was measured, the instruction set, and the threads."""
+        threads = described("own" if self.context.own_threads else "auto")
+        return "; ".join(str(each) for each in (self._parameters, self.choice, threads) if each is not None)
+
+    def numerics(self) -> str:
+        """The instruction set."""
+        return "" if self.choice is None else f"{self.choice.isa.name} (kernel.instruction_set pins it)"
+
+    def _choose_isa(self, layout13: MatrixLayout) -> Isa:
+        self.choice = choice(self.native, layout13.format, self.mode.quantize)
+        return self.choice.isa
 
     def _choose_parameters(self, packed: PackedExpertWeights) -> None:
         """Load the tuned file, or measure the cut-over between kernels if the experts are too large for the caches."""
         tuned = self._tuned(packed.scheme, min(tunings.CHOICES, packed.num_slots))
-        cut_over = tunings.cut_over_of(self.native.best, packed.w13.layout.format, self.mode)
+        isa = self._choose_isa(packed.w13.layout)
+        cut_over = tunings.cut_over_of(isa, packed.w13.layout.format, self.mode)
         if tuned.points:
             self._parameters = f"as measured by moe-mk tune at {len(tuned.points)} numbers of rows"
         elif cut_over is None or packed.num_bytes < tunings.MEASURED_BYTES:
             self._parameters = "built in"
         else:
-            found = tunings.measured(self._case(packed), cut_over, self._clock(packed))
+            found = tunings.measured(self._case(packed, isa), cut_over, self._clock(packed))
             self._parameters = f"measured at load: {found}"
             if found.tuning != Tuning():
                 self.tuned = Tuned.fixed(found.tuning)
 
-    def _case(self, packed: PackedExpertWeights) -> str:
+    def _case(self, packed: PackedExpertWeights, isa: Isa) -> str:
         shape = f"H{self.context.hidden_size} I{self.context.intermediate_size} {packed.scheme.name}"
-        return f"{shape} {self.mode} {self.native.best.name} {torch.get_num_threads()} threads"
+        return f"{shape} {self.mode} {isa.name} {torch.get_num_threads()} threads"
 
     def _clock(self, packed: PackedExpertWeights) -> Callable[[int, Tuning], float]:
         """Seconds of a call with all rows on one expert, another one in each call."""

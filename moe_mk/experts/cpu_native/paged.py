@@ -20,6 +20,7 @@ from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.experts.paged import Cache
 from moe_mk.experts.residency import ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native.experts_mode import ExpertsMode
+from moe_mk.kernels.native.instruction_set import choice
 from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
 from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.library import Native
@@ -154,6 +155,7 @@ class PagedExperts(PackedExpertWeights):
         with self.cache.exclusive():
             if not self.cache.begin(ids_RK):
                 return super().sums(native, mode, x_RH, scales_RX, ids_RK, weights_RK, out_RH)
+            isa = choice(native, self.w13.layout.format, mode.quantize).isa
             columns = top_k + (shared is not None)
             terms_RKH = torch.empty((rows, columns, -(-hidden // PAIR) * PAIR), dtype=torch.float32, device="cpu")
             flat_X, into_XH = ids_RK.reshape(-1), terms_RKH.view(rows * columns, -1)[:, :hidden]
@@ -169,7 +171,7 @@ class PagedExperts(PackedExpertWeights):
         weights_RK = ones.expand(ids_RK.shape) if weights_RK is None else weights_RK.to(torch.float32)
         if shared is not None:
             first, into = torch.zeros((rows, 1), dtype=torch.int32, device="cpu"), terms_RKH[:, -1, :hidden]
-            shared.call(native, mode)(x_RH, scales_RX, first, None, into, threads)
+            shared.call(native, mode, isa=isa)(x_RH, scales_RX, first, None, into, threads)
             ids_RK = torch.cat((ids_RK, torch.full_like(first, self.num_slots)), 1)
             weights_RK = torch.cat((weights_RK, ones), 1)
         out_RH = torch.empty((rows, hidden), dtype=torch.bfloat16, device="cpu") if out_RH is None else out_RH
@@ -178,7 +180,7 @@ class PagedExperts(PackedExpertWeights):
         native.call(
             "sum_terms", terms_RKH.data_ptr(), ids_RK.data_ptr(), weights_RK.data_ptr(), rows, columns, hidden,
             terms_RKH.stride(1), sums_RH.data_ptr(), int(sums_RH.dtype is torch.float32), native.threads(threads),
-            int(native.best),
+            int(isa),
         )  # fmt: skip
         return sums_RH if sums_RH is out_RH else out_RH.copy_(sums_RH)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS, ExpertsMode
 from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
-from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import (
     PackedMatrix,
     pack_slot,
@@ -36,9 +36,14 @@ _SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
 _GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
 
 
-def native_kernels(*, own_threads: bool = False, cache_dir: Path | None = None) -> Native:
-    """The compiled kernels of this process; compiled on the first use by this user."""
-    return replace(loaded(cache_dir), own_threads=True) if own_threads else loaded(cache_dir)
+def native_kernels(
+    *, own_threads: bool = False, cache_dir: Path | None = None, instruction_set: str = "auto"
+) -> Native:
+    """The compiled kernels of this process; compiled on the first use by this user. instruction_set: of `KernelConfig`.
+
+    Raises UnsupportedError for an instruction set that cannot be used here.
+    """
+    return loaded(cache_dir).configured(own_threads=own_threads, instruction_set=instruction_set)
 
 
 @dataclass(frozen=True)
@@ -98,16 +103,16 @@ class PackedExpertWeights:
     """One slot that is applied to every row with weight 1 in the same call."""
     down_scheme: QuantScheme | None = None
     """The scheme of w2 where it may differ from that of w13."""
-    calls: dict[tuple[ExpertsMode, bool], ExpertsCall] = field(
+    calls: dict[tuple[ExpertsMode, bool, Isa | None], ExpertsCall] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def call(self, native: Native, mode: ExpertsMode, *, alone: bool = False) -> ExpertsCall:
-        """The prepared call of a mode, made once. alone: without the shared experts."""
-        found = self.calls.get((mode, alone))
+    def call(self, native: Native, mode: ExpertsMode, *, alone: bool = False, isa: Isa | None = None) -> ExpertsCall:
+        """The prepared call of a mode, made once. alone: without the shared experts. isa: None: the chosen one."""
+        found = self.calls.get((mode, alone, isa))
         if found is None:
             shared = None if alone or self.shared is None else (self.shared.w13, self.shared.w2)
-            found = self.calls[mode, alone] = ExpertsCall(native, self.w13, self.w2, shared, mode)
+            found = self.calls[mode, alone, isa] = ExpertsCall(native, self.w13, self.w2, shared, mode, isa)
         return found
 
     def sums(

@@ -116,7 +116,8 @@ int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, in
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes);
 int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32_t threads, int32_t isa, uint64_t* checksum);
-int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);
+// floats: of the products with bf16 and FP8 weights instead of those with integers.
+int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, int32_t floats, double* flops);
 // Names the OpenMP runtime of this process's other operators by its functions GOMP_parallel_start,
 // GOMP_parallel_end, omp_get_thread_num, omp_in_parallel and omp_get_max_threads. Calls then run on its threads, except calls with a negative number of threads,
 // calls inside a parallel region, during another call or from another thread than the last ones, and calls after a fork.

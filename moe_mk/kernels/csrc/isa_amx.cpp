@@ -18,7 +18,7 @@ struct PeakTile {
   }
 };
 
-double peak_amx(int64_t iterations) {
+double peak_amx(int64_t iterations, bool) {
   static const PeakTile tile;
   need_tiles(kTileRows);
   tile_load<0>(tile.values, 64);

@@ -23,9 +23,13 @@ uint64_t read_streams(const uint8_t* data, int64_t bytes) {
   return uint64_t(_mm512_reduce_add_epi64(all));
 }
 
-double peak_avx512vnni(int64_t iterations) {
+double peak_avx512vnni(int64_t iterations, bool floats) {
+  if (floats) {
+    MOE_MK_PEAK("vfmadd231ps", iterations);
+    return double(iterations) * kPeakOperations;
+  }
   MOE_MK_PEAK("vpdpwssd", iterations);
-  return double(iterations) * kPeakOperations;
+  return double(iterations) * 2 * kPeakOperations;
 }
 
 }  // namespace

@@ -148,7 +148,8 @@ struct Kernels {
                     int hidden, float* dots, int64_t stride);
   // XORs all bytes into one at memory speed; way: a ReadWay, the faster of which depends on the processor.
   uint64_t (*read)(const uint8_t* data, int64_t bytes, int way);
-  double (*peak)(int64_t iterations);  // floating point operations of the loop it ran
+  // Operations of the loop it ran, of the instruction that multiplies rows with weights of integers or, with `floats`, of bf16 and FP8.
+  double (*peak)(int64_t iterations, bool floats);
 };
 
 const Kernels* scalar_kernels();

@@ -198,7 +198,7 @@ uint64_t read(const uint8_t* data, int64_t bytes, int) {
 }
 
 // Multiply-add on registers only; the loop's own results keep the compiler from dropping it.
-double portable_peak(int64_t iterations) {
+double portable_peak(int64_t iterations, bool) {
   f32x8 sums[8] = {};
   f32x8 x = {1, 1, 1, 1, 1, 1, 1, 1};
   for (int64_t i = 0; i < iterations; ++i) {

@@ -70,13 +70,13 @@ int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32
   return kOk;
 }
 
-int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops) {
+int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, int32_t floats, double* flops) {
   const Kernels* kernels = kernels_of(isa);
   if (kernels == nullptr) return kNoIsa;
   ThreadPoolLease pool(threads);
   std::atomic<int64_t> total{0};
   pool->run(std::abs(threads), [&](int) {
-    total += int64_t(kernels->peak(iterations));
+    total += int64_t(kernels->peak(iterations, floats != 0));
     kernels->leave();
   });
   *flops = double(total);

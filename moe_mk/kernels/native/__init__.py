@@ -5,6 +5,7 @@
     compile_and_open(on_unit=lambda done, total: ...)                     # with progress; without self-check
     reasons_against(cache_dir, which) -> list[str]                        # does not compile
     native.isas, native.best, native.refused          # Isa.SCALAR < AVX2 < AVX512_VNNI < AVX512_BF16 < AMX_BF16
+    choice(native, Format.INT4, Rounding.NONE)        # instruction_set.py: that of experts, and the rates that decided
 
     layout13 = MatrixLayout(num_outputs=I, num_inputs=H, gated=True, format=Format.FP8)    # packed.py; 1.0x the bytes
     layout2 = MatrixLayout(num_outputs=H, num_inputs=I, gated=False, format=Format.FP8)

@@ -9,9 +9,10 @@ import ctypes
 import shutil
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_mk.errors import ShapeError, UnsupportedError, unless_signalled
 from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, usable_library
@@ -19,7 +20,10 @@ from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.threads import Runtime, engine_runtime
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 18
+if TYPE_CHECKING:
+    from moe_mk.kernels.native.instruction_set import Rates
+
+ABI_VERSION = 19
 
 
 class Isa(IntEnum):
@@ -107,7 +111,7 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     ),
     "advise_huge": (c_int32, (c_void_p, c_int64)),
     "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, c_int32, POINTER(c_uint64))),
-    "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),
+    "peak_rate": (c_int32, (c_int64, c_int32, c_int32, c_int32, POINTER(c_double))),
     "use_openmp": (None, (c_void_p,) * 5),
     "pool_calls": (c_int64, (c_int32,)),
     "scratch_bytes": (c_int64, ()),
@@ -126,20 +130,28 @@ class Native:
     refused: Mapping[Isa, str]
     own_threads: bool = False
     """Whether calls use threads of the kernels where they could use those of torch."""
+    pinned: Isa | None = None
+    """The instruction set of all calls; None: chosen by `instruction_set`."""
+    rates: Rates | None = None
+    """The rates that the choice depends on; None: measured once per process."""
 
     def threads(self, count: int) -> int:
         """A number of threads as the kernels read it."""
         return -count if self.own_threads else count
 
+    def configured(self, *, own_threads: bool, instruction_set: str = "auto") -> Native:
+        """These kernels with settings of `KernelConfig`; UnsupportedError for an instruction set that is not usable."""
+        pinned = None if instruction_set == "auto" else self.isa_or_best(Isa[instruction_set.upper()])
+        return replace(self, own_threads=own_threads, pinned=pinned)
+
     @property
     def best(self) -> Isa:
-        """The fastest instruction set that passed its self-check."""
-        return self.isas[-1]
+        """The pinned instruction set, or the last that passed its self-check. That of experts: `instruction_set`."""
+        return self.isas[-1] if self.pinned is None else self.pinned
 
     def isa_or_best(self, isa: Isa | None) -> Isa:
         """Return the given instruction set, or the best one; UnsupportedError if it cannot be used on this machine."""
-        if isa is None:
-            return self.best
+        isa = self.best if isa is None else isa
         if isa not in self.isas:
             usable = ", ".join(i.name for i in self.isas)
             raise UnsupportedError(

@@ -20,6 +20,7 @@ import torch
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, check_call, check_shared, wrong_formats
+from moe_mk.kernels.native.instruction_set import isa_of
 from moe_mk.kernels.native.layout import SCALE_BLOCK, STEP, Format, PartScales
 from moe_mk.kernels.native.library import CExperts, CMatrix, CRoute, Isa, Native, Status
 from moe_mk.kernels.native.packed import PackedMatrix
@@ -237,11 +238,12 @@ def experts_block(
     mode: ExpertsMode,
     isa: Isa | None = None,
 ) -> CExperts:
-    """The arguments of a call that do not depend on its rows."""
+    """The arguments of a call that do not depend on its rows. isa: None: chosen for the format of w13."""
     block = CExperts(
         num_slots=w13.num_slots, w13=_matrix(w13), w2=_matrix(w2), gated=w13.layout.gated,
         activation=int(mode.activation), alpha=mode.alpha, limit=mode.limit, quantize=mode.quantize,
-        batch_invariant=mode.batch_invariant, isa=int(native.isa_or_best(isa)), **vars(mode.tuning),
+        batch_invariant=mode.batch_invariant,
+        isa=int(isa_of(native, w13.layout.format, mode.quantize, isa)), **vars(mode.tuning),
     )  # fmt: skip
     if shared is not None:
         block.shared_w13, block.shared_w2 = _matrix(shared[0]), _matrix(shared[1])

@@ -18,7 +18,8 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.experts.residency import POLICIES
 from moe_mk.external.device import describe, profile_here, usable_device
 from moe_mk.external.library import EMULATED, LIBRARIES, installed, installed_version
-from moe_mk.kernels.native.threads import described
+from moe_mk.kernels.native import instruction_set, threads
+from moe_mk.kernels.native.selfcheck import is_compiled, loaded
 from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.report import versions
 from moe_mk.lab.cli.screen import Screen
@@ -63,7 +64,7 @@ def findings(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The findings as JSON values. overrides: settings of the layers that backends are checked for."""
     return {
         "versions": versions(),
-        "devices": _devices(),
+        "devices": _devices(overrides or {}),
         "libraries": {
             name: {"version": installed_version(name), "purpose": lib.purpose, "install": lib.install}
             for name, lib in LIBRARIES.items()
@@ -73,14 +74,30 @@ def findings(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def _devices() -> dict[str, str]:
+def _devices(overrides: Mapping[str, Any]) -> dict[str, str]:
     found = {"cpu": describe(torch.device("cpu"))}
-    found["cpu kernels"] = described()
+    found["cpu kernels"] = f"{threads.described()}; {_instruction_sets(overrides)}"
     try:
         found["cuda"] = describe(usable_device("cuda"))
     except UnsupportedError as problem:
         found["cuda"] = "; ".join(problem.reasons)
     return found
+
+
+def _instruction_sets(overrides: Mapping[str, Any]) -> str:
+    """Those of experts by format; kernels are not compiled for it."""
+    kernel = load_config("deepseek_v3").with_(**overrides).kernel
+    try:
+        if not is_compiled(kernel.cache_dir):
+            return "instruction sets are known once they are compiled"
+        native = loaded(kernel.cache_dir).configured(own_threads=False, instruction_set=kernel.instruction_set)
+        refused: dict[str, list[str]] = {}
+        for isa, why in native.refused.items():
+            refused.setdefault(why, []).append(isa.name)
+        against = [f"not {', '.join(names)}: {why}" for why, names in refused.items()]
+        return "; ".join([instruction_set.described(native), *against])
+    except UnsupportedError as problem:
+        return "; ".join([problem.what, *problem.reasons])
 
 
 def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:

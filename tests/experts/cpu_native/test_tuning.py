@@ -32,11 +32,13 @@ from moe_mk.experts.cpu_native.tuning import (
     tuning_of,
 )
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding, Tuning
+from moe_mk.kernels.native.instruction_set import Rates
 from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -217,10 +219,28 @@ def test_experts_that_leave_the_caches_are_measured_at_load(
     monkeypatch.setattr(cpu_native_experts.tunings, "MEASURED_BYTES", bound)
     experts = CpuNativeExperts(CONTEXT)
     weights = experts.relayout(stack)
-    can_move = cut_over_of(experts.native.best, Format.FP8, experts.mode) is not None
+    assert experts.choice is not None
+    can_move = cut_over_of(experts.choice.isa, Format.FP8, experts.mode) is not None
     assert experts.parameters().startswith("measured at load: from " if can_move and not bound else "built in")
     for count, y in wanted.items():
         assert torch.equal(experts.run(rows(count), weights).y, y)
+
+
+@compiled
+def test_a_cut_over_is_that_of_the_instruction_set_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT4: registers and panels of AVX512_VNNI have the same bits, those of AVX512_BF16 have not."""
+    stack = random_experts(GROUPED["int4_g32"], SLOTS, HIDDEN, INNER, torch.device("cpu"))
+    monkeypatch.setattr(cpu_native_experts.tunings, "MEASURED_BYTES", 0)
+    cases: list[str] = []
+    monkeypatch.setattr(
+        cpu_native_experts.tunings, "measured", lambda case, *rest: cases.append(case) or Measured(PANELS, 5, ())
+    )
+    for rates in (Rates(5.76, 5.50, 1.35), Rates(3.7, 3.7, 3.7)):
+        experts = CpuNativeExperts(CONTEXT)
+        isas = (Isa.SCALAR, Isa.AVX2, Isa.AVX512_VNNI, Isa.AVX512_BF16)
+        experts.native = replace(experts.native, isas=isas, rates=rates)
+        experts.relayout(stack)
+    assert len(cases) == 1 and " AVX512_VNNI " in cases[0]
 
 
 @compiled
