@@ -176,8 +176,9 @@ def traced(verb: Callable[[Random], object], draw: Random, interrupts: Interrupt
 def tried_everywhere(scene: Scene, name: str, most: int) -> int:
     """Raise at so many of the places of a verb; returns how often it was raised."""
     verb, draw, raised = scene.verbs()[name], Random(name), 0
-    interrupts = Interrupts()
-    traced(verb, Random(name), interrupts)
+    for _ in range(2):  # the first call prepares what later ones use, at places of its own
+        interrupts = Interrupts()
+        traced(verb, Random(name), interrupts)
     for place in sorted(draw.sample(range(1, interrupts.places + 1), min(most, interrupts.places))):
         kind = draw.choice((KeyboardInterrupt, *HANDLERS))
         interrupts = Interrupts(place, raised=kind)
