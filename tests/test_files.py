@@ -5,6 +5,7 @@ import mmap
 import os
 import pickle
 import re
+import traceback
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -325,6 +326,8 @@ def in_containers(count: int, work: Callable[[int], object]) -> list[int]:
                 with mock.patch("os.getpid", return_value=1), mock.patch("threading.get_native_id", return_value=1):
                     work(number)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)

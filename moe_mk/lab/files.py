@@ -52,17 +52,20 @@ def partial_folder(root: Path, *, last: Sequence[str] = (), name: str | None = N
     of that of the folder; those that killed processes left are removed.
     """
     target = Path(os.path.realpath(root))  # resolves "." and keeps symbolic links
-    renamed, unique = name is None and not target.is_dir(), f"{name or target.name}.{token_hex(8)}.partial"
-    partial = target.with_name(unique) if renamed else target / unique
-    with new_folders(partial.parent), ExitStack() as at_the_end:
-        with errors_named(root, partial):
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-        at_the_end.callback(shutil.rmtree, partial, ignore_errors=True)
+    renamed = name is None and not target.is_dir()
+    within = target.parent if renamed else target
+    with new_folders(within), ExitStack() as at_the_end:
+        with errors_named(root):
+            within.mkdir(parents=True, exist_ok=True)
+        is_locked = False
+        while not is_locked:  # another writer may remove it as an abandoned one, until it is locked
+            partial = within / f"{name or target.name}.{token_hex(8)}.partial"
+            with errors_named(root, partial):
+                partial.mkdir()
+            at_the_end.callback(shutil.rmtree, partial, ignore_errors=True)
+            with errors_named(root, partial):
+                is_locked = _lock(partial, at_the_end)
         with errors_named(root, partial):  # before the files are removed that it counts
-            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            at_the_end.callback(os.close, handle)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for left in target.glob(f"{name}.*.partial") if name else ():
                 with abandoned(left) as is_left:
                     if is_left:
@@ -73,6 +76,17 @@ def partial_folder(root: Path, *, last: Sequence[str] = (), name: str | None = N
                 return
             for file in sorted(partial.iterdir(), key=lambda each: (each.name in last, each.name)):
                 os.replace(file, target / file.name)
+
+
+def _lock(folder: Path, until: ExitStack) -> bool:
+    """Lock a folder until the end of a context; False if another process has removed it or is about to."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        until.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.lstat(folder), os.fstat(handle))
+    except (FileNotFoundError, BlockingIOError):
+        return False
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

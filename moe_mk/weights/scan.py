@@ -9,6 +9,7 @@ negative ones. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so 
 from __future__ import annotations
 
 import math
+import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.completeness import raise_if, some
-from moe_mk.weights.source import in_memory
+from moe_mk.weights.source import in_memory, is_mapped
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, total bytes) in the caller's thread."""
@@ -199,22 +200,20 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _count(piece: Tensor) -> int:
     signed_type, unsigned_type, threshold = _PATTERNS[piece.dtype]
-    codes = in_memory(piece.detach()).view(_INTEGER[piece.element_size()])
+    sign = 1 << (8 * piece.element_size() - 1)
     if not piece.is_cpu:
-        return int((codes & ((1 << (8 * piece.element_size() - 1)) - 1) >= threshold).sum())
-    bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed
-    signed, unsigned = bits.view(signed_type), bits.view(unsigned_type)
-    sign = 1 << (8 * bits.itemsize - 1)
-    row_bytes = bits.itemsize if bits.ndim == 1 else bits.itemsize * bits.shape[1]
-    step = max(1, CACHE_BYTES // max(1, row_bytes))
-    axis = 0 if bits.ndim == 1 else (0, 1)
+        codes = piece.detach().view(_INTEGER[piece.element_size()])
+        return int((codes & (sign - 1) >= threshold).sum())
+    row_bytes = piece.element_size() * (1 if piece.dim() == 1 else piece.shape[1])
+    axis = 0 if piece.dim() == 1 else (0, 1)
     largest = np.maximum.reduce  # ndarray.max costs several microseconds of Python a call
+    # Not of the heap, of which every thread has its own and keeps what it took.
+    scratch = torch.frombuffer(mmap.mmap(-1, CACHE_BYTES), dtype=torch.uint8) if is_mapped(piece) else None
     count = 0
-    for start in range(0, len(bits), step):
-        part = slice(start, start + step)
-        if (
-            largest(signed[part], axis, initial=0) >= threshold
-            or largest(unsigned[part], axis, initial=0) >= threshold + sign
-        ):
-            count += int(((unsigned[part] & (sign - 1)) >= threshold).sum())
+    for part in torch.split(piece.detach(), max(1, CACHE_BYTES // max(1, row_bytes))):
+        codes = in_memory(part, scratch).view(_INTEGER[piece.element_size()])
+        bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed
+        signed, unsigned = bits.view(signed_type), bits.view(unsigned_type)
+        if largest(signed, axis, initial=0) >= threshold or largest(unsigned, axis, initial=0) >= threshold + sign:
+            count += int(((unsigned & (sign - 1)) >= threshold).sum())
     return count

@@ -89,9 +89,12 @@ class MappedFile:
                 "again, and let writers rename a new file to the name of the old one"
             )
 
-    def read(self, start: int, num_bytes: int) -> Tensor:
-        """These bytes, in memory. Raises WeightError if the file was changed, or cannot be read."""
-        made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    def read(self, start: int, num_bytes: int, scratch: Tensor | None = None) -> Tensor:
+        """These bytes, in `scratch` if they fit. Raises WeightError if the file was changed, or cannot be read."""
+        if scratch is None or num_bytes > scratch.numel():
+            made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        else:
+            made = scratch[:num_bytes]
         octets = memoryview((ctypes.c_char * num_bytes).from_address(made.data_ptr())).cast("B") if num_bytes else b""
         done = 0
         try:
@@ -134,9 +137,10 @@ def _octets_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def in_memory(tensor: Tensor, scratch: Tensor | None = None) -> Tensor:
     """A copy of a view of a file, read through its descriptor; other tensors as they are.
 
+    scratch: bytes in which a copy that fits is made, instead of memory of its own.
     Raises WeightError naming the file if it was written to, cut, or cannot be read.
     """
     if not is_mapped(tensor):
@@ -145,7 +149,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     if size == tensor.nbytes or tensor.dim() < 2 or size <= PIECE:
         file, first = _MAPPED[tensor.untyped_storage()]
         start = first + tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-        made = file.read(start, size).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        made = file.read(start, size, scratch).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         return made if size == tensor.nbytes else made.contiguous()
     axis = max(range(tensor.dim()), key=tensor.stride)
     count = max(1, PIECE // (tensor.stride(axis) * tensor.element_size()))
