@@ -11,7 +11,16 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.cli.options import bytes_of, enough
-from moe_mk.lab.plan.residency import Machine, Recorded, Step, compare, simulate, simulate_page_cache, steps_of
+from moe_mk.lab.plan.residency import (
+    Machine,
+    Outcome,
+    Recorded,
+    Step,
+    compare,
+    simulate,
+    simulate_page_cache,
+    steps_of,
+)
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from tests.cli.conftest import moe_mk, usage_error
 
@@ -100,6 +109,48 @@ def test_a_prefetch_reads_only_while_the_disk_is_idle() -> None:
     assert known.hits == known.uses and known.right == known.predicted and not known.wasted
     frequent = simulate(trace, machine, 1, "lru", "frequent")
     assert frequent.right < frequent.predicted and frequent.wasted
+
+
+PREDICTED = [(name, prefetch) for name in POLICIES for prefetch in ("none", "frequent", "table", "gate")]
+
+
+@pytest.mark.parametrize("name,prefetch", PREDICTED)
+def test_what_is_counted_does_not_depend_on_later_steps(name: str, prefetch: str) -> None:
+    """Nor on what machines are called: twice as fast in all parts, everything takes half the time."""
+    machine = Machine(100, 100.0, 300.0, other_s=0.2)
+    for seed in range(3):
+        steps, other = drawn(seed, layers=3).steps, drawn(seed + 9, layers=3).steps
+        at = 3 * len(steps) // 4
+        one, changed = ([*steps[:at], *rest[at:]] for rest in (steps, other))
+        runs = [
+            simulate(Recorded(each, 6, 3, early=other if prefetch == "gate" else None), machine, 2, name, prefetch)
+            for each in (one, changed)
+        ]
+        same = at - len(steps) // 2
+        assert runs[0].by_step[:same] == runs[1].by_step[:same] and runs[0].by_step != runs[1].by_step
+        assert runs[0].seconds[:same] == pytest.approx(runs[1].seconds[:same])
+        trace = Recorded(one, 6, 3, early=other if prefetch == "gate" else None)
+        fast = simulate(trace, Machine(100, 200.0, 600.0, other_s=0.1), 2, name, prefetch)
+        assert fast.seconds == pytest.approx([each / 2 for each in runs[0].seconds])
+        assert fast.by_step == runs[0].by_step and fast.error == pytest.approx(runs[0].error)
+
+
+@pytest.mark.parametrize("faults", [None, 50.0])
+def test_the_page_cache_takes_the_time_of_its_faults_and_of_all_layers(faults: float | None) -> None:
+    machine = Machine(100, 100.0, 1000.0, other_s=0.25, faults=faults)
+    trace = drawn(1, layers=3)
+    outcome = simulate_page_cache(trace, machine, 2)
+    counted = trace.steps[trace.half :]
+    assert outcome.uses == sum(len(layer) for step in counted for layer in step)
+    for step, seconds, (uses, hits, reads) in zip(counted, outcome.seconds, outcome.by_step, strict=True):
+        assert uses == sum(map(len, step)) and hits <= uses and reads <= uses
+        assert seconds == pytest.approx(uses * 0.1 + 3 * 0.25 + reads * 100 / (faults or 100.0))
+
+
+def test_the_error_is_that_of_the_mean_relative_to_it() -> None:
+    # Ten runs of two steps, of which half take 1 s and half 3 s: a deviation of sqrt(10 / 9), a mean of 2.
+    outcome = Outcome("", seconds=[1.0, 1.0, 3.0, 3.0] * 5)
+    assert outcome.step_s == 2.0 and outcome.error == pytest.approx((10 / 9 / 10) ** 0.5 / 2)
 
 
 def test_a_table_learns_which_experts_follow_which() -> None:
