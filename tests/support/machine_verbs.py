@@ -308,7 +308,7 @@ def lose(world: World, draw: random.Random) -> None:
 @verb()
 def swap(world: World, draw: random.Random) -> None:
     """Other experts, another transport, or another setting of kernels, if it can serve; else nothing changes."""
-    features = ("experts", "transport", "tiles", "fused_router", "threads")
+    features = ("experts", "transport", "tiles", "fused_router", "threads", "instruction_set")
     values = [(feature, value) for feature in features for value in FEATURES[feature] if world.row[feature] != value]
     able = [each for each in values if fits(world.row | dict([each]))]
     if (others := [each for each in able if each[0] == "experts"]) and draw.random() < 0.6:
@@ -317,7 +317,7 @@ def swap(world: World, draw: random.Random) -> None:
     row = world.row | {feature: value}
     kernel = {key.partition(".")[2]: setting for key, setting in FEATURES[feature][value].items()}
     defaults = {"transport": {"prepare_finalize": "auto"}, "tiles": {"tiles": 1}, "threads": {"threads": "auto"},
-                "fused_router": {"fused_router": True}}  # fmt: skip
+                "fused_router": {"fused_router": True}, "instruction_set": {"instruction_set": "auto"}}  # fmt: skip
     kernel = defaults.get(feature, {}) | {key: setting for key, setting in kernel.items() if key != "relay_tokens"}
     if feature == "transport" and (
         value in ("replicated", "hierarchical") or world.replicated or world.ep != world.first_ep

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant.kinds import scheme_of_kind
@@ -97,3 +98,14 @@ def test_shared_experts_of_another_format_take_part_in_the_same_call(kind: str, 
     expected = backend.run(tokens, routed).y.float() + backend.run(every, shared).y.float()
     found = backend.run(tokens, both).y.float()
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.std()))
+
+
+def test_requantised_experts_name_what_their_backend_chose() -> None:
+    inner, held = (EXPERTS["cpu_native"](context(instruction_set="scalar")) for _ in range(2))
+    int8 = scheme_of_kind("int8")
+    held = HeldExperts(held, int8, int8)
+    assert held.numerics() == inner.numerics() == ""
+    for each in (inner, held):
+        each.relayout(weights(biases=False))
+    assert held.numerics() == inner.numerics() == "SCALAR (kernel.instruction_set pins it)"
+    assert held.parameters() == inner.parameters() and "SCALAR: pinned" in inner.parameters()
