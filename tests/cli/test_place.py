@@ -13,7 +13,7 @@ from moe_mk.lab.cli.loads import read_loads
 from moe_mk.lab.cli.place import DEEPSEEK_V3_EXPERT, Offer, in_order, mark_best, policies_of, speeds_of
 from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.lab.trace.traffic import NodesPerToken
-from moe_mk.placement.eplb import Topology, plan
+from moe_mk.placement.eplb import Topology, plan, slot_loads
 from tests.cli.conftest import moe_mk, printed, usage_error
 from tests.support.routing_cases import group_limited
 from tests.support.trees import Runs
@@ -188,7 +188,14 @@ def test_a_trace_reports_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> 
     found = trace.nodes_per_token(same, Topology(8, 4, 10))
     assert answer["chosen"]["remote_nodes_per_token"] == pytest.approx(found.remote)
     assert answer["chosen"]["nodes_per_token"] == pytest.approx(found.all)
-    assert answer["chosen"]["later_step_over_ideal"] >= 1.0  # planned on the first step, judged on the second
+    lost, exported = float(same.lost_XW.max()), float(same.exported_X.mean())
+    assert (answer["chosen"]["lost_with_worst_gpu"], answer["chosen"]["lent_to_other_nodes"]) == (lost, exported)
+    assert answer["chosen"]["balance_worst"] == same.balance_X.min() < same.balance_X.mean()
+    # Planned on the first step, judged on the second.
+    first, second = (trace.filter(steps=[step]).loads() for step in trace.steps)
+    gpu_XW = slot_loads(plan(first, Topology(8, 4, 10), groups=4), second).reshape(2, 8, 10).sum(2)
+    later = gpu_XW.max(1).sum() / gpu_XW.mean(1).sum()
+    assert answer["chosen"]["later_step_over_ideal"] == pytest.approx(later) and later > 1.0
     far = {each["policy"]: each["remote_nodes_per_token"] for each in answer["compared"]}
     assert far["hybrid"] < far["flat"] <= 3.0 + 1e-9
     pareto = {each["name"]: each for each in answer["pareto"]}

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
+from moe_mk.oracle.decide import libraries_of
 from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
@@ -22,6 +24,40 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import FP16, FP32
 from moe_mk.runner import MonolithicKernel
 from tests.support.problems import problem
+
+
+@pytest.mark.parametrize("device,ep", [("cpu", 1), ("cpu", 4), ("h200", 1), ("h200", 8)])
+def test_a_decision_states_what_both_of_its_pair_state(device: str, ep: int) -> None:
+    installed = libraries_of(device_profile(device))
+    asked = problem(device=device, ep=ep, num_tokens=16, max_num_tokens=16, installed=installed)
+    pairs = [v.pair for v in oracle.select(asked).verdicts if v.cost_us is not None and v.experts in EXPERTS]
+    of_transport, of_experts = {pair[0]: pair for pair in pairs}, {pair[1]: pair for pair in pairs}
+    seen = set()
+    for transport, experts in dict.fromkeys((*of_transport.values(), *of_experts.values())):
+        pinned = asked.config.with_(prepare_finalize=transport, experts=experts)
+        decision = oracle.select(replace(asked, config=pinned))
+        assert decision.chosen.pair == (transport, experts)
+        both = PREPARE_FINALIZE[transport].traits, EXPERTS[experts].traits
+        assert decision.graph_safe == all(each.graph_safe for each in both)
+        assert decision.deterministic == all(each.deterministic for each in both)
+        assert decision.budget == PREPARE_FINALIZE[transport].budget(decision.problem)
+        seen.add((tuple(each.graph_safe for each in both), tuple(each.deterministic for each in both)))
+    assert len(seen) > 1 or ep == 1 or device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 4}, {"routed_scaling_factor": 2.0}, {"swiglu_limit": 7.0, "activation": "swiglu_limit"}, {"tp": 2},
+        {"ranks_per_node": 2}, {"on_lost_expert": "drop"}, {"max_num_tokens": 99}, {"hidden_size": 7296},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_of_other_settings_have_other_notes(change: dict[str, Any]) -> None:
+    asked = problem(ep=4, num_tokens=16, prepare_finalize="all_to_all", experts="reference")
+    other = replace(asked, config=asked.config.with_(**change))
+    one, two = (oracle.select(each).notes() for each in (asked, other))
+    assert one.keys() == two.keys() and one != two
 
 
 def test_one_pair_can_have_three_reasons_and_all_are_reported() -> None:

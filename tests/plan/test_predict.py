@@ -1,5 +1,6 @@
 """Bytes and times of exchanges against what DeepEP and UCCL-EP have published, and what the model cannot explain."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,18 @@ def test_a_table_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPat
         held_out.cache_clear(), _constants.cache_clear()
     assert all(after[key] == before[key] for key in before if key[0] == "sm90_pplx")
     assert after["sm90_deepep", 8, "combine"] > 2 * before["sm90_deepep", 8, "combine"]
+
+
+def test_an_answer_counts_held_out_values_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = held_out()[0]
+    errors = (0.5, -0.6, -0.1, 0.15, -0.3)
+    found = [replace(some, predicted_us=(1 + e) * some.published_us, is_fitted=False) for e in errors]
+    monkeypatch.setattr(
+        "moe_mk.lab.plan.predict.held_out", lambda *_: (*found, replace(some, predicted_us=0.0, is_fitted=True))
+    )
+    basis = predict(link_profile(links_of_device("h100")), Exchange(128, 8, 8), "latency", "dispatch").basis
+    assert "of 5 values of other tables" in basis
+    assert basis.endswith("2 are met within 20 %, median 30.0 %, worst -60 %")
 
 
 @pytest.mark.parametrize("device", ["h100", "h200", "b200", "gb200_nvl72", "mi300x"])

@@ -54,9 +54,22 @@ def test_the_expected_rows_are_those_of_the_ranks_that_a_token_visits(ep: int, v
     assert PREPARE_FINALIZE["all_to_all"].volume(asked).dispatch_rows == pytest.approx(
         100 * asked.ranks_per_token * (ep - 1) / ep
     )
-    assert PREPARE_FINALIZE["all_gather"].volume(asked).dispatch_rows == 100 * (ep - 1)
+    # Counts, rows, and the sums that come back.
+    assert PREPARE_FINALIZE["all_gather"].volume(asked) == Volume(100 * (ep - 1), 100 * (ep - 1), 3)
     assert PREPARE_FINALIZE["replicated"].volume(asked) == Volume(0, 100 * 2 * (ep - 1) / ep, 1)
     assert PREPARE_FINALIZE["no_ep"].volume(asked) == Volume(0, 0, 0)
+
+
+def test_the_most_rows_are_those_of_the_call_or_of_the_limit_where_windows_are_padded() -> None:
+    asked = problem(num_tokens=100, ep=8, max_num_tokens=512)
+    own = {
+        name: kind
+        for name, kind in PREPARE_FINALIZE.items()
+        if kind.max_rows.__func__ is PrepareFinalize.max_rows.__func__
+    }
+    found = {name: kind.max_rows(asked) for name, kind in own.items()}
+    assert found == {name: 8 * (512 if kind.pads_rows else 100) for name, kind in own.items()}
+    assert {8 * 512, 8 * 100} == set(found.values()) and PREPARE_FINALIZE["replicated"].max_rows(asked) == 100
 
 
 @pytest.mark.row(82)

@@ -1,6 +1,7 @@
 """Dispatch and combine as two calls without state: every field by hand, hostile routings, memory, every option."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,12 +73,15 @@ def test_assignments_to_one_expert_are_numbered_by_token() -> None:
     assert got.expand_idx.tolist() == [0, 0, 1, -1, 0, 2]
 
 
-def there_and_back(x: Tensor, ids: Tensor, weights: Tensor, comm: Any, options: DistributeOptions) -> Flight[Tensor]:
+def there_and_back(
+    x: Tensor, ids: Tensor, weights: Tensor, comm: Any, options: DistributeOptions, active_T: Tensor | None = None
+) -> Flight[Tensor]:
     """Identity experts."""
-    d = yield from distribute_dispatch(x, ids, weights, comm, options)
+    d = yield from distribute_dispatch(x, ids, weights, comm, options, active_T)
     y = d.expand_x if d.dynamic_scales is None else d.expand_x.float() * d.dynamic_scales[:, None]
     assert len(y) == len(d.expand_scales) == int(d.tp_recv_counts) == int(d.ep_recv_counts[-1])
-    return (yield from distribute_combine(y.to(x.dtype), ids, weights, d.expand_idx, d.ep_recv_counts, comm, options))
+    back = y.to(x.dtype), ids, weights, d.expand_idx, d.ep_recv_counts, comm, options, active_T
+    return (yield from distribute_combine(*back))
 
 
 @pytest.mark.row(140)
@@ -90,12 +94,23 @@ def test_identity_experts_return_each_token_times_the_sum_of_its_weights(ranks: 
         x = [torch.randn((count, 16), generator=draw).bfloat16() for count in case.num_tokens]
         weights = [r.weights_TK.float() for r in case.routings]
         comms = LockstepWorld(ranks).communicators()
-        given = zip(x, case.logical_ids, weights, comms, strict=True)
-        combined = interleave([there_and_back(*own, options) for own in given])
-        for y_TH, x_TH, ids, w in zip(combined, x, case.logical_ids, weights, strict=True):
-            sent = x_TH if quant_mode == 0 else INT8_TOKEN.quantize(x_TH).dequantize(torch.float32).bfloat16()
-            want = sent.double() * w.masked_fill(ids < 0, 0.0).double().sum(dim=1, keepdim=True)
-            torch.testing.assert_close(y_TH.double(), want, rtol=2.0**-8, atol=1e-12, msg=case.name)
+        masks = [torch.rand(len(tokens), generator=draw) < 0.6 for tokens in x]
+        for active in ([None] * ranks, masks):
+            given = zip(x, case.logical_ids, weights, comms, [options] * ranks, active, strict=True)
+            combined = interleave([there_and_back(*own) for own in given])
+            check_sums(case.name, combined, x, case.logical_ids, weights, active, quant_mode)
+
+
+def check_sums(
+    name: str, combined: list[Tensor], x: list[Tensor], ids_of: list[Tensor], weights: list[Tensor],
+    active: Sequence[Tensor | None], quant_mode: int,
+) -> None:  # fmt: skip
+    """A token that is not active gets nothing."""
+    for y_TH, x_TH, ids, w, on in zip(combined, x, ids_of, weights, active, strict=True):
+        sent = x_TH if quant_mode == 0 else INT8_TOKEN.quantize(x_TH).dequantize(torch.float32).bfloat16()
+        skipped = ids < 0 if on is None else (ids < 0) | ~on[:, None]
+        want = sent.double() * w.masked_fill(skipped, 0.0).double().sum(dim=1, keepdim=True)
+        torch.testing.assert_close(y_TH.double(), want, rtol=2.0**-8, atol=1e-12, msg=name)
 
 
 class Allocated(TorchDispatchMode):

@@ -24,7 +24,8 @@ def test_experts_within_twice_the_tolerance_are_equal() -> None:
     # Each score may be off by 0.01, so two of them by 0.02 against each other.
     assert choose([0, 1], [0.9, 0.50, 0.51, 0.1])
     assert choose([0, 2], [0.9, 0.50, 0.51, 0.1])
-    assert not choose([0, 1], [0.9, 0.50, 0.53, 0.1])
+    assert choose([0, 1], [0.9, 0.50, 0.519, 0.1])
+    assert not choose([0, 1], [0.9, 0.50, 0.521, 0.1])
     assert not choose([1, 2], [0.9, 0.50, 0.51, 0.1])
 
 

@@ -76,5 +76,8 @@ def test_plans_know_what_is_kept_at_most() -> None:
     asked = problem("deepseek_v3", "cpu", 16, ep=4, max_num_tokens=16)
     # 16 tokens to each of 4 ranks, there and as they come: 7,168 bf16 values, 8 ids of 4 B and 8 weights of 4 B.
     assert kept_bytes(asked) == 2 * 16 * 4 * (7168 * 2 + 8 * 4 + 8 * 4)
+    wide = problem("deepseek_v3", "cpu", 16, ep=32, max_num_tokens=16)  # a token goes to 8 of 32 ranks at most
+    assert kept_bytes(wide) == 2 * 16 * 8 * (7168 * 2 + 8 * 4 + 8 * 4)
+    assert kept_bytes(problem("deepseek_v3", "cpu", 16, ep=1)) == 0
     large = replace(asked, config=asked.config.with_(max_num_tokens=8192))
     assert kept_bytes(large) == KEPT_BYTES and kept_bytes(replace(large, device=device_profile("h200"))) == 0
