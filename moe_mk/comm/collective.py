@@ -21,13 +21,11 @@ from operator import not_
 from typing import Any, TypeVar
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.failure import Change, Changes
+from moe_mk.comm.failure import FRAMES, Change, Changes
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, MoEMKError, MoEMKWarning
 from moe_mk.flight import Flight, cancel
 
-FRAMES = 200
-"""By how much the recursion limit is raised while an error is reported, which may be that no frame was left."""
 F = TypeVar("F", bound=Callable[..., Any])
 X = TypeVar("X")
 
@@ -165,9 +163,9 @@ def collective(groups_of: Callable[..., CallGroups], *, recovers: bool = False) 
                 return verb(*given, **named)
             except BaseException as error:
                 if not isinstance(error, MoEMKError | MoEMKWarning):
-                    groups = groups or groups_of(*given, **named)  # interrupted there
                     limit = sys.getrecursionlimit()
                     sys.setrecursionlimit(limit + FRAMES)  # here: `fail` itself may have no frame
+                    groups = groups or groups_of(*given, **named)  # interrupted there
                     if recovers:
                         groups.fail_recovery(error, epochs or groups.epochs)
                     else:

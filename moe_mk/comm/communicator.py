@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_mk.comm.failure import (
     ANOTHER_THREAD,
+    FRAMES,
     RECOVERED,
     AbortOnError,
     Changes,
@@ -90,8 +91,13 @@ class Communicator(ABC):
             return
         if isinstance(error, MoEMKError) and error.harmless_to_peers:
             return
-        failure = status.failure or Failure.of(error, self.rank)
-        self._end_calls(failure)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + FRAMES)
+        try:
+            failure = status.failure or Failure.of(error, self.rank)
+            self._end_calls(failure)
+        finally:
+            sys.setrecursionlimit(limit)
         if failure.here and isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(
                 f"rank {self.rank} reported this to its {self.size - 1} peers, whose calls end in CommError; further "
@@ -100,10 +106,12 @@ class Communicator(ABC):
 
     def _end_calls(self, failure: Failure) -> None:
         self.status.failure, self.status.is_reported = failure, False
-        for report in (self._report, *(resource.abort for resource in list(self.status.resources))):
+        reports, sent = (self._report, *(resource.abort for resource in list(self.status.resources))), 0
+        for report in reports:
             with Suppress(Exception):  # memory that one of them lacks keeps the others from nothing
                 report(failure)
-        self.status.is_reported = True
+                sent += 1
+        self.status.is_reported = sent == len(reports)  # else the next error of this call, or `recover`, reports it
 
     def abort_on_error(self, *, drops: bool = True) -> AbortOnError:
         """A context that reports exceptions raised inside to the peers, see `fail`.

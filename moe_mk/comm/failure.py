@@ -22,6 +22,8 @@ from moe_mk.errors import CommError
 if TYPE_CHECKING:
     from _thread import RLock as Lock
 
+FRAMES = 200
+"""By how much the recursion limit is raised while an error is reported, which may be that no frame was left."""
 REPORTED = "its call failed: "
 ANOTHER_THREAD = (
     "another thread is calling over this group, so peers cannot know whose call comes first; make all calls from one "

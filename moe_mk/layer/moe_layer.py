@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moe_mk.comm.collective import FRAMES, collective
+from moe_mk.comm.collective import collective
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import FRAMES
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError

@@ -3,11 +3,13 @@
 import os
 import random
 import resource
+import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk import MoELayer
+from moe_mk import MoELayer, ParallelGroups
 from moe_mk.errors import MoEMKWarning
 from moe_mk.layer import swap_backends
 from moe_mk.placement.eplb import PlacementPlan
@@ -209,6 +211,86 @@ def thrown(rank: int, transport: str, verb: str, draws: int, seed: int) -> list[
         if wrong:
             break  # on all ranks: `afterwards` lets them know
     return wrong
+
+
+def at_depth(left: int, call: Callable[[], object]) -> None:
+    """Make a call where so many frames are left for it and what it calls."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+
+    def deeper(frames: int) -> None:
+        call() if frames <= 0 else deeper(frames - 1)
+
+    deeper(sys.getrecursionlimit() - depth - 1 - left)
+
+
+def calls_of(layer: MoELayer, manager: RebalanceManager, x_TH: Tensor) -> dict[str, Callable[[], object]]:
+    """Calls of the library with nothing before them."""
+    other, weights = {"torch_cpu": "reference"}.get(layer.decision.chosen.experts, "torch_cpu"), tensors(EXPERTS)
+    return {
+        "forward": lambda: layer(x_TH),
+        "swap": lambda: swap_backends(layer, x_TH, experts=other),
+        "step": lambda: manager.step(),
+        "warm_up": lambda: layer.warm_up([0, 3]),
+        "load": lambda: layer.load_weights(weights),
+    }
+
+
+def enters(left: int, call: Callable[[], object]) -> bool:
+    """Whether so many frames suffice to reach this library, and not its very first instruction alone."""
+    try:
+        at_depth(left, call)
+    except RecursionError as error:
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        return any(code.co_filename.startswith(PACKAGE) and line != code.co_firstlineno for code, line in frames)
+    return True
+
+
+def too_deep(rank: int, transport: str, verb: str, step: int) -> list[str]:
+    """Rank 0 makes a call where a few frames are left, from the first of this library to where it succeeds."""
+    warnings.simplefilter("ignore", MoEMKWarning)
+    alone: MoELayer = built_over("auto", ParallelGroups(), experts="torch_cpu")
+    single = RebalanceManager([alone])
+    # One more: calls that the interpreter has specialised count a frame more or less.
+    first = 1 + next(n for n in range(30) if enters(n, calls_of(alone, single, tokens(rank, COUNT))[verb]))
+    serving, expected = Serving(rank, transport), references(rank, 2, COUNT)
+    for left in range(first, first + 60, step):
+        call = calls_of(serving.layer, serving.manager, tokens(rank, COUNT))[verb]
+
+        def run(call: Callable[[], object] = call, left: int = left) -> Tensor:
+            at_depth(left, call) if rank == 0 else call()
+            return torch.zeros(0)
+
+        found, where = outcome(run), f"{verb} with {left} frames ({first} reach the library)"
+        wrong = [f"{where}: {found}"] * (found["seconds"] > AT_ONCE_S or found["is"] not in {*TYPED, "RecursionError"})
+        serving.version = 0
+        wrong += afterwards(serving, verb, expected, found["is"] != "right", where)
+        if wrong:
+            return wrong
+    return []
+
+
+def lacking_descriptors(rank: int, transport: str, verbs: list[str]) -> list[str]:
+    """Each rank in turn has no descriptor left during the whole of a call: the first of a layer, and a later one."""
+    warnings.simplefilter("ignore", MoEMKWarning)
+    expected, wrong = references(rank, 2, COUNT), list[str]()
+    for verb in verbs:
+        serving = Serving(rank, transport)
+        for victim in (0, 1, 1, 0):
+
+            def run(serving: Serving = serving, verb: str = verb, victim: int = victim) -> Tensor:
+                with no_descriptors() if rank == victim else nullcontext():
+                    getattr(serving, verb)()
+                return torch.zeros(0)
+
+            found, where = outcome(run), f"{verb} without descriptors on rank {victim}"
+            if found["seconds"] > AT_ONCE_S or found["is"] not in {*TYPED, "OSError"}:
+                wrong.append(f"{where}: {found}")
+            wrong += afterwards(serving, verb, expected, found["is"] != "right", where)
+            if any(each for (each,) in control_plane(wrong)):
+                return wrong
+    return []
 
 
 def control_plane(*mine: Any) -> list[tuple[Any, ...]]:
