@@ -1,6 +1,7 @@
 """`moe-mk place`: from a recording of expert loads to a placement, reported, compared and drawn."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,17 @@ from safetensors.torch import save_file
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.loads import read_loads
-from moe_mk.lab.cli.place import DEEPSEEK_V3_EXPERT, Offer, in_order, mark_best, policies_of, speeds_of
+from moe_mk.lab.cli.place import (
+    DEEPSEEK_V3_EXPERT,
+    PRESETS,
+    Offer,
+    PlaceOrder,
+    in_order,
+    mark_best,
+    policies_of,
+    speeds_of,
+    topology_of,
+)
 from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.lab.trace.traffic import NodesPerToken
 from moe_mk.placement.eplb import Topology, plan, slot_loads
@@ -168,6 +179,18 @@ def test_what_is_missing_or_impossible_is_reported_without_a_traceback(loads: Pa
         (("--loads", "nowhere.json", "--gpus", 2), "is not a file"),
     ):
         assert states in usage_error("place", *words)
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("given", list(product((None, 36), (None, 2), (None, 11), (None, 77))))
+def test_what_is_given_goes_before_a_preset(preset: str | None, given: tuple[int | None, ...]) -> None:
+    gpus, nodes, slots, size = given
+    default = PRESETS[preset] if preset else (6, 1, -(-(256 + (gpus or 6) - 1) // (gpus or 6)))
+    order = PlaceOrder(gpus=gpus if preset or gpus else 6, nodes=nodes, slots=slots, expert_bytes=size, preset=preset)
+    topology, expert_bytes = topology_of(order, 256)
+    wanted = tuple(own or other for own, other in zip((gpus, nodes, slots), default, strict=True))
+    assert (topology.gpus, topology.nodes, set(topology.slots_W.tolist())) == (*wanted[:2], {wanted[2]})
+    assert expert_bytes == (size or (DEEPSEEK_V3_EXPERT if preset else 0))
 
 
 def routed(num_ranks: int = 1) -> RoutingTrace:
