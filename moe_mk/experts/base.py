@@ -174,10 +174,10 @@ class FusedExperts(ABC):
         """How the kernel parameters in use were chosen, for the decision. "": there are none, or before `relayout`."""
         return ""
 
-    def numerics(self) -> str:
-        """What the bits of results depend on that was chosen on this machine, and the setting that pins it.
+    def numerics(self, weights: Weights) -> str:
+        """What the bits of results depend on that is chosen on this machine, and the setting that pins it; "": nothing.
 
-        Ranks whose texts differ raise CommError. "": nothing, or before `relayout`.
+        weights: as returned by `relayout`. Ranks whose texts differ raise CommError.
         """
         return ""
 

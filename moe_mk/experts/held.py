@@ -79,8 +79,8 @@ class HeldExperts(FusedExperts):
     def parameters(self) -> str:
         return self.inner.parameters()
 
-    def numerics(self) -> str:
-        return self.inner.numerics()
+    def numerics(self, weights: Weights) -> str:
+        return self.inner.numerics(weights)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Requantise, then convert to the layout of the backend. The stored weights are not changed.

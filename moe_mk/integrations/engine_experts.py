@@ -165,13 +165,16 @@ class RankExperts:
             kernel = FusedMoEKernel(kernel.prepare_finalize, unregistered(kernel.experts.context))
         self.kernel, self.dtype = kernel, dtype
         self.weights: Weights = kernel.experts.relayout(given)
-        found = kernel.experts
-        self.decision = replace(self.decision, parameters=found.parameters(), numerics=found.numerics())
+        self.decision = replace(self.decision, parameters=kernel.experts.parameters())
         transport = kernel.prepare_finalize
         unmoved = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
         self._routed = layer_call(kernel, self.weights, dtype=dtype) if unmoved else None
         """The experts as one call on routed tokens; None where these move, are quantised, or the backend has none."""
         self._exchange = None if ep.size == 1 or kernel.is_partial else layer_call(kernel, self.weights, dtype=dtype)
+
+    def notes(self) -> dict[str, str]:
+        """Values that must be equal on every rank of a group, by name."""
+        return {**self.decision.notes(), "numerics": self.kernel.experts.numerics(self.weights)}
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         if (
@@ -229,7 +232,7 @@ class RankExperts:
     def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         grid, epochs = self.grid, self.grid.epochs
         try:
-            yield from grid.agree(self.decision.notes)
+            yield from grid.agree(self.notes)
             y_TH = yield from self.kernel.steps(x_TH, routing, self.weights)
             return (yield from grid.late_reduce(y_TH, self.kernel.spans, partial_over_ep=self.kernel.is_partial))
         except BaseException as error:

@@ -147,7 +147,8 @@ class LivePlacement:
         if ep is not None:
             kept = {name: open_ for name, open_ in groups.kept.items() if name != "ep"}
             groups = replace(groups, ep=ep, kept=kept)
-        if not _same_experts(decision, used.decision):
+        sets = {each.problem.config.kernel.instruction_set for each in (decision, used.decision)}
+        if len(sets) > 1 or not _same_experts(decision, used.decision):
             gate = Gate(decision, layer.dtype, layer.built_for)
             if shared is not None:
                 shared = shared_experts(decision, Parts(expert_map, layer.built_for, ep or layer.ep, layer.spans))

@@ -231,13 +231,10 @@ class ServingState:
         """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
         experts, backends = self.kernel.experts, self.backends
         laid_out = experts.relayout(weights.experts, on_progress)
-        if (shared := backends.shared) is not None and weights.shared is not None:
-            shared.load(weights.shared, weights.shared_gate_H)
         if isinstance(experts, FusedExperts):
-            chosen = [experts.numerics(), *([] if shared is None else [shared.experts.numerics()])]
-            numerics = "; shared experts ".join(dict.fromkeys(chosen))
-            decision = replace(backends.decision, parameters=experts.parameters(), numerics=numerics)
-            backends = replace(backends, decision=decision)
+            backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
+        if backends.shared is not None and weights.shared is not None:
+            backends.shared.load(weights.shared, weights.shared_gate_H)
         backends.gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
         latent, norm_H = self.latent, self.input_norm_H
         if weights.latent is not None:
@@ -285,9 +282,16 @@ class ServingState:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What ranks compare after a change of placement; equal maps on all ranks give equal notes."""
+        """What ranks compare after a change of placement; equal maps and numerics on all ranks give equal notes."""
         placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
-        return {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
+        found, experts, shared = [], self.kernel.experts, self.backends.shared
+        if self.weights is not None and isinstance(experts, FusedExperts):
+            found.append(experts.numerics(self.laid_out))
+        if shared is not None and shared.weights is not None:
+            found.append(shared.experts.numerics(shared.weights))
+        numerics = "; shared experts ".join(dict.fromkeys(found))
+        notes = {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
+        return notes | ({"numerics": numerics} if numerics else {})
 
 
 def build_state(

@@ -253,8 +253,6 @@ class Decision:
     """The weight formats that were rejected before the one in use."""
     parameters: str = ""
     """How the kernel parameters of the experts were chosen on this machine; "" before loading, or if they have none."""
-    numerics: str = ""
-    """What the bits of the experts depend on that was chosen on this machine, see `FusedExperts.numerics`."""
     unrouted: int = 0
     """Assignments of the layer's tokens that chose no expert, see `MoELayer.unrouted`."""
     router: str = ""
@@ -302,7 +300,6 @@ class Decision:
             "tiles": f"{config.kernel.tiles} by {config.kernel.tile_carrier}",
             "comm_units": str(config.kernel.comm_units),
             "network_link": "" if self.link is None else self.link.name,
-            "numerics": self.numerics,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -330,7 +327,6 @@ class Decision:
             "link": None if self.link is None else asdict(self.link),
             "residency": reads.as_dict() if (reads := expected_reads(self.problem)) else None,
             "parameters": self.parameters,
-            "numerics": self.numerics,
             "unrouted": self.unrouted,
             "router": self.router,
             "graph_safe": self.graph_safe,

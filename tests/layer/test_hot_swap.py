@@ -178,6 +178,7 @@ def test_the_error_between_two_pairs(before: list[float], after: list[float], er
 
 @dataclass
 class Damaged:
+    experts: object
     weights: object
     number: float
 
@@ -200,7 +201,7 @@ def test_where_outputs_differ_on_one_rank_all_go_back(twin: Twin, number: float)
     def damaged(*arguments: object, **settings: object) -> object:
         staged = stage(*arguments, **settings)  # type: ignore[arg-type]
         assert staged.backends.shared is not None
-        wrong = Damaged(staged.backends.shared.weights, number)
+        wrong = Damaged(staged.backends.shared.experts, staged.backends.shared.weights, number)
         return replace(staged, backends=replace(staged.backends, shared=wrong))  # type: ignore[arg-type]
 
     with live_method(layers[1], "stage", damaged):

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
 from moe_mk.errors import CommError, ShapeError
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
+from moe_mk.experts.cpu_native.experts import CpuNativeExperts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
 from moe_mk.flight import wait
 from moe_mk.kernels.native.instruction_set import Rates, choice
@@ -22,6 +23,7 @@ from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.testing.transports import run_together, virtual_groups
+from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.overlap import run_dual
 from moe_mk.tokens import Routing
@@ -308,7 +310,7 @@ def test_a_pinned_instruction_set_runs_and_is_named(checkpoint: Path, name: str)
     assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     decision = layer.explain()
     assert f"; {isa.name}: pinned by kernel.instruction_set; " in decision.parameters
-    assert decision.numerics == decision.as_dict()["numerics"] == f"{isa.name} (kernel.instruction_set pins it)"
+    assert layer.state.notes["numerics"] == f"{isa.name} (kernel.instruction_set pins it)"
 
 
 RATES = {"Xeon": Rates(5.76, 5.50, 1.35), "Zen 4": Rates(3.7, 3.7, 3.7)}
@@ -350,15 +352,30 @@ def test_ranks_whose_rates_choose_differently_are_refused(checkpoint: Path) -> N
         assert "rank 0: AVX512_VNNI (kernel.instruction_set pins it)" in text
         assert "rank 1: AVX512_BF16 (kernel.instruction_set pins it)" in text
     chosen = on_ranks(checkpoint, {}, {}, rates=("Xeon", "Xeon"))
-    assert {layer.explain().numerics for layer in chosen} == {"AVX512_VNNI (kernel.instruction_set pins it)"}
+    assert {layer.state.notes["numerics"] for layer in chosen} == {"AVX512_VNNI (kernel.instruction_set pins it)"}
     assert "; AVX512_VNNI: vfmadd231ps 5.50 G/s, vdpbf16ps 1.35 G/s; " in chosen[0].explain().parameters
+
+
+def test_a_swap_to_another_instruction_set_reaches_prepared_calls_and_notes(checkpoint: Path) -> None:
+    layer, pinned, x_TH = built(checkpoint), built(checkpoint, instruction_set="scalar"), tokens(7)
+    wanted_TH = pinned(x_TH)
+    packed, experts = layer.state.laid_out, layer.kernel.experts
+    assert isinstance(packed, PackedExpertWeights) and isinstance(experts, CpuNativeExperts)
+    assert packed.call(experts.native, experts.mode)._block.isa == choice(experts.native, Format.FP8).isa
+    assert swap_backends(layer, x_TH, instruction_set="scalar").swapped
+    experts = layer.kernel.experts
+    assert isinstance(experts, CpuNativeExperts) and layer.state.laid_out is packed
+    assert packed.call(experts.native, experts.mode)._block.isa == Isa.SCALAR
+    for y_TH in (layer(x_TH), wait(layer.steps(x_TH))):
+        assert torch.equal(y_TH, wanted_TH)
+    assert layer.state.notes["numerics"] == pinned.state.notes["numerics"]
 
 
 def test_ranks_agree_where_one_is_pinned_to_what_the_other_chose(checkpoint: Path) -> None:
     chosen = choice(native_kernels(), Format.FP8).isa
     layers = on_ranks(checkpoint, {}, {"instruction_set": chosen.name.lower()})
     assert len({layer.explain().parameters for layer in layers}) == 2
-    assert len({layer.explain().numerics for layer in layers}) == 1
+    assert len({layer.state.notes["numerics"] for layer in layers}) == 1
     assert all(y_TH.shape == (4, HIDDEN) for y_TH in run_together(layers, [tokens(4), tokens(4)]))
 
 

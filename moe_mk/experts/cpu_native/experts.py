@@ -246,11 +246,13 @@ class CpuNativeExperts(FusedExperts):
     def parameters(self) -> str:
         """Where the parameters are from, the cut-over that was measured, the instruction set, and the threads."""
         threads = described("own" if self.context.own_threads else "auto")
-        return "; ".join(str(each) for each in (self._parameters, self.choice, threads) if each is not None)
+        return "; ".join(str(each) for each in (self._parameters, self.choice, threads) if each)
 
-    def numerics(self) -> str:
+    def numerics(self, weights: Weights) -> str:
         """The instruction set."""
-        return "" if self.choice is None else f"{self.choice.isa.name} (kernel.instruction_set pins it)"
+        assert isinstance(weights, PackedExpertWeights)
+        chosen = choice(self.native, weights.w13.layout.format, self.mode.quantize)
+        return f"{chosen.isa.name} (kernel.instruction_set pins it)"
 
     def _choose_isa(self, layout13: MatrixLayout) -> Isa:
         self.choice = choice(self.native, layout13.format, self.mode.quantize)

@@ -103,16 +103,17 @@ class PackedExpertWeights:
     """One slot that is applied to every row with weight 1 in the same call."""
     down_scheme: QuantScheme | None = None
     """The scheme of w2 where it may differ from that of w13."""
-    calls: dict[tuple[ExpertsMode, bool, Isa | None], ExpertsCall] = field(
+    calls: dict[tuple[ExpertsMode, bool, Isa | None, bool], ExpertsCall] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def call(self, native: Native, mode: ExpertsMode, *, alone: bool = False, isa: Isa | None = None) -> ExpertsCall:
         """The prepared call of a mode, made once. alone: without the shared experts. isa: None: the chosen one."""
-        found = self.calls.get((mode, alone, isa))
+        key = mode, alone, native.pinned if isa is None else isa, native.own_threads
+        found = self.calls.get(key)
         if found is None:
             shared = None if alone or self.shared is None else (self.shared.w13, self.shared.w2)
-            found = self.calls[mode, alone, isa] = ExpertsCall(native, self.w13, self.w2, shared, mode, isa)
+            found = self.calls[key] = ExpertsCall(native, self.w13, self.w2, shared, mode, isa)
         return found
 
     def sums(
