@@ -18,11 +18,11 @@ HF_NEEDS := tests/integrations/hf/oldest.txt
 HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 OLDEST := .venv-oldest
-OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 NEWEST := .venv-newest
-NEWEST_TORCH := $(shell sed -n 's/.*"torch>=[0-9.]*,\(<[0-9.]*\)".*/\1/p' pyproject.toml)
+NEWEST_TORCH := $(shell sed -n 's/^NEWEST_TORCH = "\(.*\)"/\1/p' moe_mk/lab/cli/report.py)
 NEWEST_INSTALLED := $(NEWEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 TESTS := tests
 QUICK := not gpu and not slow and not thorough and not emulated and not network
@@ -40,12 +40,16 @@ NIXL_NEEDS := tests/comm/network/nixl.txt
 NIXL_INSTALLED := $(NIXL)/.installed-$(shell cat $(NIXL_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 NIXL_TESTS := tests/comm/network tests/prepare_finalize/one_sided
 
+WHEEL := .venv-wheel
+WHEEL_NEEDS := hatchling auditwheel ziglang
+WHEEL_INSTALLED := $(WHEEL)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
 # What an environment lacks, it takes from $(VENV), so that torch lies on the disk once.
 site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest newest hf engines nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest newest hf engines nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,7 +106,7 @@ $(OLDEST_INSTALLED):
 
 # The newest torch asks for a newer triton; a build for CPUs asks for none, and pip takes the newest.
 $(NEWEST_INSTALLED):
-	$(call with_torch,$(NEWEST),$(NEWEST_TORCH),/^torch==/d; /^setuptools==/d; /^triton==/d)
+	$(call with_torch,$(NEWEST),==$(NEWEST_TORCH).*,/^torch==/d; /^setuptools==/d; /^triton==/d)
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"
@@ -201,6 +205,16 @@ $(DOCS_INSTALLED):
 	@echo "venv      $(DOCS)"
 	@rm -rf $(DOCS) && $(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+wheel: $(WHEEL_INSTALLED)  ## wheels for x86-64 and aarch64 with the kernels inside, into dist/, and their checks
+	@$(WHEEL)/bin/python tools/wheel.py
+
+$(WHEEL_INSTALLED): | $(INSTALLED)
+	@echo "venv      $(WHEEL)"
+	@rm -rf $(WHEEL) && $(BIN)/python -m venv $(WHEEL)
+	@$(call after,$(WHEEL))
+	@$(WHEEL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(WHEEL_NEEDS)
 	@touch $@
 
 sanitize: venv  ## run the native kernels under the sanitizers

@@ -2,12 +2,14 @@
 
 The wheel is then tagged for that platform and needs no compiler where it is installed; without one the wheel is pure
 and the kernels are compiled on first use. Editable installs compile on first use as well: their sources change.
-`HATCH_BUILD_NO_HOOKS=true` builds a pure wheel in any case.
+`HATCH_BUILD_NO_HOOKS=true` builds a pure wheel in any case. `MOE_MK_WHEEL_MACHINE=x86_64` or `aarch64` builds one for an
+index, tagged manylinux_2_28, with the compiler of the `ziglang` package; `tools/wheel.py` builds and checks both.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path("moe_mk") / "kernels" / "native"
+MACHINE = "MOE_MK_WHEEL_MACHINE"
 STATIC = ("-static-libstdc++", "-static-libgcc")
 """The C++ runtime comes along: the target may have another one, or none."""
 
@@ -35,21 +38,28 @@ class KernelsHook(BuildHookInterface[Any]):
         if version == "editable":
             return
         toolchain = load_toolchain(Path(self.root))
-        compiler = toolchain.find_compiler(shutil.which)
+        machine = os.environ.get(MACHINE)
+        self.folder = tempfile.TemporaryDirectory(prefix="moe_mk-wheel-")
+        folder = Path(self.folder.name)
+        if machine:
+            compiler, static = toolchain.zig_compiler(folder, f"{machine}-linux-gnu.2.28"), ("-s",)
+            platform = f"manylinux_2_28_{machine}"
+        else:
+            compiler, static = toolchain.find_compiler(shutil.which), STATIC
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         if compiler is None:
             self.app.display_warning("no C++ compiler: the CPU kernels will be compiled where the wheel is installed")
             return
-        self.folder = tempfile.TemporaryDirectory(prefix="moe_mk-wheel-")
-        units = toolchain.units()
-        library = Path(self.folder.name) / toolchain.prebuilt_name(units)
+        units = toolchain.units(machine)
+        library = folder / toolchain.prebuilt_name(units, machine)
         self.app.display_info(f"compiling {len(units)} CPU kernel sources with {compiler.version}")
-        objects = toolchain.compile_objects(compiler.path, units, library.parent)
-        flags = (*toolchain.LINK_FLAGS, *STATIC)
+        objects = toolchain.compile_objects(compiler.path, units, folder)
+        flags = (*toolchain.LINK_FLAGS, *static)
         subprocess.run([compiler.path, *flags, "-o", str(library), *map(str, objects)], check=True)
         for file in (library, toolchain.record_digest(library)):
             build_data["force_include"][str(file)] = (NATIVE / "prebuilt" / file.name).as_posix()
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled."""

@@ -106,7 +106,7 @@ def test_the_wheel_brings_a_command_a_licence_and_its_requirements(wheel: zipfil
     always = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     names = {need.split("<")[0].split(">")[0].lower() for need in always}
     assert names == {"torch", "numpy", "pydantic", "safetensors", "pyyaml"}
-    assert any(need.startswith("torch<2.15") for need in always)
+    assert "torch>=2.11" in always, "without an upper bound that is not a known failure"
 
 
 def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:

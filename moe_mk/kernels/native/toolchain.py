@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,11 +28,14 @@ COMMON_FLAGS = ("-O3", "-fPIC", "-std=c++17", "-pthread", "-fvisibility=hidden",
 QUIET_FLAGS = (
     "-Wall",
     "-Wextra",
+    "-Wno-unknown-warning-option",  # clang has no -Wno-maybe-uninitialized
     "-Wno-psabi",
     "-Wno-unused-function",
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 )
+SAME_BITS = ("-ffp-contract=off",)
+"""Of the portable kernels: a processor whose baseline has fused multiply-adds gives the bits of one without."""
 EMULATION_FLAGS = ("-DMOE_MK_EMULATE_AMX", "-O1")
 """Emulated tiles are for tests, which take less time than -O3 takes to compile."""
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -118,7 +123,7 @@ def units(
             if emulate_amx and name.startswith("isa_amx"):
                 own = tuple(flag for flag in flags if not flag.startswith("-mamx")) if tiles_only else ()
             listed.append(Unit(SOURCES / name, (*common, *own)))
-    listed += [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
+    listed += [Unit(SOURCES / name, (*common, *SAME_BITS)) for name in PLAIN_UNITS]
     if emulate_amx:
         listed = [Unit(unit.source, (*unit.flags, *EMULATION_FLAGS)) for unit in listed]
     return tuple(listed)
@@ -216,6 +221,19 @@ def load_error(library: Path) -> str:
     return ""
 
 
-def prebuilt_name(units: Sequence[Unit]) -> str:
-    """The file name in a wheel of the kernels compiled from these sources for this kind of processor."""
-    return f"moe_mk-{platform.machine().lower()}-{digest(units)}.so"
+def prebuilt_name(units: Sequence[Unit], machine: str | None = None) -> str:
+    """The file name in a wheel of the kernels compiled from these sources; machine: as for `units`."""
+    return f"moe_mk-{(machine or platform.machine()).lower()}-{digest(units)}.so"
+
+
+def zig_compiler(folder: Path, target: str) -> Compiler:
+    """A compiler for another processor or system, from the `ziglang` package of this Python, as a script in `folder`.
+
+    target: as Zig names it, for example aarch64-linux-gnu.2.28. The C++ runtime is linked statically.
+    Raises PackageNotFoundError without the package.
+    """
+    version = importlib.metadata.version("ziglang")
+    script = folder / f"c++-{target}"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang c++ -target {target} "$@"\n')
+    script.chmod(0o700)
+    return Compiler(str(script), f"zig {version} for {target}")

@@ -122,7 +122,7 @@ def derive_command(
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
             "moe-mk derive reads model classes of transformers",
-            [f"{missing.name} is not installed; pip install moe-mk[hf]"],
+            [f"{missing.name} is not installed; pip install 'moe-mk[hf]'"],
         ) from None
     target = out or (config if config.is_dir() else config.parent) / FILE
     expect_outputs({"--out": target})

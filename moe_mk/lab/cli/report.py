@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from moe_mk.errors import ConfigError
 from moe_mk.files import write_text
@@ -20,6 +21,9 @@ from moe_mk.lab.cli.measure import StageTimes
 from moe_mk.lab.cli.outputs import new_figure, save_picture
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.version import own_version
+
+NEWEST_TORCH = "2.14"
+"""The newest torch that `make newest` has run."""
 
 
 def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
@@ -118,6 +122,8 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software."""
+    """Versions of the software; of torch, whether it is newer than what this library was tested with."""
     here = {"python": platform.python_version(), "torch": str(torch.__version__), "platform": platform.platform()}
+    if TorchVersion(torch.__version__) >= TorchVersion(f"{NEWEST_TORCH}.999"):
+        here["torch"] += f", newer than {NEWEST_TORCH}, the newest that is tested"
     return {"moe_mk": own_version(), **here}
