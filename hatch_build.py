@@ -2,8 +2,8 @@
 
 The wheel is then tagged for that platform and needs no compiler where it is installed; without one the wheel is pure
 and the kernels are compiled on first use. Editable installs compile on first use as well: their sources change.
-`HATCH_BUILD_NO_HOOKS=true` builds a pure wheel in any case. `MOE_MK_WHEEL_MACHINE=x86_64` or `aarch64` builds one for an
-index, tagged manylinux_2_28, with the compiler of the `ziglang` package; `tools/wheel.py` builds and checks both.
+`HATCH_BUILD_NO_HOOKS=true` builds a pure wheel in any case. `MOE_MK_WHEEL_MACHINE=x86_64` or `aarch64` builds one that
+is tagged manylinux_2_28, with the compiler of the `ziglang` package; `tools/wheel.py` builds and checks both.
 """
 
 from __future__ import annotations

@@ -107,13 +107,13 @@ def build(machine: str, out: Path, source: Path = ROOT) -> Path:
 def forward(wheel: Path) -> str:
     """Compare one forward of the installed wheel with a reference, without a compiler, a cache or this repository."""
     with tempfile.TemporaryDirectory(prefix="moe_mk-site-") as folder:
-        site, home = Path(folder) / "site", Path(folder) / "home"
-        home.mkdir()
+        site, user = Path(folder) / "site", Path(folder) / "user"
+        user.mkdir()
         install = ["install", "--no-deps", "--no-index", "--quiet", "--target", str(site), str(wheel)]
         run([sys.executable, "-m", "pip", *install], Path(folder))
         stated = run([sys.executable, "-W", "ignore", "-c", FORWARD], Path(folder),
-                     {"PYTHONPATH": str(site), "PATH": "", "HOME": str(home)})  # fmt: skip
-        assert not (home / ".cache").exists(), "kernels were compiled"
+                     {"PYTHONPATH": str(site), "PATH": "", "HOME": str(user)})  # fmt: skip
+        assert not (user / ".cache").exists(), "kernels were compiled"
     return stated.strip()
 
 
@@ -126,9 +126,9 @@ def problems_of_bits() -> list[str]:
             if runner == [""]:
                 print(f"bits      {machine}: not run, qemu-{machine} is not installed")
                 continue
-            said = run([*runner, str(driver(machine, Path(folder))), str(ROUNDS)]).strip()
-            print(f"bits      {machine}{', emulated' if runner else ''}: {said}", flush=True)
-            digests[machine] = said.rpartition(" ")[2]
+            printed = run([*runner, str(driver(machine, Path(folder))), str(ROUNDS)]).strip()
+            print(f"bits      {machine}{', emulated' if runner else ''}: {printed}", flush=True)
+            digests[machine] = printed.rpartition(" ")[2]
     return [f"bits differ: {digests}"] if len(set(digests.values())) > 1 else []
 
 

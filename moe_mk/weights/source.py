@@ -2,8 +2,7 @@
 
 A tensor opened from a file is a view that takes no memory: what it refers to is read by `in_memory`, which raises
 WeightError if the file is no longer the one whose header was read. A file that is replaced by renaming, or deleted,
-stays readable; one that is written to or cut in place does not. Changes within the resolution of the file system's
-modification times are not seen.
+stays readable. Changes within the resolution of the file system's modification times are not seen.
 """
 
 from __future__ import annotations
@@ -91,10 +90,8 @@ class MappedFile:
 
     def read(self, start: int, num_bytes: int, scratch: Tensor | None = None) -> Tensor:
         """These bytes, in `scratch` if they fit. Raises WeightError if the file was changed, or cannot be read."""
-        if scratch is None or num_bytes > scratch.numel():
-            made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        else:
-            made = scratch[:num_bytes]
+        made = None if scratch is None or num_bytes > scratch.numel() else scratch[:num_bytes]
+        made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if made is None else made
         octets = memoryview((ctypes.c_char * num_bytes).from_address(made.data_ptr())).cast("B") if num_bytes else b""
         done = 0
         try:
@@ -121,8 +118,7 @@ AS_OPENED = 1
 MOST_AT_ONCE, PIECE = 1 << 30, 4 << 20
 """Bytes of a request, and about those of one for a part of a strided tensor."""
 _MAPPED: WeakKeyDictionary[torch.UntypedStorage, tuple[MappedFile, int]] = WeakKeyDictionary()
-"""The storages of all live views of files: the file and the first byte. An address would prove nothing once its mapping
-is gone."""
+"""The storages of all live views of files: the file and the first byte. Addresses are used again."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -133,14 +129,13 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def _octets_of(storage: torch.UntypedStorage) -> Tensor:
-    """All bytes of a storage. `torch.asarray` would read the first one."""
+    # torch.asarray would read the first byte.
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def in_memory(tensor: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """A copy of a view of a file, read through its descriptor; other tensors as they are.
+    """A copy of a view of a file, read through its descriptor, in `scratch` if it fits; other tensors as they are.
 
-    scratch: bytes in which a copy that fits is made, instead of memory of its own.
     Raises WeightError naming the file if it was written to, cut, or cannot be read.
     """
     if not is_mapped(tensor):

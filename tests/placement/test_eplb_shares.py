@@ -84,7 +84,7 @@ def test_poured_shares_agree_with_a_linear_solver(seed: int, uneven: bool, chain
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([Cost(), Cost(0.0, 1.0), Cost(2.0, 5.0)]))
 def test_times_and_balance_are_those_of_their_definition(seed: int, cost: Cost):
-    """GPUs of other speeds and slots, empty slots, copies that take nothing, and experts that nobody wants."""
+    """GPUs of other speeds and slots, empty slots, copies that take nothing, and experts without load."""
     rng = np.random.default_rng(seed)
     slots = rng.integers(1, 4, 3)
     sites = sites_of(3, tuple(slots.tolist()), tuple(rng.choice([0.5, 1.0, 4.0], 3)))

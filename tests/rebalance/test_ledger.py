@@ -16,7 +16,7 @@ Rows = list[list[list[int]]]
 
 @st.composite
 def machines(draw: st.DrawFn) -> tuple[Topology, int, Rows]:
-    """Ranks of other slots and speeds, dead ones among them; experts are lost, alone, or lie on several ranks."""
+    """Ranks of other slots and speeds, dead ones among them; experts are lost, alone, or have several copies."""
     gpus, experts = draw(st.integers(2, 5)), draw(st.integers(2, 6))
     alive = draw(st.lists(st.booleans(), min_size=gpus, max_size=gpus).filter(any))
     slots = draw(st.lists(st.integers(1, 3), min_size=gpus, max_size=gpus))

@@ -72,7 +72,7 @@ def choose(usable: Sequence[Isa], format: Format, rounding: Rounding, rates: Cal
     """
     best = usable[-1]
     if best is not Isa.AVX512_BF16 or Isa.AVX512_VNNI not in usable:
-        return Choice(best, "the last usable one")
+        return Choice(best, "the widest that is usable")
     if rounding in (Rounding.INT8, Rounding.INT8_PARTS):
         return Choice(best, "INT8 rows have the same kernels in AVX512_VNNI")
     found = rates()

@@ -41,7 +41,8 @@ def own_block(library: str, config: MoEConfig, checkpoint: str | PathLike[str], 
         from moe_mk.lab.checkpoints.derive import derive
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
-            "--against transformers measures the model's class", [f"{missing.name} is missing; pip install 'moe-mk[hf]'"]
+            "--against transformers measures the model's class",
+            [f"{missing.name} is missing; pip install 'moe-mk[hf]'"],
         ) from None
     equation = derive(checkpoint, layer)
     found = MoEConfig.parse({"model": equation.model, "router": equation.router}, equation.derived_from)

@@ -233,7 +233,7 @@ def test_the_rates_that_decided_are_named(native: Native) -> None:
     text = described(replace(here, rates=COOPER_LAKE))
     assert "BF16, MXFP8: AVX512_BF16: vfmadd231ps 6.20 G/s, vdpbf16ps 3.10 G/s" in text
     assert "AVX512_VNNI: vpdpwssd 6.20 G/s" in text and "INT8 rows: AVX512_BF16: " in text
-    assert described(replace(native, isas=BOTH[:2])) == "AVX2: the last usable one"
+    assert described(replace(native, isas=BOTH[:2])) == "AVX2: the widest that is usable"
 
 
 def test_the_doctor_names_the_instruction_set(native: Native) -> None:
