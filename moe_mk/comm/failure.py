@@ -131,11 +131,16 @@ class Exclusive:
     """
 
     __slots__ = ("__exit__", "_error", "_lock")
-    __exit__: Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        ) -> None: ...
 
     def __init__(self, lock: Lock, error: Callable[[str], CommError]) -> None:
         self._lock, self._error = lock, error
-        self.__exit__ = lock.__exit__  # in C: a handler may run at the first instruction of a function of Python
+        # In C: a handler may run at the first instruction of a function of Python.
+        object.__setattr__(self, "__exit__", lock.__exit__)
 
     def __enter__(self) -> None:
         taken = list[bool]()
