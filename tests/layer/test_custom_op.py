@@ -46,6 +46,7 @@ def of_other_process(entry: Tensor) -> Tensor:
     return other
 
 
+@pytest.mark.thorough
 def test_a_program_calls_the_layer_that_it_was_exported_from_or_none() -> None:
     """Of every set of layers that are bound: it answers as the exported layer did, or refuses with what differs."""
     first = made()
