@@ -1,8 +1,10 @@
 """What holds for every test: fixed seeds, no leaked defaults, known rows, and a skip that states what is missing."""
 
 import importlib.util
+import json
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -40,16 +42,8 @@ SAMPLED = (
 )  # fmt: skip
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
-LONGEST = (
-    "tests/kernels/triton/test_interpreted", "tests/conformance/test_pairs", "tests/testing/test_faults",
-    "tests/runner/test_tiles.py", "tests/kernels/native/test_experts_numbers", "tests/conformance/test_experts",
-    "tests/comm/network/test_exchange", "tests/layer/test_failed_calls", "tests/conformance/test_killed_rank",
-    "tests/testing/test_certify", "tests/testing/test_broken", "tests/docs/test_docs_python",
-    "tests/examples/test_examples", "tests/examples/test_plugin", "tests/integrations/hf/test_parallel",
-    "tests/layer/test_gloo", "tests/rebalance/test_live_processes", "tests/rebalance/test_regroup_processes",
-    "tests/runner/test_invariant", "tests/cli/test_run",
-)  # fmt: skip
-"""Files that take longest, run first: a worker that begins one of them last works alone for a minute."""
+DURATIONS: dict[str, float] = json.loads((Path(__file__).parent / "durations.json").read_text(encoding="utf-8"))
+"""Seconds of the tests that take more than one, which are `thorough`; `tools/durations.py` writes them."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -130,14 +124,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
         if where.startswith(SAMPLED) and item.get_closest_marker("thorough") and crc32(item.name.encode()) % 3:
             item.add_marker("slow")
+        if item.nodeid in DURATIONS and not any(map(item.get_closest_marker, ("emulated", "network"))):
+            item.add_marker("thorough")
         if missing := missing_device(item):
             item.add_marker(pytest.mark.skip(reason=missing))
-    items.sort(key=lambda item: _place(item.nodeid))
-
-
-def _place(nodeid: str) -> int:
-    """Files of LONGEST in its order, then all others in theirs."""
-    return next((place for place, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
+    # Files that take longest first: a worker that begins one of them last works alone for a minute.
+    of_file = defaultdict[str, float](float)
+    for item in items:
+        of_file[item.nodeid.partition("::")[0]] += DURATIONS.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -of_file[item.nodeid.partition("::")[0]])
 
 
 def check_rows(items: list[pytest.Item], known: set[str]) -> None:

@@ -1,6 +1,7 @@
 """What tests/conftest.py promises to every test, seen from outside in runs of small test files."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ def test_known_rows(): pass
 """
 
 
-@pytest.mark.parametrize("table", ["MARKS_OF_FOLDERS", "SAMPLED", "LONGEST"])
+@pytest.mark.parametrize("table", ["MARKS_OF_FOLDERS", "SAMPLED"])
 def test_tables_of_paths_name_tests_that_exist(table: str) -> None:
     tree = ast.parse((TESTS / "conftest.py").read_text())
     (value,) = (s.value for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == table)
@@ -44,9 +45,20 @@ def test_tables_of_paths_name_tests_that_exist(table: str) -> None:
     assert [path for path in ast.literal_eval(value) if not any(name.startswith(path) for name in there)] == []
 
 
+def test_recorded_durations_are_of_tests_that_exist() -> None:
+    recorded = {name.partition("[")[0] for name in json.loads((TESTS / "durations.json").read_text())}
+    gone = [name for name in recorded if not is_there(*name.split("::", 1))]
+    assert not gone, f"{sorted(gone)}; python tools/durations.py build/junit/all.xml"
+
+
+def is_there(path: str, name: str) -> bool:
+    file = TESTS.parent / path
+    return file.is_file() and f"def {name.rpartition('::')[2]}(" in file.read_text(encoding="utf-8")
+
+
 def run_pytest(folder: Path, source: str) -> str:
     """Run one small test file below a copy of the conftest, and return what pytest printed."""
-    for name in ("conftest.py", "rows.yaml"):
+    for name in ("conftest.py", "durations.json", "rows.yaml"):
         shutil.copy(TESTS / name, folder)
     (folder / "test_small.py").write_text(source)
     options = ["-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider", "-rsfE"]
