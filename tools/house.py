@@ -42,7 +42,7 @@ LIMITS = {
     "core lines": 28_300,
     "library lines": 54_100,
     "test lines": 76_300,
-    "tool and benchmark lines": 9_980,
+    "tool and benchmark lines": 10_020,
     "long files": 0,
     "frames at EP=1": 9,
     "files at EP=1": 5,
