@@ -14,7 +14,7 @@ import os
 import time
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, Generic, TypeVar, cast
 
@@ -192,7 +192,8 @@ def all_results(threads: Threads, calls: Iterable[Callable[[], X]], each: Callab
     """Make calls on threads; returns their results in order, and raises the first exception among them.
 
     each: called in this thread with every result, in the order of the calls. Calls that have not begun when one fails,
-    or when this is interrupted, are never made.
+    or when this is interrupted, are never made; those that have begun are waited for, since what they write to may be
+    closed next, and its descriptor be that of another file.
     """
     jobs, results = [Job(call) for call in calls], list[X]()
     try:
@@ -205,6 +206,21 @@ def all_results(threads: Threads, calls: Iterable[Callable[[], X]], each: Callab
             if each is not None:
                 each(results[-1])
     finally:
-        for job in jobs:
-            job.cancel()
+        _end(jobs)
     return results
+
+
+def _end(jobs: Sequence[Job[Any]]) -> None:
+    """Cancel calls and wait for those that have begun; an interrupt meanwhile is raised afterwards."""
+    interrupt: BaseException | None = None
+    while not all(job.is_over for job in jobs):
+        try:
+            for job in jobs:
+                job.cancel()
+            for job in jobs:
+                while not job.is_over and not job.wait(LINGER_S):
+                    continue
+        except BaseException as another:
+            interrupt = another
+    if interrupt is not None:
+        raise interrupt

@@ -43,7 +43,7 @@ SAMPLED = (
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
 DURATIONS: dict[str, float] = json.loads((Path(__file__).parent / "durations.json").read_text(encoding="utf-8"))
-"""Seconds of the tests that take more than one, which are `thorough`; `tools/durations.py` writes them."""
+"""Seconds of the tests that take longest, which are `thorough`; `tools/durations.py` writes them."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

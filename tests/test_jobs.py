@@ -102,6 +102,34 @@ def test_results_are_in_order_and_nothing_begins_after_a_failure() -> None:
     assert len(made) < 49
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_no_call_goes_on_after_an_interrupt(again: bool) -> None:
+    """What calls write to may be closed next, and the number of its descriptor be that of another file."""
+    running = set[int]()
+
+    def call(number: int) -> int:
+        running.add(number)
+        time.sleep(0.002 if number == 0 else 0.1)
+        running.discard(number)
+        return number
+
+    def interrupt(number: int) -> None:
+        if again:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGALRM)).start()
+        raise KeyboardInterrupt
+
+    def handle(number: int, frame: Any) -> None:
+        raise InterruptedError("again")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises((KeyboardInterrupt, InterruptedError)):
+            all_results(Threads(2), [partial(call, number) for number in range(6)], interrupt)
+        assert not running
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     threads = Threads(1)
     assert threads.start(lambda: 1).wait(60)  # its thread lingers

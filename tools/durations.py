@@ -1,4 +1,4 @@
-"""Write tests/durations.json: the tests that took more than a second; tests/conftest.py takes tiers and order from it.
+"""Write tests/durations.json: the tests that took longest; tests/conftest.py takes tiers and order from it.
 
 python tools/durations.py build/junit/all.xml [more.xml ...]    a later file counts where several have a test
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "durations.json"
-LEAST = 1.0
+LEAST = 0.7
 """Seconds on an idle machine above which a test is left out of `make test`."""
 
 
 def durations(reports: Sequence[Path]) -> dict[str, float]:
-    """Seconds by node id of the tests that passed."""
-    found: dict[str, float] = {}
+    """Seconds by node id of the tests that passed, and as recorded before of those that the reports lack."""
+    found: dict[str, float] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             if case.find("skipped") is None and case.find("failure") is None:
