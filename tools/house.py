@@ -39,7 +39,7 @@ LIMITS = {
     "short ones, no plugins": 28,
     "circles": 0,
     "orphans": 0,
-    "core lines": 28_300,
+    "core lines": 28_310,
     "library lines": 54_100,
     "test lines": 76_300,
     "tool and benchmark lines": 10_020,
