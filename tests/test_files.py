@@ -1,6 +1,7 @@
 """Files that say more than they hold are refused before memory is taken, in an error that names file and limit."""
 
 import errno
+import fcntl
 import mmap
 import os
 import pickle
@@ -376,6 +377,35 @@ def test_a_link_at_the_name_of_a_temporary_file_is_not_followed(
     with pytest.raises(FileExistsError, match="report.json"):
         files.write_text(target, "text")
     assert victim.read_text() == "mine" and not target.exists() and (tmp_path / ".report.json.00.partial").is_symlink()
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "before it is locked", "while another process locks it"])
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    made: list[Path] = []
+    opened = os.open
+
+    def swept(path: Path, *given: int, **named: int) -> int:
+        if made or ".partial" not in str(path):
+            return opened(path, *given, **named)
+        made.append(path)
+        if when == "before it is opened":
+            Path(path).rmdir()
+            return opened(path, *given, **named)
+        handle = opened(path, *given)
+        if when == "before it is locked":
+            Path(path).rmdir()
+        else:
+            fcntl.flock(opened(path, *given), fcntl.LOCK_EX)
+        return handle
+
+    monkeypatch.setattr(os, "open", swept)
+    with partial_folder(tmp_path / "checkpoint") as partial:
+        assert made and partial not in made
+        (partial / "a").write_text("whole")
+    assert (tmp_path / "checkpoint" / "a").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_a_file_that_is_swept_before_it_is_locked_is_made_again(

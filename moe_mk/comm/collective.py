@@ -3,12 +3,12 @@
     @collective(lambda layer, *_, **__: layer.state.grid)
     def swap_backends(layer, x_TH, ...): ...
 
-Whatever ends such a call on one rank, at whichever instruction, ends it on every rank: it is reported to the peers,
-whose calls raise CommError with that rank and the cause at once, and not at their timeout. `recover` serves again.
+Whatever ends such a call on one rank, at whichever instruction, ends it on every rank: it is reported to the peers.
+Their calls raise CommError with that rank and the cause at once, not at their timeout, until all ranks `recover`.
 Not reported are refusals, which are errors of this library before anything was sent, and errors that all ranks raise.
 
-A change that ranks vote on last is made by all of them or by none (`CallGroups.decide`): a rank whose vote ends in an
-exception cannot know whether the others have counted it, and learns that when they recover.
+A change that ranks vote on last is made by all of them or by none (`CallGroups.decide`): a rank on which the vote
+ends in an exception cannot know whether the others have counted it, and learns that when they recover.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ X = TypeVar("X")
 
 
 class CallGroups:
-    """The groups whose ranks make a call together: EP ranks hold different experts, TP ranks slices of the same."""
+    """The groups of ranks that make a call together: EP ranks hold different experts, TP ranks slices of the same."""
 
     name = ""
     """Of the layer, for errors."""
@@ -72,13 +72,13 @@ class CallGroups:
     def recover(self) -> Flight[None]:
         """Go on after a failed call, see `Communicator.recover`. All ranks of both groups do.
 
-        A change whose vote had failed on this rank is made if any rank has made it, and undone if none has.
+        A change that was undecided on this rank is made if any rank has made it, and undone if none has.
         """
         made = yield from self.ep.recover(self._changes.made)
         self._settle((yield from self.tp.recover(made)))
 
     def settle(self) -> Flight[None]:
-        """Find out what became of a change whose vote had failed on this rank, and make or undo it."""
+        """Make or undo a change that was undecided on this rank, as the other ranks did."""
         self._settle(max((yield from self.gather(self._changes.made, "recovery"))))
 
     def _settle(self, made: int) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.lab.cli.report import versions
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tests.cli.conftest import TINY, Invoke, printed, usage_error
 from tests.support.tiers import quick_where
@@ -58,6 +59,17 @@ def test_a_damaged_checkpoint_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: 
     result = invoke("inspect-checkpoint", broken)
     assert result.exit_code == 1 and "problem" in result.stdout and "not usable" in result.stdout
     assert json.loads(invoke("inspect-checkpoint", broken, "--json").stdout)["sound"] is False
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"),
+    [("2.11.0", False), ("2.14.1+cpu", False), ("2.15.0+cu130", True), ("3.0.0.dev20270101", True)],
+)
+def test_a_torch_newer_than_those_tested_is_named(
+    version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert versions()["torch"] == version + ", newer than 2.14, the newest that is tested" * is_newer
 
 
 def test_the_doctor_knows_every_backend(invoke: Invoke) -> None:

@@ -24,6 +24,19 @@ def test_only_a_library_of_exactly_these_sources_is_taken(tmp_path: Path) -> Non
     assert prebuilt(units(extra=("-O1",)), tmp_path) is None
 
 
+def test_a_library_for_another_processor_has_a_name_of_its_own_and_portable_kernels_only() -> None:
+    """And a processor with fused multiply-adds in its baseline must not use them: bits would differ."""
+    names = {machine: prebuilt_name(units(machine), machine) for machine in ("x86_64", "aarch64")}
+    assert all(f"-{machine}-" in name for machine, name in names.items()) and len(set(names.values())) == 2
+    portable = {unit.source.name: unit.flags for unit in units("aarch64")}
+    assert not portable.keys() & toolchain.X86_UNITS.keys() and portable.keys() < {
+        u.source.name for u in units("x86_64")
+    }
+    assert all(
+        "-ffp-contract=off" in flags and not any(f.startswith("-m") for f in flags) for flags in portable.values()
+    )
+
+
 def test_the_library_of_the_wheel_is_opened_without_a_compiler(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "prebuilt", lambda listed: native.path)
     opened = compile_and_open(Path("/nonexistent"), which=lambda name: None)
