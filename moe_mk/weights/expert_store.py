@@ -221,8 +221,8 @@ class ExpertStore:
             if problem.errno not in (errno.EINVAL, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP):
                 raise StoreError(f"the store {self.path} cannot be opened: {problem.strerror}") from problem
             return
-        os.close(self._fd)
-        self._fd = direct
+        former, self._fd = self._fd, direct  # in this order: a signal handler may raise in between, and `close` closes it
+        os.close(former)
 
 
 def _problem_of(header: object) -> str:

@@ -149,6 +149,9 @@ class Scene:
         for each in self.layers:
             cache = each.cache
             assert not cache.in_call and not cache.pool._lock.locked()
+            until = time.monotonic() + LIMIT_S
+            while cache.being_read() and time.monotonic() < until:  # threads may be at what interrupted calls left
+                cache.settle()
             assert sorted([*cache.slot_of.values(), *cache.free]) == sorted(cache.slots) != []
             assert not cache.being_read() and cache.readers.count == 4
             used = sum(len(held) * size for size, held in cache.pool.memory.items())

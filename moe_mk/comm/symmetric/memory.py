@@ -88,11 +88,12 @@ class SharedMemory(Memory):
     is_shared = True
     _descriptor = -1
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
+    def __init__(self, held: list[int], num_bytes: int) -> None:
+        """held: a descriptor, taken out of the list once it is no longer the caller's to close."""
+        self.bytes = _view(mmap.mmap(held[0], num_bytes, flags=mmap.MAP_SHARED))
         self._taken, self._taking = PageRanges(), Lock()
         in_child(self, SharedMemory._leave_to_parent)
-        self._descriptor = descriptor  # ours to close from here on, and not by who called this
+        self._descriptor = held.pop()
 
     def reserve(self, start: int, num_bytes: int) -> None:
         """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal.
@@ -133,12 +134,14 @@ def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
     """Make a new file of zeros; returns its name. Removes files of processes that were killed. Raises OSError."""
     remove_abandoned(folder)
     name, descriptor = _locked_file(folder)
+    held = [descriptor]
     try:
         os.fchmod(descriptor, OURS_ALONE)  # whatever the umask
         os.ftruncate(descriptor, num_bytes)
-        return name, SharedMemory(descriptor, num_bytes)
+        return name, SharedMemory(held, num_bytes)
     except BaseException:
-        os.close(descriptor)
+        for each in held:
+            os.close(each)
         unlink(name, folder)
         raise
 
@@ -182,6 +185,7 @@ def remove_abandoned(folder: Path = FOLDER) -> list[str]:
 def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:
     """Map a file that another rank has made. Raises OSError if it is not there, not ours alone, or of another size."""
     descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    held = [descriptor]
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != OURS_ALONE:
@@ -191,9 +195,10 @@ def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:
             )
         if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
             raise OSError(f"{name} has {found.st_size} bytes, expected {num_bytes}")
-        return SharedMemory(descriptor, num_bytes)
+        return SharedMemory(held, num_bytes)
     except BaseException:
-        os.close(descriptor)
+        for each in held:
+            os.close(each)
         raise
 
 
