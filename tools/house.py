@@ -41,7 +41,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 28_310,
     "library lines": 54_100,
-    "test lines": 76_300,
+    "test lines": 76_450,
     "tool and benchmark lines": 10_020,
     "long files": 0,
     "frames at EP=1": 9,

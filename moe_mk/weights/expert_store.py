@@ -221,7 +221,7 @@ class ExpertStore:
             if problem.errno not in (errno.EINVAL, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP):
                 raise StoreError(f"the store {self.path} cannot be opened: {problem.strerror}") from problem
             return
-        former, self._fd = self._fd, direct  # in this order: a signal handler may raise in between, and `close` closes it
+        former, self._fd = self._fd, direct  # in this order: `close` after an interrupt between them
         os.close(former)
 
 

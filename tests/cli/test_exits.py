@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import typer
 
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.lab.cli.app import main
-from moe_mk.lab.cli.exits import RanksFailed, leave_at_once, with_exit_code
+from moe_mk.lab.cli.exits import ALONE_S, RanksFailed, leave_at_once, with_exit_code
 from moe_mk.lab.cli.world import world_of
 from tests.support.tiers import quick_where
 
@@ -121,13 +122,15 @@ def test_variables_that_are_no_rank_of_a_launcher_are_one_message(
     assert f"the environment has RANK={rank}, WORLD_SIZE={size}, " in capsys.readouterr().err
 
 
-def test_only_the_first_rank_of_a_launcher_speaks(
+def test_the_first_rank_of_a_launcher_prints_an_error_and_another_one_what_it_has_met_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waited: list[tuple[float, str]] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert raising(ConfigError("wrong")) == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [(ALONE_S, "")] and capsys.readouterr().err == "moe-mk: rank 1: wrong\n"
     monkeypatch.setenv("RANK", "0")
     assert raising(ConfigError("wrong")) == 2
-    assert capsys.readouterr().err == "moe-mk: wrong\n"
+    assert capsys.readouterr().err == "moe-mk: wrong\n" and len(waited) == 1

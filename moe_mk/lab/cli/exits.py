@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec
@@ -30,6 +31,9 @@ OUT_OF_MEMORY = (
     "multiplication overflow",
 )
 """Parts of torch's messages for tensors that are too large."""
+
+ALONE_S = 10.0
+"""Seconds after which a rank has met an error alone, since its launcher has not ended it."""
 
 _BY_SIGNAL: list[int] = []
 """The exit code of a command that a signal has ended."""
@@ -76,9 +80,11 @@ def print_json(facts: object) -> int:
 
 
 def print_error(problem: MoEMKError) -> int:
-    """Print an error on the first rank only, and return its exit code.
+    """Print an error, and return its exit code. Of what all ranks of a launcher meet, the first rank alone prints it.
 
-    After a CommError the first rank of each host prints it, because other hosts may be unreachable.
+    The others wait meanwhile: a launcher such as torchrun ends all ranks as soon as one has ended, the first one before
+    it has printed anything, or these once it has. After a CommError the first rank of each host prints it, because
+    other hosts may be unreachable.
     """
     try:
         place = environment.launched()
@@ -86,6 +92,9 @@ def print_error(problem: MoEMKError) -> int:
         place = None
     if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
         _state(str(problem))
+    else:
+        time.sleep(ALONE_S)
+        _state(f"rank {place.rank}: {problem}")
     return exit_code_of(problem)
 
 
