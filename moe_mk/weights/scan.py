@@ -175,7 +175,8 @@ def count_non_finite(
         if on_progress is not None:
             on_progress("check", done, total)
 
-    all_results(Threads(max(1, threads)), [partial(_count, piece) for _, piece in pieces], counted)
+    count = partial(_count_in, list[Tensor]())
+    all_results(Threads(max(1, threads)), [partial(count, piece) for _, piece in pieces], counted)
     return {name: bad[name] for name, _ in tensors if bad[name]}
 
 
@@ -198,22 +199,40 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     yield from (pieces[start : start + step] for start in range(0, len(pieces), step))
 
 
+def _count_in(spare: list[Tensor], piece: Tensor) -> int:
+    """`_count`, where a piece of a file is read into memory of earlier ones.
+
+    Not of the heap, of which every thread has its own and keeps what it took.
+    """
+    if not is_mapped(piece):
+        return _count(piece)
+    try:
+        scratch = spare.pop()
+    except IndexError:
+        scratch = torch.frombuffer(mmap.mmap(-1, JOB_BYTES), dtype=torch.uint8)
+    found = _count(in_memory(piece, scratch))
+    spare.append(scratch)
+    return found
+
+
 def _count(piece: Tensor) -> int:
     signed_type, unsigned_type, threshold = _PATTERNS[piece.dtype]
-    sign = 1 << (8 * piece.element_size() - 1)
+    codes = piece.detach().view(_INTEGER[piece.element_size()])
     if not piece.is_cpu:
-        codes = piece.detach().view(_INTEGER[piece.element_size()])
-        return int((codes & (sign - 1) >= threshold).sum())
-    row_bytes = piece.element_size() * (1 if piece.dim() == 1 else piece.shape[1])
-    axis = 0 if piece.dim() == 1 else (0, 1)
+        return int((codes & ((1 << (8 * piece.element_size() - 1)) - 1) >= threshold).sum())
+    bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed
+    signed, unsigned = bits.view(signed_type), bits.view(unsigned_type)
+    sign = 1 << (8 * bits.itemsize - 1)
+    row_bytes = bits.itemsize if bits.ndim == 1 else bits.itemsize * bits.shape[1]
+    step = max(1, CACHE_BYTES // max(1, row_bytes))
+    axis = 0 if bits.ndim == 1 else (0, 1)
     largest = np.maximum.reduce  # ndarray.max costs several microseconds of Python a call
-    # Not of the heap, of which every thread has its own and keeps what it took.
-    scratch = torch.frombuffer(mmap.mmap(-1, CACHE_BYTES), dtype=torch.uint8) if is_mapped(piece) else None
     count = 0
-    for part in torch.split(piece.detach(), max(1, CACHE_BYTES // max(1, row_bytes))):
-        codes = in_memory(part, scratch).view(_INTEGER[piece.element_size()])
-        bits: NDArray[Any] = np.from_dlpack(codes)  # codes.numpy() would make the storage one that cannot be freed
-        signed, unsigned = bits.view(signed_type), bits.view(unsigned_type)
-        if largest(signed, axis, initial=0) >= threshold or largest(unsigned, axis, initial=0) >= threshold + sign:
-            count += int(((unsigned & (sign - 1)) >= threshold).sum())
+    for start in range(0, len(bits), step):
+        part = slice(start, start + step)
+        if (
+            largest(signed[part], axis, initial=0) >= threshold
+            or largest(unsigned[part], axis, initial=0) >= threshold + sign
+        ):
+            count += int(((unsigned[part] & (sign - 1)) >= threshold).sum())
     return count
