@@ -410,7 +410,7 @@ def _zeros_of_engine(name: str, zeros: Tensor | None, scales: Tensor, scheme: Bl
         raise ShapeError(
             f"{name} is {zeros.dtype} {list(zeros.shape)}, expected {dtype} {list(scales.shape)}, one for each scale"
         )
-    if scheme.has_zeros and zeros.numel() and int(zeros.amax()) >= 2**scheme.bits:
+    if scheme.has_zeros and not zeros.is_meta and zeros.numel() and int(zeros.amax()) >= 2**scheme.bits:
         raise ShapeError(f"{name} holds {int(zeros.amax())}, zero points of {scheme.name} are below {2**scheme.bits}")
     return zeros.detach().reshape(scales.shape)
 

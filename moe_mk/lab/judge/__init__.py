@@ -1,0 +1,10 @@
+"""Judge one call of any engine's MoE layer: case files, replay, and the fault that explains a wrong output.
+
+from moe_mk.lab.judge import Case, read_case, write_case
+
+write_case("case.safetensors", Case(model=model, router=router, x=x, y=y, topk_ids=ids, topk_weights=weights, ...))
+"""
+
+from moe_mk.lab.judge.casefile import Case, read_case, write_case
+
+__all__ = ["Case", "read_case", "write_case"]
