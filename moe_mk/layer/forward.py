@@ -23,6 +23,7 @@ from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.shared import SharedExperts
 from moe_mk.prepare_finalize.base import LayerParts
 from moe_mk.quant.wire import row_bytes
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
@@ -36,7 +37,7 @@ def steps(
     routing: LayerRouting,
     x_TH: Tensor,
     load_E: Tensor,
-    token_ids_T: Tensor | None,
+    token_ids_T: Tensor | ReplayedTokens | None,
     given: Routing | None,
 ) -> Flight[Tensor]:
     """The forward of a state, stage by stage. See `MoELayer.steps`."""

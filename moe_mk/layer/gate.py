@@ -18,6 +18,7 @@ from moe_mk.kernels import native
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
@@ -103,7 +104,7 @@ class Gate:
         logits_TE = logits[0] if len(logits) == 1 else torch.cat(logits)
         return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
 
-    def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
+    def route(self, x_TH: Tensor, router: Router | HashedTokens | ReplayedTokens) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
         made_for, logit_bias_E, made_at, call = self._prepared
@@ -113,18 +114,21 @@ class Gate:
             call = self._prepare(router, at)
         if call is not None:
             ids_TK, weights_TK, logits_TE = call(x_TH, torch.get_num_threads())
-            return self.scaled(Routing(ids_TK, weights_TK, logits_TE=logits_TE)), logits_TE
+            return self.scaled(Routing(ids_TK, weights_TK, logits_TE=logits_TE), router), logits_TE
         logits_TE = self(x_TH)
-        return self.scaled(router(logits_TE, self.bias_E)), logits_TE
+        return self.scaled(router(logits_TE, self.bias_E), router), logits_TE
 
-    def scaled(self, routing: Routing) -> Routing:
-        """A logical routing with the weights times the factor of each expert, where experts have any."""
-        if self.expert_scale_E is None:
+    def scaled(self, routing: Routing, router: Router | HashedTokens | ReplayedTokens) -> Routing:
+        """A router's logical routing with the weights times the factor of each expert, where experts have any.
+
+        Recorded weights already have it.
+        """
+        if self.expert_scale_E is None or (isinstance(router, ReplayedTokens) and router.weights_TK is not None):
             return routing
         factors_TK = self.expert_scale_E[routing.ids_TK.clamp_min(0).long()]
         return replace(routing, weights_TK=routing.weights_TK * factors_TK)
 
-    def _prepare(self, router: Router | HashedTokens, at: object) -> native.RouteCall | None:
+    def _prepare(self, router: Router | HashedTokens | ReplayedTokens, at: object) -> native.RouteCall | None:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None

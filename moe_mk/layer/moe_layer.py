@@ -39,13 +39,14 @@ from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
 from moe_mk.layer.module_habits import Part, WithoutParameters, copied, counter, pickled
 from moe_mk.layer.report import cleared, explained, memory_of, report_of
-from moe_mk.layer.routing import LayerRouting, RouterPart
+from moe_mk.layer.routing import LayerRouting, RouterPart, forward_replayed
 from moe_mk.layer.serving_state import Backends, ServingState, build_state
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router.hashed import HashRouter, ImageRouter
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
@@ -389,12 +390,13 @@ class MoELayer(WithoutParameters):
         self,
         x_TH: Tensor,
         expert_load_E: Tensor | None = None,
-        token_ids_T: Tensor | None = None,
+        token_ids_T: Tensor | ReplayedTokens | None = None,
         given: Routing | None = None,
     ) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once.
 
-        given: a checked routing of logical experts, with which shared experts are not added.
+        token_ids_T: as of `forward`, or the recorded experts of these tokens, see `forward_replayed`. given: a checked
+        routing of logical experts, with which shared experts are not added.
         """
         load_E = self.expert_load if expert_load_E is None else expert_load_E
         return steps(self.state, self.routing, x_TH, load_E, token_ids_T, given)
@@ -456,6 +458,8 @@ class MoELayer(WithoutParameters):
             if not isinstance(error, MoEMKError):
                 self.state.grid.fail(error)
             raise
+
+    forward_replayed = forward_replayed
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.

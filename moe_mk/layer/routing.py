@@ -6,21 +6,27 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.flight import wait
+from moe_mk.layer.custom_op import is_untraced
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.module_habits import Part
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.settings import router_of
 from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter, ImageRouter
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
+
+if TYPE_CHECKING:
+    from moe_mk.layer.moe_layer import MoELayer
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,15 @@ class LayerRouting:
         """What ranks compare."""
         return {"router in use": self.replaced} if self.replaced else {}
 
-    def router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
+    def router_of(
+        self, x_TH: Tensor, token_ids_T: Tensor | ReplayedTokens | None
+    ) -> Router | HashedTokens | ReplayedTokens:
         """The router of these tokens. Layers that choose by scores ignore token ids.
 
         Raises ShapeError where ids are needed and missing, or do not fit the tokens.
         """
+        if isinstance(token_ids_T, ReplayedTokens):
+            return token_ids_T
         if self.hash_router is None:
             return self.router
         if token_ids_T is None:
@@ -142,7 +152,9 @@ class LayerRouting:
         same = ids_TK is not None and ids() is ids_TK
         return same and ids_TK._version == version and ids_TK.data_ptr() == address
 
-    def physical(self, x_TH: Tensor, router: Router | HashedTokens, load_E: Tensor, state: ServingState) -> Routing:
+    def physical(
+        self, x_TH: Tensor, router: Router | HashedTokens | ReplayedTokens, load_E: Tensor, state: ServingState
+    ) -> Routing:
         """The physical routing; on a GPU one launch after the gate where the router has a kernel for both.
 
         It has logits and bias if the kernel of the state routes inside.
@@ -164,7 +176,7 @@ class LayerRouting:
                 if both is not None:
                     self._note(both[0])
                     return both[1]
-            routing = gate.scaled(router(logits_TE, gate.bias_E))
+            routing = gate.scaled(router(logits_TE, gate.bias_E), router)
         placed = self.place(routing, load_E, state)
         return replace(placed, logits_TE=logits_TE, bias_E=gate.bias_E) if state.kernel.routes_inside else placed
 
@@ -230,3 +242,25 @@ class LayerRouting:
         """Assignments of all tokens that chose no expert; waits for the device."""
         asked = self.tokens * self._top_k - (0 if self.zero is None else int(self.zero))
         return max(asked - int(load_E.sum()), 0) if asked else 0
+
+
+def forward_replayed(layer: MoELayer, hidden_states: Tensor, recorded: Tensor | Routing) -> Tensor:
+    """Run the whole layer with recorded experts, as for rollout routing replay: (T, H) to (T, H).
+
+    recorded: ids (T, K) of logical experts, which the live gate weighs, or a `Routing` of which the weights are used as
+    well. Ids may be those of a `router.replay.RoutingCapture`; they are read on the host. Every rank passes the record
+    of its own tokens. Raises ShapeError for a record of other tokens or experts, UnsupportedError under torch.compile
+    and for backends that route inside.
+    """
+    _ = layer.weights  # raises WeightError before loading
+    if not is_untraced(hidden_states):
+        way = "call forward_replayed outside of torch.compile and torch.func, with a plain tensor"
+        raise UnsupportedError("replay in a traced call or with a subclass of Tensor", [way])
+    if layer.kernel.routes_inside:
+        chosen = layer.decision.chosen.experts
+        raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
+    x_TH, config = layer.checked(hidden_states), layer.config
+    with torch.no_grad():
+        router = ReplayedTokens.of(layer.router, recorded, config.model.scored_experts)
+        expect("recorded ids", router.ids_TK, "T K", None, layer.device, T=x_TH.shape[0], K=config.router.top_k)
+        return wait(layer.steps(x_TH, layer.expert_load, router))

@@ -27,6 +27,7 @@ from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.topk import expert_scores
 from moe_mk.layer.settings import expert_map_of, router_of
 from moe_mk.router.gate import gate_logits
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.router.training import (
     balance_loss,
     expert_capacity,
@@ -37,6 +38,7 @@ from moe_mk.router.training import (
 )
 from moe_mk.runner.training_exchange import TrainingExchange
 from moe_mk.shapes import expect
+from moe_mk.tokens import Routing
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,17 @@ class TrainingMoE(nn.Module):
     def _draw(self, weight: Tensor) -> None:
         weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=self.generator)
 
-    @collective(lambda moe, *_: moe.groups)
-    def forward(self, x_TH: Tensor) -> TrainingOutput:
-        """Tokens (T, H) to outputs (T, H) with routing; raises ShapeError for other shapes and dtypes."""
+    @collective(lambda moe, *_, **__: moe.groups)
+    def forward(self, x_TH: Tensor, replay: Tensor | Routing | None = None) -> TrainingOutput:
+        """Tokens (T, H) to outputs (T, H) with routing; raises ShapeError for other shapes and dtypes.
+
+        replay: recorded experts of these tokens (rollout routing replay). Ids (T, K) are weighed by the live gate, with
+        its gradient; a `Routing` brings its weights along, and the gate has a gradient through auxiliary losses alone.
+        Only for router.kind = topk.
+        """
         expect("x", x_TH, "T H", (self.gate_EH.dtype,), self.gate_EH.device, H=self.config.model.hidden_size)
-        probabilities_TE, weights_TK, ids_TK = self._route(x_TH)
+        router = None if replay is None else self._replaying(x_TH, replay)
+        probabilities_TE, weights_TK, ids_TK = self._route(x_TH, router)
         # A row of fp16 may overflow before it is weighted.
         wide_TH = x_TH.to(torch.float32) if x_TH.dtype is torch.float16 else x_TH
         y_TH = self.exchange(wide_TH, ids_TK, weights_TK.to(wide_TH.dtype), self._expert)
@@ -149,7 +157,15 @@ class TrainingMoE(nn.Module):
         summed_E = importance(probabilities_TE, lambda local_E: wait(self.comm.all_reduce(local_E, "importance")))
         return balance_loss(summed_E, self.balance_weight)
 
-    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _replaying(self, x_TH: Tensor, replay: Tensor | Routing) -> ReplayedTokens:
+        router, experts = self.config.router, self.config.model.num_experts
+        if router.kind != "topk":
+            raise UnsupportedError(f"replay with router.kind = {router.kind}", ["use router.kind = topk"])
+        made = ReplayedTokens.of(router_of(self.config), replay, experts)
+        expect("recorded ids", made.ids_TK, "T K", None, x_TH.device, T=len(x_TH), K=router.top_k)
+        return made
+
+    def _route(self, x_TH: Tensor, replayed: ReplayedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         router, experts = self.config.router, self.config.model.num_experts
         if router.kind == "noisy_topk":
             assert self.noise_EH is not None
@@ -161,7 +177,7 @@ class TrainingMoE(nn.Module):
             capacity = expert_capacity(len(x_TH), router.top_k, experts, router.capacity_factor)
             made = route_with_capacity(scores_TE, router.top_k, capacity, router.num_choices)
             return scores_TE, made.weights_TK, made.ids_TK
-        routing = router_of(self.config)(logits_TE, self.e_score_correction_bias)
+        routing = (replayed or router_of(self.config))(logits_TE, self.e_score_correction_bias)
         return scores_TE, routing.weights_TK, routing.ids_TK
 
     def _expert(self, slot: int, x_NH: Tensor) -> Tensor:

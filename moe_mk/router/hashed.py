@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.kernels.reference.topk import RENORMALIZE_EPSILON, exact_scores, expert_scores
+from moe_mk.kernels.reference.topk import exact_scores, expert_scores, weigh
 from moe_mk.router.router import Router
 from moe_mk.router.topk import check_tensors, raise_all, scoring_problems
 from moe_mk.shapes import expect
@@ -56,11 +56,9 @@ class HashRouter:
             )
         scores_TE = expert_scores(router_logits, self.scoring_func, torch.float32)
         exact_TE = exact_scores(router_logits, scores_TE, self.scoring_func, torch.float32)
-        weights_TK = exact_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0)
-        if self.renormalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+        weights_TK = weigh(exact_TE, ids_TK, self.renormalize, self.routed_scaling_factor)
         nowhere_T1 = scores_TE.isnan().any(-1, keepdim=True)
-        weights_TK = (weights_TK * self.routed_scaling_factor).float().masked_fill(nowhere_T1, 0.0)
+        weights_TK = weights_TK.float().masked_fill(nowhere_T1, 0.0)
         return Routing(ids_TK.masked_fill(nowhere_T1, -1).to(torch.int32), weights_TK)
 
     def check(self, token_ids_T: Tensor) -> None:

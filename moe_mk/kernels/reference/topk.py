@@ -93,16 +93,21 @@ def best(values_TX: Tensor, count: int) -> Tensor:
     return torch.cat(found, -1)
 
 
+def weigh(scores_TE: Tensor, ids_TK: Tensor, renormalize: bool, routed_scaling_factor: float) -> Tensor:
+    """The weights [T, K] of chosen experts by their scores, in the dtype of the scores; 0 for an id of -1."""
+    weights_TK = scores_TE.gather(-1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0)
+    if renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+    return weights_TK * routed_scaling_factor
+
+
 def weigh_best(
     scores_TE: Tensor, biased_TE: Tensor, top_k: int, renormalize: bool, routed_scaling_factor: float
 ) -> tuple[Tensor, Tensor]:
     """Choose by biased score, weight by unbiased score, f32 or f64; a choice of -inf is dropped: id -1, weight 0."""
     ids_TK = best(biased_TE, top_k)
-    nowhere_TK = biased_TE.gather(-1, ids_TK) == -torch.inf
-    weights_TK = scores_TE.gather(-1, ids_TK).masked_fill(nowhere_TK, 0.0)
-    if renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
-    return (weights_TK * routed_scaling_factor).float(), ids_TK.masked_fill(nowhere_TK, -1).to(torch.int32)
+    ids_TK = ids_TK.masked_fill(biased_TE.gather(-1, ids_TK) == -torch.inf, -1)
+    return weigh(scores_TE, ids_TK, renormalize, routed_scaling_factor).float(), ids_TK.to(torch.int32)
 
 
 def drop_undecidable(weights_TK: Tensor, ids_TK: Tensor, biased_TE: Tensor) -> tuple[Tensor, Tensor]:
