@@ -189,10 +189,10 @@ lint: venv  ## ruff, mypy, and the limits of tools/house.py
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, ratios in docs/performance.md and the README
+features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, figures in README.md and docs/results-*.md
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
-	@$(BIN)/python tools/headline.py
+	@$(BIN)/python tools/results.py
 
 certify: venv  ## certify every built-in backend and write the table of docs/add-a-backend.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
@@ -223,9 +223,9 @@ sanitize: venv  ## run the native kernels under the sanitizers
 
 # GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
 bench-amx: venv  ## the experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM
-	@echo "bench     benchmarks/results/experts_amx.json, docs/cpu.md"
+	@echo "bench     benchmarks/results/experts_amx.json; then make features"
 	@GOMP_SPINCOUNT=20000 $(BIN)/python benchmarks/experts_amx.py $(if $(VLLM),--vllm $(VLLM)) \
-	    --json benchmarks/results/experts_amx.json --into docs/cpu.md
+	    --json benchmarks/results/experts_amx.json
 
 gpu:  ## tests, tuning and measurement on a GPU; no network, goes on where it stopped
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py $(GPU)

@@ -14,7 +14,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
 
 from moe_mk.lab.cli.outputs import output_file
-from tools.pages import between
 
 SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
 
@@ -72,8 +71,3 @@ def write(path: Path | None, facts: Mapping[str, object]) -> None:
     """Write a result file, if one was asked for."""
     if path is not None:
         path.write_text(json.dumps(facts, indent=1, default=float) + "\n", encoding="utf-8")
-
-
-def write_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replace what is between two marks of a page."""
-    page.write_text(between(page.read_text(encoding="utf-8"), begin, end, text), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The native experts on a processor with AMX, reported by the state of its cores: FP8 in blocks, then other formats.
 
-    python benchmarks/experts_amx.py [--vllm vllm] [--kt kt] [--state quiet] --json out.json [--into docs/cpu.md]
+    python benchmarks/experts_amx.py [--vllm vllm] [--kt kt] [--state quiet] --json out.json
     python benchmarks/experts_amx.py --quant int4_g32 int4_g128 q4_k q8_0 mxfp4 --vllm vllm --kt kt --ggml ggml
 
 The cores of a virtual machine change within seconds between two states that nothing in the guest shows: a core of one's
@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, parser_of, processor, versions, with_peers, write, write_between
+from common import command, parser_of, processor, versions, with_peers, write
 from experts_cpu_candidates import format_candidates, ours, packed
 from experts_cpu_clock import FEW, PAUSE, Yardsticks, clocked, settle
 from experts_cpu_peers import (
@@ -67,7 +66,6 @@ FORMAT_ROWS = (1, 16, 64, 256)
 """Numbers of tokens at which other formats are compared with FP8 blocks, in the last third of the run."""
 GOALS = {1: 1.10, 4: 1.8, 8: 2.1, 16: 1.9, 32: 1.8, 64: 1.9, 256: 1.9, 1024: 2.1}
 """By tokens, the time of the faster of vLLM's paths over ours."""
-BEGIN, END = "<!-- amx figures: begin -->", "<!-- amx figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
     parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
     parser.add_argument("--json", type=output_file, help="the result file to write")
-    parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
     return parser.parse_args(arguments)
 
 
@@ -348,11 +345,8 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     except UnsupportedError as refusal:
         print(refusal)
         return 1
-    text = section(results, STATES if options.state == "all" else (options.state,))
-    print(text)
+    print(section(results, STATES if options.state == "all" else (options.state,)))
     write(options.json, results)
-    if options.into is not None:
-        write_between(options.into, BEGIN, END, text)
     return 0
 
 

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import parser_of, write_between
+from common import parser_of
 from experts_cpu_peers import left_out
 
 from tools.pages import markdown
 
 YARDSTICKS = ("read", "peak")
 OURS = "ours fp8"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""What stands between these two lines of a page is written by --into."""
 Line = dict[str, Any]
 Results = dict[str, Any]
 
@@ -197,13 +195,7 @@ def section(results: Results) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of experts_cpu.py")
-    parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
-    options = parser.parse_args()
-    sections = "\n\n".join(section(json.loads(path.read_text())) for path in options.results)
-    if options.into is None:
-        print(sections)
-    else:
-        write_between(options.into, BEGIN, END, sections)
+    print("\n\n".join(section(json.loads(path.read_text())) for path in parser.parse_args().results))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_mk.lab.testing.on_ranks import RankWorld
-from tools.headline import ROOT
+from tools.results import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moe_mk.lab.testing.on_ranks import RankWorld
-from tools.headline import RESULTS, ROOT
+from tools.results import RESULTS, ROOT
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "rounds": 2}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.layer.native import NEEDS_COMPILER
-from tools.headline import RESULTS, ROOT
+from tools.results import RESULTS, ROOT
 
 
 def least(rank: int) -> list[bool]:

@@ -1,0 +1,306 @@
+"""Write the measured figures of README.md and of the pages docs/results-*.md from `benchmarks/results/`.
+
+`--check` writes nothing and fails where a page is stale. Each table row comes from one run; ratios are formed within a
+round, in which one call follows the other, because the speed of memory changes between rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import truediv
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.pages import between, markdown, write_or_compare
+
+ROOT = Path(__file__).resolve().parent.parent
+README, ENGINES_PAGE, PROCESSORS_PAGE = "README.md", "docs/results-engines.md", "docs/results-processors.md"
+RESULTS = "benchmarks/results"
+BEGIN, END = "<!-- figures: written by `make features` -->", "<!-- end of figures -->"
+HEAD = ("model, format", "case", "engine tok/s", "+ moe_mk tok/s", "ratio (min..max over rounds)")
+FORMATS = {"": "bf16", "fp8": "FP8", "int4": "INT4 g128", "mxfp4": "MXFP4", "q4_k": "Q4_K"}
+"""By the suffix of a contestant of benchmarks/engines.py."""
+ALONE = {"vllm": ("vllm", "vllm+zentorch"), "transformers": ("transformers", "llama.cpp")}
+"""Engines that those with moe_mk are compared with, if they ran in turn with it."""
+PARTS = {"linears": "packed linear layers", "blocks": "whole blocks", "int8": "INT8 tokens"}
+"""What moe_mk computes besides experts, and in what."""
+FIRST = (
+    ("engines_bf16", "vllm+moe_mk", "vllm"),
+    ("engines_avx2", "vllm+moe_mk", "vllm"),
+    ("engines_bf16", "vllm+moe_mk", "vllm+zentorch"),
+    ("engines_transformers", "transformers+moe_mk+linears", "transformers"),
+    ("engines_q4k", "transformers+moe_mk+blocks+linears:q4_k", "llama.cpp:q4_k"),
+    ("engines_deepseek", "vllm+moe_mk", "vllm+zentorch"),
+    ("engines_formats", "vllm+moe_mk:fp8", "vllm"),
+    ("engines_formats", "vllm+moe_mk:int4", "vllm"),
+)
+"""Comparisons of the README: run, with moe_mk, and alone."""
+SLOWER_ONLY = FIRST[5:6]
+"""Comparisons that the README has for the cases in which moe_mk is slower."""
+FIRST_CASES = ("batch 1", "prefill 512")
+"""Cases of the README, in addition to all in which moe_mk is slower."""
+INSTRUCTIONS = {"engines_avx2": "AVX2"}
+DEFAULT = "AVX-512 with bf16"
+"""Instructions of the processors on which engines ran."""
+PROCESSORS = {
+    "AMD EPYC (Zen 4), AVX-512 with bf16": (
+        "experts_cpu_e8", "experts_cpu_engine", "experts_cpu_formats", "experts_cpu_int4",
+    ),
+    "AMD EPYC (Zen 5), AVX-512 with bf16": ("experts_cpu_e32", "experts_cpu_e256"),
+    "AMD EPYC (Zen 4), kernels limited to AVX-512 VNNI": ("experts_avx512vnni", "experts_avx512vnni_int4"),
+    "AMD EPYC (Zen 3), AVX2": ("experts_avx2", "experts_avx2_int4"),
+    "Intel Xeon, AMX": ("experts_amx", "experts_amx_int4", "experts_amx_int4_e32"),
+}  # fmt: skip
+"""Runs of single layers by the processor that they ran on."""
+SIZES = ("experts", "hidden", "inter")
+NOT_SHOWN = re.compile(r" --note '[^']*'| --into \S+")
+"""Of recorded commands."""
+OTHERS = {
+    "vllm": "vLLM",
+    "zentorch": "zentorch",
+    "transformers": "transformers",
+    "kt-kernel": "kt-kernel",
+    "ggml": "ggml",
+}
+"""Projects in the names of candidates."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An engine with moe_mk and one without in one case of a run, in tokens per second."""
+
+    run: str
+    model: str
+    own: str
+    alone: str
+    case: str
+    own_rate: float
+    alone_rate: float
+    ratios: Sequence[float]
+    """Speed with moe_mk over that without, one for each round."""
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+    @property
+    def same_format(self) -> bool:
+        return self.own.partition(":")[2] == self.alone.partition(":")[2]
+
+    def row(self) -> tuple[str, ...]:
+        """Cells below HEAD."""
+        engine, _, form = self.own.partition(":")
+        parts = [words for part, words in PARTS.items() if part in engine.split("+")]
+        base = f" in {self.own.partition('+')[0]}" if self.own.partition("+")[0] != _engine(self.alone) else ""
+        what = f"{self.model}, {FORMATS[form]}, {_engine_named(self.alone)}"
+        if not self.same_format:
+            what += f" in {FORMATS[self.alone.partition(':')[2]]}"
+        if "zentorch" in engine:
+            parts.insert(0, "zentorch")
+        if parts or base:
+            what += f" (moe_mk{base}{' with ' if parts else ''}{' and '.join(parts)})"
+        if self.run in INSTRUCTIONS:
+            what += f", {INSTRUCTIONS[self.run]}"
+        spread = f"{self.ratio:.2f} ({min(self.ratios):.2f}..{max(self.ratios):.2f})"
+        return what, self.case, f"{self.alone_rate:.1f}", f"{self.own_rate:.1f}", spread
+
+
+def comparisons(results: Path) -> list[Comparison]:
+    """Every engine with moe_mk against those without of the same run, same format against same format first."""
+    found = [each for path in sorted(results.glob("engines_*.json")) for each in _comparisons_of(path)]
+    return sorted(found, key=lambda each: (not each.same_format, each.run))  # stable: cases keep their order
+
+
+def readme_table(results: Path) -> str:
+    """Rows of `FIRST` with the machine, versions and dates."""
+    everything, rows = comparisons(results), []
+    for wanted in FIRST:
+        of_pair = [each for each in everything if (each.run, each.own, each.alone) == wanted]
+        cases = () if wanted in SLOWER_ONLY else FIRST_CASES
+        rows += [each for each in of_pair if each.ratio < 1 or each.case in cases]
+    runs = [_read(results, name) for name in dict.fromkeys(each.run for each in rows)]
+    layers = " or ".join(sorted({str(run["layers"]) for run in runs}))
+    machines = " and ".join(dict.fromkeys(run["processor"] for run in runs))
+    about = (
+        f"First {layers} layers of each model, random weights; {machines}, {DEFAULT} except where stated; "
+        f"{_dates(runs)}; {_versions(runs)}."
+    )
+    return f"{markdown([HEAD, *(each.row() for each in rows)])}\n\n{about}\n"
+
+
+ENGINES_INTRODUCTION = """\
+# Results: engines
+
+Written by `make features` from `benchmarks/results/engines_*.json`; do not edit. Tokens per second of whole engines
+with and without `moe_mk`, on random models of real width with the first layers of the official ones. Each section is
+one run, in which the engines take turns; figures of different sections are not comparable. *ratio*: the speed with
+`moe_mk` over that without in the same round, median over the rounds; it is not the quotient of the two medians.
+[Engines](engines.md#tokens-per-second) describes the measurement.
+"""
+PROCESSORS_INTRODUCTION = """\
+# Results by processor
+
+Written by `make features` from `benchmarks/results/experts_*.json`; do not edit. One layer of routed experts: E experts
+of hidden x intermediate size, top-8, uniform routing, on two threads. All implementations of a run are called in turn
+in one process. The first column has the number of the command below the table; columns are the tokens of a call. A row
+*moe_mk FORMAT* is the wall time of a call in ms. A row *X / moe_mk FORMAT* is the time of X divided by that of `moe_mk`
+with weights of that format in the same run: above 1, `moe_mk` is faster. The kernels of llama.cpp (ggml, the faster
+variant of each block) are compared in processor time, all others in wall time. An empty cell was not measured.
+[Kernels](kernels.md) describes the kernels, [performance](performance.md) what else was measured.
+"""
+
+
+def engines_page(results: Path) -> str:
+    """docs/results-engines.md: a section for each run, with its command."""
+    everything = comparisons(results)
+    alike = [each for each in everything if each.same_format]
+    slower = sum(each.ratio < 1 for each in alike)
+    lines = [ENGINES_INTRODUCTION, f"In {slower} of {len(alike)} comparisons in the same format the ratio is below 1."]
+    for name in sorted({each.run for each in everything}):
+        run, rows = _read(results, name), [each for each in everything if each.run == name]
+        peaks = [f"`{c}` {v['peak_bytes'] / 1e9:.1f} GB" for c, v in run["contestants"].items() if "peak_bytes" in v]
+        facts = (f"{run['model']}, first {run['layers']} layers", run["processor"], INSTRUCTIONS.get(name, DEFAULT))
+        lines += [
+            f"\n## {name.removeprefix('engines_').replace('_', ' ')}\n",
+            f"{'; '.join((*facts, run['date'], _versions([run])))}. Peak memory: {', '.join(peaks)}.\n",
+            markdown([HEAD, *(each.row() for each in rows)]),
+            f"\n```text\n{run['command']}\n```",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def processors_page(results: Path) -> str:
+    """docs/results-processors.md: a table for each processor that was measured."""
+    lines = [PROCESSORS_INTRODUCTION]
+    for processor, names in PROCESSORS.items():
+        runs = [_read(results, name) for name in names]
+        tokens = sorted({case["rows"] for run in runs for case in run["cases"]})
+        rows = [row for number, run in enumerate(runs, 1) for row in _layer_rows(number, run, tokens)]
+        commands = "\n".join(NOT_SHOWN.sub("", run["command"]) for run in runs)
+        lines += [
+            f"## {processor}\n",
+            f"{runs[0]['device']}, torch {runs[0]['versions']['torch']}.\n",
+            markdown([("run", "tokens:", *tokens), *rows]),
+            f"\n```text\n{commands}\n```\n",
+        ]
+    return "\n".join([*lines, *_placements(results)]) + "\n"
+
+
+def _read(results: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _engine(contestant: str) -> str:
+    return contestant.partition(":")[0].partition("+")[0]
+
+
+def _engine_named(contestant: str) -> str:
+    names = {"vllm": "vLLM", "vllm+zentorch": "vLLM with zentorch"}
+    return names.get(contestant.partition(":")[0], contestant.partition(":")[0])
+
+
+def _comparisons_of(path: Path) -> Iterator[Comparison]:
+    """Compare the engines of one run in each case."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    timed = {name: each["seconds"] for name, each in run["contestants"].items() if "seconds" in each}
+    for own in (name for name in timed if "+moe_mk" in name):
+        for alone in (name for name in timed if "+moe_mk" not in name):
+            if alone.partition(":")[0] not in ALONE[_engine(own)] or ("zentorch" in own and "zentorch" not in alone):
+                continue
+            for case, (sequences, prompt, new) in run["cases"].items():
+                count = sequences * (new if new > 1 else prompt)
+                rates = [count / median(timed[name][case]) for name in (own, alone)]
+                ratios = tuple(map(truediv, timed[alone][case], timed[own][case]))
+                yield Comparison(path.stem, run["model"], own, alone, case, *rates, ratios)
+
+
+def _dates(runs: Iterable[Mapping[str, Any]]) -> str:
+    dates = sorted({run["date"] for run in runs})
+    return dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+
+
+def _versions(runs: Iterable[Mapping[str, Any]]) -> str:
+    each = [c for run in runs for c in run["contestants"].values() if "version" in c]
+    torch = [f"torch {c['torch']}" for c in each if "torch" in c]
+    return ", ".join(dict.fromkeys([c["version"] for c in each] + torch))
+
+
+def _layer_rows(number: int, run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Our times in ms, then those of others over ours in the same format, or in FP8 where it was not measured."""
+    shape = run["shape"]
+    experts, hidden, inter = (shape.get(name) or shape[letter] for name, letter in zip(SIZES, "EHI", strict=True))
+    size = f"{number}: E={experts}, {hidden}x{inter}"
+    wall, cpu = _times(run, "wall_ms"), _times(run, "cpu_ms")
+    for name, times in wall.items():
+        if name.startswith("moe_mk"):
+            yield size, f"{name}, ms", *(_milliseconds(times.get(count)) for count in tokens)
+    for name in wall:
+        project, _, form = name.partition(" ")
+        if project not in OTHERS or "repacked" in form or "eager" in form:
+            continue
+        own = f"moe_mk {form.removeprefix('grouped_mm ')}"
+        own = own if own in wall else "moe_mk fp8"
+        times, ours = (cpu, cpu[own]) if project == "ggml" else (wall, wall[own])
+        variants = [times[each] for each in (name, f"{name} repacked") if each in times]
+        ratios = [_ratio(variants, ours, count) for count in tokens]
+        yield size, f"{OTHERS[project]} {form} / {own}", *ratios
+
+
+def _milliseconds(time: float | None) -> str:
+    return "" if time is None else f"{time:.0f}" if time >= 100 else f"{time:.3g}"
+
+
+def _ratio(variants: Sequence[Mapping[int, float]], ours: Mapping[int, float], count: int) -> str:
+    theirs = [times[count] for times in variants if count in times]
+    return _quotient(min(theirs) / ours[count]) if theirs and count in ours else ""
+
+
+def _quotient(value: float) -> str:
+    return f"{value:.0f}" if value >= 20 else f"{value:.2f}"
+
+
+def _times(run: Mapping[str, Any], clock: str) -> dict[str, dict[int, float]]:
+    """Milliseconds of each candidate by tokens, with uniform routing and the cores in any state."""
+    found: dict[str, dict[int, float]] = {}
+    for case in run["cases"]:
+        if case.get("skew", "uniform") != "uniform":
+            continue
+        for line in case["lines"]:
+            name = {"ours": "ours fp8", "ours avx512": "ours fp8 avx512"}.get(line["candidate"], line["candidate"])
+            measured = line.get("states", {"all": line})["all"]
+            found.setdefault(name.replace("ours", "moe_mk"), {})[case["rows"]] = measured[clock]
+    return found
+
+
+def _placements(results: Path) -> Iterator[str]:
+    """Times of other EPLB implementations over ours, for identical placements."""
+    run = _read(results, "eplb_cpu")
+    found = [(goal["what"].split(": times "), goal["value"]) for goal in run["goals"] if ": times " in goal["what"]]
+    peers = list(dict.fromkeys(peer for (_, peer), _ in found))
+    sizes = list(dict.fromkeys(size for (size, _), _ in found))
+    values = {(size, peer): value for (size, peer), value in found}
+    yield "## EPLB\n\nTime of another implementation over that of `moe_mk.placement`, with identical placements.\n"
+    rows = [[_quotient(values[size, peer]) if (size, peer) in values else "" for peer in peers] for size in sizes]
+    yield markdown([["size", *peers], *([size, *row] for size, row in zip(sizes, rows, strict=True))])
+    yield f"\n```text\n{run['command']}\n```"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check, results = parser.parse_args().check, ROOT / RESULTS
+    text = between((ROOT / README).read_text(encoding="utf-8"), BEGIN, END, "\n" + readme_table(results))
+    pages = {README: text, ENGINES_PAGE: engines_page(results), PROCESSORS_PAGE: processors_page(results)}
+    stale = [write_or_compare(ROOT, name, text, "figures", check=check) for name, text in pages.items()]
+    return int(any(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
