@@ -49,7 +49,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest newest hf engines nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest newest hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,11 @@ $(HF_INSTALLED): | $(INSTALLED)
 engines: $(ENGINES_INSTALLED)  ## the adapters on vLLM's build for CPUs, SGLang and torchtitan, where they install; takes minutes
 	@echo "pytest    tests/integrations/engines"
 	@OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q tests/integrations/engines
+
+seams: venv  ## read the sources of every version of the engines that is supported: what the adapters use must be there
+	@$(BIN)/python -m tests.integrations.engines.sources build/engines
+	@echo "pytest    tests/integrations/engines/test_seams.py"
+	@$(BIN)/python -m pytest -q tests/integrations/engines/test_seams.py
 
 # vLLM asks for torchvision, torchaudio and torchcodec, whose wheels are for CUDA and fail to load beside torch for CPUs.
 $(ENGINES_INSTALLED): | $(INSTALLED)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from logging import getLogger
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations import looked_up
 from moe_mk.integrations.engine_experts import LORA, EngineExperts, EngineWeights, HeldExperts
 from moe_mk.quant.grouped import GROUPED
 
@@ -42,12 +44,35 @@ ROUNDED = ("hidden_states_scale", "hidden_states_pre_quant")
 """Parts of a dispatch output that state tokens in another format."""
 
 
+CALLED = (
+    (RUNNER.rsplit(".", 2)[0], "register_moe_runner_core"),
+    ("sglang.srt.plugins.hook_registry", "HookRegistry.register"),
+    ("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
+    ("sglang.srt.plugins.hook_registry", "HookType.AROUND"),
+    ("sglang.srt.layers.moe.moe_runner.base", "DispatchMoeRunnerCore.run_from_dispatch"),
+    ("sglang.srt.layers.moe.utils", "RegisteredMoeRunnerBackend"),
+    ("sglang.srt.layers.moe.token_dispatcher", "StandardCombineInput"),
+    ("sglang.srt.utils", "use_intel_amx_backend"),
+)
+"""Modules and names of SGLang that are used here, in addition to what is hooked."""
+
+
 def plugin() -> bool:
-    """Register if SGLANG_PLUGINS names moe_mk; False otherwise. SGLang calls it in each of its processes."""
+    """Register if SGLANG_PLUGINS names moe_mk; False otherwise. SGLang calls it in each of its processes.
+
+    False also, with a warning, if this version of SGLang lacks something that is used here: its own experts run.
+    """
     from sglang.srt.environ import envs
 
     named = envs.SGLANG_PLUGINS.get() or ""
-    return NAME in (name.strip() for name in named.split(",")) and register()
+    if NAME not in (name.strip() for name in named.split(",")):
+        return False
+    hooked = [(module, f"{owner}.{name}") for module, owner, name in (t.rsplit(".", 2) for t in (RUNNER, UNQUANTISED))]
+    missing = [f"{module}.{name}" for module, name in (*CALLED, *hooked) if looked_up(module, *name.split(".")) is None]
+    if missing:
+        getLogger(__name__).warning("moe_mk: SGLang's own experts run, since it has no %s", ", ".join(missing))
+        return False
+    return register()
 
 
 def register(*, release_weights: bool = False, **settings: Any) -> bool:

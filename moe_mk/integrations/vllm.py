@@ -4,8 +4,9 @@
 
 vLLM loads every installed plugin in each of its processes. This one is inactive unless `VLLM_PLUGINS` lists it; vLLM
 reads that variable and passes it to its workers. `enable()` does the same from a program. vLLM still routes, gathers
-tokens, adds shared experts and sums over ranks; it also creates and loads all parameters. Read and run with vLLM 0.32
-for CPUs.
+tokens, adds shared experts and sums over ranks; it also creates and loads all parameters. Run with vLLM 0.32 for CPUs;
+the sources of the versions in READ have what is replaced here. In another version the same is looked up when the plugin
+is loaded: where it is missing or takes other parameters, one warning states it, and vLLM's own experts run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, reduce
 from importlib import import_module
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,14 +24,36 @@ from torch import Tensor
 
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.integrations import looked_up
 from moe_mk.integrations.engine_experts import LORA, EngineExperts, is_released
 from moe_mk.integrations.vllm_formats import ACTIVATIONS, CLAMPED, FORMATS, LAYERS, format_of, weights_of
-from moe_mk.integrations.vllm_linear import register_kernels
+from moe_mk.integrations.vllm_linear import linear_names, register_kernels
 from moe_mk.weights.loader import LayerLoader
 
 NAME = "moe_mk"
+READ = ("0.32", "0.33")
+"""Versions of vLLM, by minor, whose sources were read."""
+MOE = f"{LAYERS}.fused_moe"
+PARAMETERS = {
+    "RoutedExperts._get_quant_method": ("self", "prefix", "quant_config", "moe_config"),
+    "RoutedExperts.register_oot": ("_decorated_layer_cls", "name"),
+    "FusedMoEMethodBase.__init__": ("self", "moe"),
+    "FusedMoEMethodBase.apply": (
+        "self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input",
+    ),
+    "FusedMoEMethodBase.process_weights_after_loading": ("self", "layer"),
+}  # fmt: skip
+"""What is replaced or called here, and the parameters with which it was read."""
+CONFIGS = {
+    "FusedMoEConfig": (
+        "activation", "experts_per_token", "has_bias", "in_dtype", "is_act_and_mul", "is_lora_enabled",
+        "max_num_tokens", "moe_parallel_config", "num_experts",
+    ),
+    "FusedMoEParallelConfig": ("dp_size", "enable_eplb", "ep_size", "tp_rank", "use_ep"),
+}  # fmt: skip
+"""What is read of vLLM's configurations."""
 PLUGGABLE = (
-    (f"{LAYERS}.fused_moe.routed_experts", "RoutedExperts"),
+    (f"{MOE}.routed_experts", "RoutedExperts"),
     ("vllm.model_executor.models.gpt_oss", "GptOssRoutedExperts"),
     ("vllm.model_executor.models.transformers.moe", "TransformersRoutedExperts"),
 )
@@ -47,10 +71,17 @@ def register() -> bool:
 
 
 def enable() -> bool:
-    """Replace vLLM's layers of routed experts in models built from now on; False if already done.
+    """Replace vLLM's layers of routed experts in models built from now on.
 
-    Raises ConfigError if another plugin has replaced one of them.
+    False if already done, or if this vLLM differs from those that were read, which a warning states. Raises ConfigError
+    if another plugin has replaced one of the layers.
     """
+    import vllm
+
+    read = ".".join(vllm.__version__.split(".")[:2]) in READ
+    if differing := [] if read else differences():
+        _log("warning", UNREAD + "its own experts run, since it has no %s", vllm.__version__, ", ".join(differing))
+        return False
     from vllm.model_executor.custom_op import op_registry_oot
 
     taken = {name: op_registry_oot[name] for _, name in PLUGGABLE if name in op_registry_oot}
@@ -65,7 +96,25 @@ def enable() -> bool:
         base = getattr(import_module(module), name)
         base.register_oot(layer_over(base), name=name)
     register_kernels(_say, settings=_settings)
+    if not read:
+        _log(
+            "warning", UNREAD + "experts and linear layers of classes that were not read are refused", vllm.__version__
+        )
     return True
+
+
+def differences() -> list[str]:
+    """What this vLLM does not have as it was read: modules, classes, their methods with parameters, fields."""
+    missing = [f"{module}.{name}" for module, name in PLUGGABLE if looked_up(module, name) is None]
+    for name, wanted in PARAMETERS.items():
+        function = looked_up(MOE, *name.split("."))
+        if function is None or tuple(signature(function).parameters) != wanted:
+            missing.append(f"{name}({', '.join(wanted)})")
+    for name, fields in CONFIGS.items():
+        of = looked_up(f"{MOE}.config", name)
+        stated = {*dir(of), *getattr(of, "__dataclass_fields__", ())}
+        missing += [f"{name}.{field}" for field in fields if field not in stated]
+    return missing + [f"{module}.{name}" for module, name in linear_names() if looked_up(module, name) is None]
 
 
 def layer_over(base: Any) -> type:
@@ -78,9 +127,13 @@ def layer_over(base: Any) -> type:
 
         def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
             refuse(moe_config, getattr(self, "swiglu_limit", None), getattr(self, "swiglu_beta", None))
-            with _no_kernel_selected():
+            with _no_kernel_selected() as selecting:
                 theirs = super()._get_quant_method(prefix, quant_config, moe_config)
-            return method_over(type(theirs).__name__)(theirs, moe_config)
+            name = type(theirs).__name__
+            if name in FORMATS and name not in selecting:
+                reason = f"{FORMATS[name].module} has no {FORMATS[name].selects}, by which {name} selects its kernel"
+                raise UnsupportedError("moe_mk in this version of vLLM", [reason, "leave moe_mk out of VLLM_PLUGINS"])
+            return method_over(name)(theirs, moe_config)
 
         def weight_loader(self, param: Tensor, *args: Any, **kwargs: Any) -> Any:
             if is_released(param):
@@ -94,18 +147,25 @@ def layer_over(base: Any) -> type:
 
 
 @contextmanager
-def _no_kernel_selected() -> Iterator[None]:
-    """Let vLLM's methods be made where vLLM has no kernel for them: selecting one would raise."""
+def _no_kernel_selected() -> Iterator[set[str]]:
+    """Let vLLM's methods be made where vLLM has no kernel for them: selecting one would raise.
+
+    Yields the names in FORMATS of which that is done: a version of vLLM may lack some.
+    """
     replaced: list[tuple[Any, str, Any]] = []
+    names = set()
     try:
-        for each in FORMATS.values():
-            if not each.selects:
-                continue
-            module = import_module(each.module)
-            backend = reduce(getattr, each.backend.split("."), module) if each.backend else None
-            replaced.append((module, each.selects, getattr(module, each.selects)))
-            setattr(module, each.selects, lambda *_, backend=backend, **__: (backend, None))
-        yield
+        for name, each in FORMATS.items():
+            if each.selects:
+                try:
+                    module = import_module(each.module)
+                    backend = reduce(getattr, each.backend.split("."), module) if each.backend else None
+                    replaced.append((module, each.selects, getattr(module, each.selects)))
+                except (ImportError, AttributeError):
+                    continue
+                setattr(module, each.selects, lambda *_, backend=backend, **__: (backend, None))
+            names.add(name)
+        yield names
     finally:
         for module, name, function in reversed(replaced):
             setattr(module, name, function)
@@ -193,11 +253,18 @@ def method_over(name: str) -> type:
     return MoeMkMethod
 
 
-def _say(message: str, *args: str) -> None:
+UNREAD = f"moe_mk: vLLM %s is none of the versions that were read ({', '.join(READ)}): "
+
+
+def _log(level: str, message: str, *args: str) -> None:
     """One line in vLLM's log for each of the combinations of arguments."""
     from vllm.logger import init_logger
 
-    init_logger(f"vllm.plugins.{NAME}").info_once(message, *args)
+    getattr(init_logger(f"vllm.plugins.{NAME}"), f"{level}_once")(message, *args)
+
+
+def _say(message: str, *args: str) -> None:
+    _log("info", message, *args)
 
 
 def weight_loader(loader: LayerLoader) -> Callable[..., bool]:

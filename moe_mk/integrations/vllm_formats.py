@@ -1,7 +1,7 @@
 """The formats of routed experts that vLLM loads, and the same weights as this library reads them.
 
 vLLM creates the parameters and loads them; each entry of FORMATS names one of its method classes and the parameters
-that the class creates. Read with vLLM 0.32. vLLM itself is not imported here.
+that the class creates. vLLM itself is not imported here.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ FORMATS: Mapping[str, MoeFormat] = {
         f"{QUANTIZATION}.modelopt", "select_nvfp4_moe_backend", _fixed("nvfp4"), above="weight_scale_2"
     ),
     "ModelOptMxFp8FusedMoE": MoeFormat(f"{QUANTIZATION}.modelopt", "select_mxfp8_moe_backend", _fixed("mxfp8")),
+    "QuarkW8A8Mxfp8MoEMethod": MoeFormat(
+        f"{QUANTIZATION}.quark.quark_moe", "select_mxfp8_moe_backend", _fixed("mxfp8")
+    ),
 }
 """By the name of vLLM's class. Static scales of activations are loaded and not used: tokens stay in bf16."""
 

@@ -2,7 +2,7 @@
 
 `register_kernels()` adds one kernel class to each kind of vLLM's registry of linear kernels. vLLM's kernels for AMX
 remain first where the processor has it, and those over torch's scaled products last. Layers in bf16 are computed here
-where `packs_bf16()`. Read with vLLM 0.32.
+where `packs_bf16()`. The versions that were read are those of `vllm.READ`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,15 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], QuantScheme | str], Callable[[Any
 }
 """By kind of `register_linear_kernel`: the base class, the scheme of a configuration or why there is none, and the
 matrix of a loaded layer."""
+
+
+def linear_names() -> list[tuple[str, str]]:
+    """Modules and names of vLLM that `register_kernels` calls or replaces."""
+    registries = ("", "INT8_", "FP8_", "FP8_BLOCK_")
+    names = ["register_linear_kernel", *(base for base, _, _ in KINDS.values())]
+    names += [f"_POSSIBLE_{each}KERNELS" for each in registries]
+    requantising = [(f"{QUANTIZATION}.{each}", REQUANTISE) for each in REQUANTISING]
+    return [(UTILS, DISPATCH), *requantising, *((LINEAR, name) for name in names)]
 
 
 def register_kernels(say: Callable[..., None], *, settings: Stated) -> None:

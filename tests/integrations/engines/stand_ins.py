@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_mk.integrations.vllm import PLUGGABLE
+from moe_mk.integrations.vllm import CONFIGS, MOE, PLUGGABLE
 from moe_mk.integrations.vllm_formats import FORMATS, QUANTIZATION
-from moe_mk.integrations.vllm_linear import DISPATCH, REQUANTISE, REQUANTISING, UTILS
+from moe_mk.integrations.vllm_linear import DISPATCH, KINDS, REQUANTISE, REQUANTISING, UTILS
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, object]]) -> None:
@@ -98,7 +98,9 @@ class LinearKernel:
 class Vllm:
     """One process of vLLM: its registries, its layer, its VLLM_PLUGINS and --additional-config."""
 
-    def __init__(self, plugins: list[str] | None, additional_config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, plugins: list[str] | None, additional_config: dict[str, Any] | None = None, version: str = "0.32.0+cpu"
+    ) -> None:
         self.registry: dict[str, type] = {}
         self.logged: list[str] = []
         registry = self.registry
@@ -136,16 +138,18 @@ class Vllm:
         def register_linear_kernel(kernel_class: type, platform: str, kernel_type: str = "mp") -> None:
             self.kernels.setdefault(kernel_type, []).append(kernel_class)
 
-        kinds = ("FP8ScaledMMLinearKernel", "Int8ScaledMMLinearKernel", "MPLinearKernel", "NvFp4LinearKernel")
-        kinds += ("MxFp4LinearKernel", "Mxfp8LinearKernel")
-        layers = "vllm.model_executor.layers"
+        kinds = [base for base, _, _ in KINDS.values()]
         self.modules: dict[str, dict[str, object]] = {
-            "vllm": {"envs": SimpleNamespace(VLLM_PLUGINS=plugins, VLLM_DISABLED_KERNELS=[])},
+            "vllm": {
+                "envs": SimpleNamespace(VLLM_PLUGINS=plugins, VLLM_DISABLED_KERNELS=[]),
+                "__version__": version,
+            },
             "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(additional_config=additional_config)},
-            "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=self._log)},
+            "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=self._log, warning_once=self._log)},
             "vllm.platforms": {"PlatformEnum": SimpleNamespace(CPU="cpu")},
             "vllm.model_executor.custom_op": {"op_registry_oot": registry},
-            f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase},
+            MOE: {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
+            f"{MOE}.config": {name: SimpleNamespace(**dict.fromkeys(names)) for name, names in CONFIGS.items()},
             UTILS: {DISPATCH: lambda layer, remove_weight: layer.left.append(remove_weight)},
             "vllm.model_executor.kernels.linear": {
                 **{name: type(name, (LinearKernel,), {}) for name in kinds},
