@@ -1,9 +1,13 @@
-"""The Python frames of one warm decode step: one token through a whole layer, on one rank and on two.
+"""The Python frames of one warm decode step: one token through a whole layer, on one rank and on two, and through the
+routed experts as engines call them.
 
 Counted is every "call" event that `sys.setprofile` reports in the calling thread of rank 0 for code of `moe_mk`, from
 the layer's `forward` on: functions, comprehensions that are functions, and generators each time they are entered or
 resumed. Not counted are torch, numpy and the standard library. The layer has a shared expert and runs on the native CPU
 kernels; FP8 experts, 16 of them. At EP=2 the ranks are two processes over `one_sided`, and both have one token.
+
+Of engines: what vLLM's method calls for its rank, to which vLLM's `apply` adds one frame, and an experts module of
+transformers with `experts_implementation="moe_mk"`, in bf16.
 """
 
 import sys
@@ -17,9 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import moe_mk
 from moe_mk import DeepseekV3MoE, ParallelGroups
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.integrations.hf.op import ExpertsFunction
+from moe_mk.integrations.vllm import local_ids
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.testing.on_ranks import run_ranks
 
@@ -74,6 +83,28 @@ def _frames_of(folder: str, groups: ParallelGroups | None, **settings: Any) -> l
     for _ in range(WARM):
         layer(x_TH)
     return frames_of(lambda: layer(x_TH))
+
+
+def engine_calls() -> dict[str, list[tuple[str, str]]]:
+    """The frames of a call of one token's experts by engine. Needs a C++ compiler and transformers."""
+    draw = torch.Generator().manual_seed(0)
+    w13, w2 = (torch.randn((4, *size), generator=draw).bfloat16() for size in ((128, 64), (64, 64)))
+    x_TH, weights_TK = torch.randn((1, 64), generator=draw).bfloat16(), torch.full((1, 2), 0.5)
+    ids_TK = torch.tensor([[0, 2]])
+    experts = EngineExperts("vLLM", EngineWeights(w13, w2), top_k=2, settings={"experts": "cpu_native"})
+    config = MixtralConfig(hidden_size=64, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    module, function = MixtralExperts(config).bfloat16(), ExpertsFunction("moe_mk", {"experts": "cpu_native"})
+    calls: dict[str, Callable[[], object]] = {
+        "vLLM": lambda: experts(x_TH, weights_TK, local_ids(ids_TK, None)),
+        "transformers": lambda: function(module, x_TH, ids_TK, weights_TK),
+    }
+    with torch.no_grad():
+        module.gate_up_proj.copy_(w13)
+        module.down_proj.copy_(w2)
+        for call in calls.values():
+            for _ in range(WARM):
+                call()
+        return {engine: frames_of(call) for engine, call in calls.items()}
 
 
 def frames_of(call: Callable[[], object]) -> list[tuple[str, str]]:

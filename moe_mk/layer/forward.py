@@ -241,5 +241,6 @@ def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
         return False
     fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
     as_stored = not (ids_TK.is_neg() or weights_TK.is_neg()) and forward_ad._current_level < 0
-    there = all(each.data_ptr() for each in (x_TH, ids_TK, weights_TK)) or not x_TH.numel()  # memory may be freed
-    return there and fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    there = x_TH.data_ptr() and ids_TK.data_ptr() and weights_TK.data_ptr()  # memory may be freed
+    dense = fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    return dense and (bool(there) or not x_TH.numel())

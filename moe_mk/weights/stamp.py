@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +21,8 @@ class Stamp:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._parts = [(StorageWeakRef(t.untyped_storage()), _place(t)) for t in tensors]  # type: ignore[no-untyped-call]
+        self._parts = [_part(tensor) for tensor in tensors]
+        """Of each: a weak reference to its storage, address, dtype, shape, strides and version."""
 
     def __reduce__(self) -> tuple[type[Stamp], tuple[tuple[Tensor, ...]]]:
         """A copy is a stamp of no tensors: it cannot count as another reference to a storage."""
@@ -29,19 +31,25 @@ class Stamp:
     @property
     def is_gone(self) -> bool:
         """Whether the memory of one of the tensors was freed."""
-        return any(storage.expired() for storage, _ in self._parts)  # type: ignore[no-untyped-call]
+        return any(storage.expired() for storage, *_ in self._parts)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, neither replaced nor moved, cast or written to."""
-        return len(tensors) == len(self._parts) and all(
-            tensor.untyped_storage()._cdata == storage.cdata and _place(tensor) == place
-            for tensor, (storage, place) in zip(tensors, self._parts, strict=True)
-        )
+        if len(tensors) != len(self._parts):
+            return False
+        for tensor, (storage, *place) in zip(tensors, self._parts, strict=True):  # at every call: no frames of its own
+            now = [tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()]
+            if now != place[:-1] or tensor.untyped_storage()._cdata != storage.cdata:
+                return False
+            if place[-1] != (0 if tensor.is_inference() else tensor._version):
+                return False
+        return True
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def _part(tensor: Tensor) -> tuple[Any, ...]:
+    storage: object = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
+    return storage, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
 
 
 def storages_of(held: object) -> set[int]:

@@ -13,7 +13,7 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.registry import Registry
 from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
-from tools.decode_step import decode_steps
+from tools.decode_step import decode_steps, engine_calls
 from tools.house import LIMITS
 
 
@@ -153,3 +153,8 @@ def test_every_rule_is_shown_to_bite() -> None:
 def test_a_decode_step_has_no_more_frames_than_its_limits() -> None:
     counted = {name: number for step in decode_steps() for name, number in step.as_dict().items() if name in LIMITS}
     assert len(counted) == 4 and all(number <= LIMITS[name] for name, number in counted.items()), counted
+
+
+def test_a_call_of_an_engine_has_no_more_frames_than_its_limits() -> None:
+    counted = {f"frames in {engine}": len(frames) for engine, frames in engine_calls().items()}
+    assert len(counted) == 2 and all(number <= LIMITS[name] for name, number in counted.items()), counted

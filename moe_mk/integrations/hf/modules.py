@@ -172,8 +172,11 @@ def is_experts(module: nn.Module | None) -> bool:
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """The tensors that a forward pass reads, in a fixed order, without freed ones."""
-    held = [getattr(module, name, None) for name in PARAMETERS]
-    return [tensor for tensor in held if tensor is not None and tensor.device.type != "meta"]
+    held = []
+    for name in PARAMETERS:  # at every call: a comprehension is a frame of its own
+        if (tensor := getattr(module, name, None)) is not None and tensor.device.type != "meta":
+            held.append(tensor)
+    return held
 
 
 def free_weights(module: nn.Module) -> None:
