@@ -199,7 +199,7 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/results.py
 
-certify: venv  ## certify every built-in backend and write the table of docs/add-a-backend.md; takes minutes
+certify: venv  ## certify every built-in backend and write the table of docs/certify.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
 
 docs: $(DOCS_INSTALLED)  ## build the site into build/site, strictly: every page has its place and every link leads somewhere

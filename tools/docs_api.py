@@ -1,4 +1,4 @@
-"""Write the reference of docs/api.md and the tables of fields of docs/add-a-backend.md from signatures and docstrings.
+"""Write the reference of docs/api.md and the tables of fields of docs/backend-data.md from signatures and docstrings.
 
     python tools/docs_api.py
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.pages import between, markdown, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"docs/api.md": "reference", "docs/add-a-backend.md": "fields"}
+PAGES = {"docs/api.md": "reference", "docs/backend-data.md": "fields"}
 NAMES = {
     "moe_mk.config.moe.MoEConfig": "load parse from_hf with_",
     "moe_mk.comm.groups.ParallelGroups": "from_mesh",
@@ -99,7 +99,7 @@ def fields() -> str:
     parts = []
     for dotted, what in FIELDS.items():
         rows = [["field", "type", "meaning"], *map(list, fields_of(found(dotted)))]  # type: ignore[arg-type]
-        parts.append(f"#### `{dotted.rpartition('.')[2]}`, {what}\n\n{markdown(rows)}\n")
+        parts.append(f"## `{dotted.rpartition('.')[2]}`, {what}\n\n{markdown(rows)}\n")
     return "\n".join(parts)
 
 

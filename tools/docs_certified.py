@@ -1,4 +1,4 @@
-"""Certify every built-in backend and write the table of docs/add-a-backend.md. Takes minutes.
+"""Certify every built-in backend and write the table of docs/certify.md. Takes minutes.
 
 `--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
 """
@@ -16,7 +16,7 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tools.pages import between, built_in
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = "docs/add-a-backend.md"
+PAGE = "docs/certify.md"
 BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|---|"
 
