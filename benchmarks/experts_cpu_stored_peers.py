@@ -28,7 +28,7 @@ from moe_mk.lab.checkpoints.gguf_checkpoint import mxfp4_to_gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.tensor import QuantTensor
 
-TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "mxfp4": 39}
+TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "bf16": 30, "mxfp4": 39}
 """`ggml_type` of the names of our formats."""
 F32, I32 = 0, 26
 VARIANTS = {
@@ -231,7 +231,6 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibbles of an int32 that hold 8 consecutive output columns."""
 VLLM_GROUPS = (32, 64, 128)
 """Columns under one scale that vLLM's INT4 experts apply; with longer groups 0.32.0 computes other values."""
-GGML_BF16 = 30
 KT_GROUPED = {
     "int4_g32": (("AMXInt4_KGroup_MOE", "AVX2RawInt4_MOE"), 4),
     "mxfp4": (("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"), 4),
@@ -365,7 +364,7 @@ def kt_ggml(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]
     """kt-kernel's experts of ggml blocks (llamafile): rows of x and h are rounded to INT8 blocks."""
     config, alive = library.config(*_shape(stored)), []
     # As its own LlamafileMoEWrapper sets them.
-    config.m_block, config.group_min_len, config.group_max_len, config.hidden_type = 32, 10, library.most, GGML_BF16
+    config.m_block, config.group_min_len, config.group_max_len, config.hidden_type = 32, 10, library.most, TYPES["bf16"]
     for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
         alive.append(torch.stack([blocks_of_ggml(q, kind) for q in tensors]))
         setattr(config, f"{matrix}_proj", alive[-1].data_ptr())

@@ -23,10 +23,10 @@ from moe_mk.lab.testing import backend_conformance, certify_checks
 from moe_mk.lab.testing.cases import larger_routings, routings_of_slots
 from moe_mk.lab.testing.certificate import CONTRACT
 from moe_mk.lab.testing.certify import certify, checks_of
-from moe_mk.lab.testing.laws import LOST, ORDER, WEIGHTING, explained, law_of
+from moe_mk.lab.testing.laws import LOST, ORDER, WEIGHTING, law_of
 from moe_mk.lab.testing.limits import NonConforming
 from moe_mk.lab.testing.on_ranks import outputs_on_processes
-from moe_mk.lab.testing.transports import world_of
+from moe_mk.lab.testing.transports import explained, world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from tests.cli.conftest import moe_mk, usage_error
 from tests.testing.broken import experts, transports

@@ -1,4 +1,7 @@
-"""Routings as data: hostile ones on a few tokens, and larger ones. One case contains the tokens of every rank."""
+"""Routings as data: hostile ones on a few tokens, and larger ones. One case contains the tokens of every rank.
+
+Tokens and experts with the magnitudes of trained layers are for calls of one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant.plain import BF16
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,12 @@ SLOTS = (40, 257)
 """Physical experts of one rank in the larger cases."""
 
 
+OUTLIERS, OUTLIER = 4, 40.0
+"""Columns whose values are far larger in every token, and by how much: LLM.int8() (arXiv 2208.07339), section 3."""
+MASSIVE = 1000.0
+"""Of one value of one token: Massive Activations (arXiv 2402.17762), table 1."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The largest sizes that checks have reached."""
@@ -92,6 +104,37 @@ class Sizes:
             f"{self.tokens} tokens per rank, {self.rows} rows per expert, {self.slots} experts per rank, "
             f"hidden size {self.hidden}{inner}"
         )
+
+
+def draw_experts(
+    scheme: QuantScheme = BF16,
+    num_experts: int = 8,
+    hidden_size: int = 512,
+    intermediate_size: int = 256,
+    seed: int = 0,
+) -> ExpertWeights:
+    """Gated experts whose rows differ in size, as those of trained layers do; some rows of gate and up are zeros."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+
+    def matrices(rows: int, columns: int, gain: float) -> Tensor:
+        w = torch.randn((num_experts, rows, columns), generator=draw, dtype=torch.float32, device="cpu")
+        sizes = torch.randn((num_experts, rows, 1), generator=draw, dtype=torch.float32, device="cpu").mul(0.4).exp()
+        made: Tensor = w * sizes * (gain * columns**-0.5)
+        return made
+
+    first = matrices(2 * intermediate_size, hidden_size, 1.0)
+    first[:, :: intermediate_size // 2] = 0.0
+    return ExpertWeights(scheme.quantize(first), scheme.quantize(matrices(hidden_size, intermediate_size, 1.0)))
+
+
+def draw_tokens(num_tokens: int, hidden_size: int, seed: int = 0) -> Tensor:
+    """f32 (T, H) with OUTLIERS columns of outliers, tokens of several sizes, and a massive value in every 64th."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+    x_TH = torch.randn((num_tokens, hidden_size), generator=draw, dtype=torch.float32, device="cpu")
+    x_TH[:, torch.randperm(hidden_size, generator=draw, dtype=torch.int64, device="cpu")[:OUTLIERS]] *= OUTLIER
+    x_TH *= torch.randn((num_tokens, 1), generator=draw, dtype=torch.float32, device="cpu").mul(0.5).exp()
+    x_TH[::64, hidden_size // 3] = MASSIVE
+    return x_TH
 
 
 def larger_routings(

@@ -23,7 +23,7 @@ from moe_mk.lab.testing.bits import bits_of, equal_bits
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.experts import output_shape
 from moe_mk.lab.testing.identity import IdentityExperts
-from moe_mk.lab.testing.laws import AT_ONCE, Law, explained
+from moe_mk.lab.testing.laws import AT_ONCE, LOST, ORDER, WEIGHTING, Law
 from moe_mk.lab.testing.limits import NonConforming, fake, later_call, no_global_changes, no_host_reads, require
 from moe_mk.layer import MoELayer
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
@@ -415,3 +415,28 @@ def _check_calls(ranks: _VirtualTransport, what: str) -> None:
     require(bits_of(*full) == before, f"{what}: an output changed in a later call")
     aliases = [rank for rank, y in enumerate(full) if y.numel() and y.untyped_storage().data_ptr() in shared]
     require(not aliases, f"{what}: an output shares memory with an input, on ranks {aliases}")
+
+
+SAME = 0.02
+"""Relative, above the rounding of bf16: distinguishes mistakes; rounding is checked elsewhere."""
+
+
+def explained(got: list[Tensor], tokens: list[Tensor], weights: list[Tensor]) -> Law | None:
+    """The law that explains a wrong result of identity experts, or None.
+
+    got, tokens: (T, H) of each rank. weights: (T,) of each rank, what each token should be multiplied by.
+    """
+    rows = torch.cat(got).double()
+    sent, scale = torch.cat(tokens).double(), torch.cat(weights).double()
+    wanted = sent * scale[:, None]
+    if rows.shape != wanted.shape:
+        return None
+    wrong = (rows - wanted).norm(dim=1) > SAME * wanted.norm(dim=1)
+    if bool(wrong.any()) and not bool(rows[wrong].any()):
+        return LOST
+    elsewhere = torch.cdist(rows[wrong], wanted).min(dim=1).values <= SAME * wanted.norm(dim=1).max()
+    if bool(wrong.any()) and bool(elsewhere.all()):
+        return ORDER
+    cosine = torch.nn.functional.cosine_similarity(rows[wrong], sent[wrong], dim=1)
+    scaled = (cosine > 1.0 - SAME) | ~rows[wrong].any(dim=1)
+    return WEIGHTING if bool(wrong.any()) and bool(scaled.all()) else None
