@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+CONTRIB := contrib/moe_mk_contrib
 
 # Compiled tests and modules are kept, whatever the shell says: the second run collects in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml $(CONTRIB)/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 CHECKPOINT := build/ds3
 SMALL := build/ds3-small
 MAIN_JOB := --layer 3 --ranks 2 --tokens 64
@@ -19,12 +20,12 @@ HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constrai
 
 OLDEST := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml $(CONTRIB)/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 NEWEST := .venv-newest
 NEWEST_TORCH := $(shell sed -n 's/^NEWEST_TORCH = "\(.*\)"/\1/p' moe_mk/lab/cli/report.py)
-NEWEST_INSTALLED := $(NEWEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-TESTS := tests
+NEWEST_INSTALLED := $(NEWEST)/.installed-$(shell cat pyproject.toml $(CONTRIB)/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+TESTS := tests $(CONTRIB)/tests
 QUICK := not gpu and not slow and not thorough and not emulated and not network
 REST := thorough or emulated or network
 # Files in the order of collection, which tests/conftest.py begins with those that take long.
@@ -58,8 +59,8 @@ venv: $(INSTALLED)  ## make the environment and install into it, if pyproject.to
 
 $(INSTALLED):
 	@test -x $(BIN)/python || { echo "venv      $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "install   moe-mk and what it needs"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "install   moe-mk, moe-mk-contrib and what they need"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' -e $(CONTRIB)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -96,7 +97,7 @@ define with_torch
 @echo "venv      $(1)"
 @rm -rf $(1) && $(PYTHON) -m venv $(1)
 @sed '$(3)' constraints.txt > $(1)/constraints.txt
-@$(1)/bin/python -m pip install -qq --disable-pip-version-check -c $(1)/constraints.txt 'torch$(2)' -e '.[dev]'
+@$(1)/bin/python -m pip install -qq --disable-pip-version-check -c $(1)/constraints.txt 'torch$(2)' -e '.[dev]' -e $(CONTRIB)
 @touch $@
 endef
 
@@ -199,7 +200,7 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/results.py
 
-certify: venv  ## certify every built-in backend and write the table of docs/certify.md; takes minutes
+certify: venv  ## certify every backend of this repository and write the table of docs/certify.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
 
 docs: $(DOCS_INSTALLED)  ## build the site into build/site, strictly: every page has its place and every link leads somewhere
@@ -237,4 +238,4 @@ gpu:  ## tests, tuning and measurement on a GPU; no network, goes on where it st
 
 clean:  ## remove what was built, the environment not
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find moe_mk tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find moe_mk contrib tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from threading import RLock
 from typing import Generic, TypeVar
 
 from moe_mk.errors import ConfigError, PluginWarning
@@ -22,6 +24,8 @@ from moe_mk.errors import ConfigError, PluginWarning
 T = TypeVar("T", bound=type)
 OWN = __name__.partition(".")[0]
 """The name of this package."""
+MORE = "moe-mk-contrib"
+"""The distribution with further backends, of the same repository."""
 
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
@@ -29,6 +33,12 @@ def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
     near = get_close_matches(str(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{hint} (known: {', '.join(sorted(known))})"
+
+
+def more_backends() -> str:
+    """Where further backends are, as the end of a message about a name that is unknown; empty if they are installed."""
+    there = find_spec(MORE.replace("-", "_")) is not None
+    return "" if there else f"; further backends are in another distribution [pip install {MORE}]"
 
 
 class Registry(Generic[T]):
@@ -47,7 +57,9 @@ class Registry(Generic[T]):
         """By name; the module of a built-in one that has not been asked for."""
         self._imported: dict[str, T] = {}
         self._origin: dict[str, str] = {}
+        self._distribution: dict[str, str] = {}
         self._discovered = not group
+        self._discovering, self._lock = False, RLock()
 
     def builtin(self, modules: Mapping[str, str]) -> None:
         """Declare built-in entries in the order in which they are listed: module -> names, separated by spaces."""
@@ -90,7 +102,8 @@ class Registry(Generic[T]):
             return entry
         if name in self.broken:
             raise ConfigError(f"{self.kind} {name!r} is installed but could not be loaded: {self.broken[name]}")
-        raise ConfigError(f"no {self.kind} is called {name!r}{did_you_mean(name, list(self._entries))}")
+        known = did_you_mean(name, list(self._entries))
+        raise ConfigError(f"no {self.kind} is called {name!r}{known}{more_backends() if self.group else ''}")
 
     def __contains__(self, name: object) -> bool:
         self._discover()
@@ -108,6 +121,10 @@ class Registry(Generic[T]):
         """The module or wheel an entry came from."""
         return self._origin[name]
 
+    def distribution(self, name: str) -> str:
+        """The wheel whose entry point registered an entry; empty for those of this package and of the program."""
+        return self._distribution.get(name, "")
+
     def is_foreign(self, name: str) -> bool:
         """Whether an entry is from outside of this package: of another wheel, or of the program itself."""
         entry = self._entries[name]
@@ -117,13 +134,16 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True  # first: a plugin may look into the registry while it is imported
-        try:
-            for point in sorted(entry_points(group=self.group), key=_wheel_of):  # folders list wheels in any order
-                self._load(point)
-        except BaseException:  # interrupted, or warnings are errors: the rest is loaded at the next look-up
-            self._discovered = False
-            raise
+        with self._lock:  # ranks may be threads: a second one waits until all are loaded
+            if self._discovered or self._discovering:  # a plugin may look into the registry while it is imported
+                return
+            self._discovering = True
+            try:
+                for point in sorted(entry_points(group=self.group), key=_wheel_of):  # folders list wheels in any order
+                    self._load(point)
+                self._discovered = True
+            finally:  # interrupted, or warnings are errors: the rest is loaded at the next look-up
+                self._discovering = False
 
     def _load(self, point: EntryPoint) -> None:
         """Register what an entry point names, once, or keep the reason why not; only KeyboardInterrupt passes."""
@@ -132,6 +152,7 @@ class Registry(Generic[T]):
             return
         try:
             self.register(point.name, origin)(point.load())
+            self._distribution[point.name] = point.dist.name if point.dist else ""
         except KeyboardInterrupt:
             raise
         except BaseException as problem:  # a foreign wheel may fail in any way, SystemExit too: the host goes on

@@ -19,6 +19,7 @@ SEED = 20_260_101
 
 MARKS_OF_FOLDERS = {
     "tests/testing/emulated/": "emulated",
+    "contrib/moe_mk_contrib/tests/emulated/": "emulated",
     "tests/comm/network/": "network",
     "tests/prepare_finalize/one_sided/test_network": "network",
     "tests/architecture/test_conftest": "thorough",

@@ -3,7 +3,9 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import ClassVar
 
 import pytest
@@ -172,6 +174,30 @@ def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
         assert list(known) == ["all_gather", "lost", "mine"] and known["mine"] is Mine
     assert known.origin("mine") == WHEEL
     assert known.origin("lost") == "? (my_wheel.transport:Mine)"
+
+
+def test_a_second_thread_waits_until_all_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, looked = Event(), Event()
+
+    def slow() -> type[Good]:
+        begun.set()
+        looked.wait(0.2)  # the other thread looks the name up meanwhile
+        return type("Mine", (Good,), {})
+
+    known = discovering(monkeypatch, FakeEntryPoint("mine", slow))
+
+    def second() -> str:
+        assert begun.wait(5.0)
+        try:
+            return known["mine"].__name__
+        finally:
+            looked.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [each.result(5.0) for each in (pool.submit(list, known), pool.submit(second))] == [
+            ["all_gather", "mine"],
+            "Mine",
+        ]
 
 
 def test_of_two_wheels_with_one_name_the_same_one_serves_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ from moe_mk.lab.testing.on_ranks import (  # isort: skip
 from moe_mk.lab.testing.transports import each_rank, fly_together, run_together, virtual_groups, world_of  # isort: skip
 from tests.conformance import test_pairs as conformance  # isort: skip
 from tests.support.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS  # isort: skip
-from tools.pages import built_in  # isort: skip
+from tools.pages import of_this_repository  # isort: skip
 
 ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 """Of verbs."""
@@ -89,7 +89,7 @@ def bits(folder: Path) -> Iterator[Entry]:
 
 def transports() -> Iterator[Entry]:
     """Every transport that can run here, in every scheme it carries, around experts that return what they get."""
-    for name, kind in sorted(built_in(PREPARE_FINALIZE)):
+    for name, kind in sorted(of_this_repository(PREPARE_FINALIZE)):
         traits = kind.traits
         wires = [(family, wire) for family in sorted(traits.wire) for wire in WIRES[family]]
         for ranks, (_, wire) in product((1, 2, 4), wires):
@@ -113,7 +113,7 @@ def serves(kind: type[PrepareFinalize], ranks: int, dtype: Plain) -> bool:
 
 def experts() -> Iterator[Entry]:
     """Every experts backend in every format it reads, over every hostile case and layout."""
-    for (name, kind), form in product(sorted(built_in(EXPERTS)), [*FORMATS, *MORE_PAIRS, *MORE_FORMATS]):
+    for (name, kind), form in product(sorted(of_this_repository(EXPERTS)), [*FORMATS, *MORE_PAIRS, *MORE_FORMATS]):
         problem = form.problem()
         if not kind.reasons_against(problem):
             compute = problem.activations if form.activations == "checkpoint" else form.dtype

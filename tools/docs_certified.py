@@ -1,4 +1,4 @@
-"""Certify every built-in backend and write the table of docs/certify.md. Takes minutes.
+"""Certify every backend of this repository and write the table of docs/certify.md. Takes minutes.
 
 `--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
 """
@@ -13,7 +13,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.lab.testing.certificate import Certificate, environment
 from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from tools.pages import between, built_in
+from tools.pages import between, of_this_repository
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/certify.md"
@@ -22,8 +22,8 @@ HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|
 
 
 def backends() -> list[str]:
-    """Transports, then experts, in the order of their names; none of other wheels."""
-    return [name for registry in (PREPARE_FINALIZE, EXPERTS) for name, _ in sorted(built_in(registry))]
+    """Transports, then experts, in the order of their names; none of other repositories."""
+    return [name for registry in (PREPARE_FINALIZE, EXPERTS) for name, _ in sorted(of_this_repository(registry))]
 
 
 def line_of(certificate: Certificate) -> str:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
     parser.add_argument("--processes", action="store_true", help="run transports on real processes as well")
     parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("names", nargs="*", help="backends; all built-in ones if none are given")
+    parser.add_argument("names", nargs="*", help="backends; all of this repository if none are given")
     options = parser.parse_args(arguments)
     lines: list[str] = []
     passed = True

@@ -124,10 +124,11 @@ def read_sections(path: Path) -> dict[str, dict[str, str]]:
 
 
 def find_proofs(root: Path, known: set[str]) -> dict[str, list[Proof]]:
-    """Find every row mark under root/tests; raises MarkError with all that are wrong, each with file and line."""
+    """Find every row mark in the tests; raises MarkError with all that are wrong, each with file and line."""
     proofs: dict[str, set[Proof]] = defaultdict(set)
     problems: list[str] = []
-    for path in sorted((root / "tests").rglob("*.py")):
+    folders = (root / "tests", root / "contrib" / "moe_mk_contrib" / "tests")
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         where = path.relative_to(root).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"), where)
         claims = list(claims_of(tree.body)) if path.name.startswith("test_") else []

@@ -30,6 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_mk"
+CONTRIB = "contrib/moe_mk_contrib"
 CORE = (
     "layer/", "runner/", "oracle/", "router/", "prepare_finalize/", "experts/", "quant/", "config/", "kernels/triton/",
     "kernels/reference/",
@@ -39,9 +40,9 @@ LIMITS = {
     "short ones, no plugins": 28,
     "circles": 0,
     "orphans": 0,
-    "core lines": 28_310,
-    "library lines": 54_500,
-    "test lines": 79_000,
+    "core lines": 27_520,
+    "library lines": 53_400,
+    "test lines": 77_350,
     "tool and benchmark lines": 10_020,
     "long files": 0,
     "frames at EP=1": 9,
@@ -151,7 +152,8 @@ class House:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Lines of every source, by path."""
-        found = [path for name in (PACKAGE, "tests", "tools", "benchmarks") for path in (self.root / name).rglob("*")]
+        folders = (PACKAGE, "contrib", "tests", "tools", "benchmarks")
+        found = [path for name in folders for path in (self.root / name).rglob("*")]
         return {
             path.relative_to(self.root).as_posix(): _lines(path)
             for path in sorted(found)
@@ -259,6 +261,8 @@ def static_measurements(house: House) -> dict[str, Any]:
         "core lines": sum(n for path, n in own.items() if path.startswith(CORE) or "/" not in path),
         "library lines": below(f"{PACKAGE}/", without=f"{PACKAGE}/lab/"),
         "test lines": below("tests/"),
+        "contrib lines": below(f"{CONTRIB}/moe_mk_contrib/"),
+        "contrib test lines": below(f"{CONTRIB}/tests/"),
         "tool and benchmark lines": below("tools/", "benchmarks/"),
         "long files": len(long),
         "files that are too long": [f"{path}: {python[path]} lines" for path in long],

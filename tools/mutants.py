@@ -53,7 +53,7 @@ from tools.lines import AS_THEY_ARE, OUTPUT, first_lines, statement_line
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path("tests/mutants.yaml")
 EQUIVALENT = Path("tests/equivalent.yaml")
-COPIED = ("moe_mk", "tests", "tools", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "configs")
+COPIED = "moe_mk contrib tests tools examples benchmarks docs pyproject.toml README.md configs".split()
 ROOMS = (
     "layer", "router", "runner", "prepare_finalize", "comm", "experts", "kernels/native", "kernels/reference",
     "kernels/triton", "quant", "weights", "placement", "rebalance", "oracle", "config",
@@ -72,7 +72,7 @@ AT_IMPORT = "tests/architecture/test_defaults"
 TESTS, TESTS_S = 400, 25.0
 """Tests that judge a change made by machine, and their seconds."""
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-OWN = ("moe_mk", "tests", "tools")
+OWN = ("moe_mk", "moe_mk_contrib", "contrib", "tests", "tools")
 """Packages that a process with a mutant imports from the copy."""
 SHARED = (hypothesis, torch)
 """Imported once for all mutants, which takes longer than most of their tests."""

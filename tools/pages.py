@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+PACKAGES = ("moe_mk", "moe_mk_contrib")
 
-def built_in(registry: Any) -> Iterator[tuple[str, Any]]:
-    """Backends of this package by name, plugins of others left out."""
-    return ((name, kind) for name, kind in registry.items() if kind.__module__.startswith("moe_mk."))
+
+def of_this_repository(registry: Any) -> Iterator[tuple[str, Any]]:
+    """Backends of both distributions of this repository by name, plugins of others left out."""
+    return ((name, kind) for name, kind in registry.items() if kind.__module__.partition(".")[0] in PACKAGES)
 
 
 def markdown(rows: Iterable[Sequence[object]]) -> str:

@@ -1,18 +1,24 @@
-"""Optional libraries: which are there, and the one place that imports them."""
+"""Optional libraries: which are there, and the one place that imports them.
+
+Another distribution describes the libraries of its backends by entry points of the group `moe_mk.libraries`: the name
+is the library's module, the value a `Library`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from types import ModuleType
 
 from moe_mk.config.problem import Installed
-from moe_mk.errors import LibraryMissing
+from moe_mk.errors import LibraryMissing, PluginWarning
 from moe_mk.kernels import native
 from moe_mk.registry import did_you_mean
 
@@ -30,6 +36,8 @@ class Library:
     """The subpackage that must be there too, where several distributions share the module's name."""
     modules: tuple[str, ...] = ()
     """Names under which its module may be installed, the preferred one first; empty: `module` alone."""
+    emulation: str = ""
+    """The module that imitates it over the ranks' own group, if `kernel.allow_emulated` is set; empty: none."""
 
     @property
     def found_as(self) -> str:
@@ -45,19 +53,35 @@ COMPILER = "c++"
 RDMA = "rdma"
 """Not a module: an RDMA device of this host."""
 
-LIBRARIES: Mapping[str, Library] = {
+EMULATIONS = "moe_mk.lab.testing.emulated"
+"""The package of this package's emulations, imported only where `kernel.allow_emulated` permits one."""
+
+BUILT_IN: Mapping[str, Library] = {
     library.module: library
     for library in (
         Library(COMPILER, "native CPU kernels", "install a C++ compiler (Debian: apt install g++)"),
         Library(RDMA, "network links by RDMA", "needs an InfiniBand, RoCE or EFA device of the host"),
         Library("triton", "GPU kernels", "pip install 'moe-mk[cuda]'", ("triton",)),
-        Library("deep_ep", "DeepEP transports", "pip install sgl-deep-ep, or build it", ("sgl-deep-ep", "deep_ep")),
-        Library("deep_gemm", "DeepGEMM experts", "pip install sgl-deep-gemm", ("sgl-deep-gemm", "deep_gemm")),
+        Library(
+            "deep_ep",
+            "DeepEP transports",
+            "pip install sgl-deep-ep, or build it",
+            ("sgl-deep-ep", "deep_ep"),
+            emulation=f"{EMULATIONS}.deep_ep",
+        ),
+        Library(
+            "deep_gemm",
+            "DeepGEMM experts",
+            "pip install sgl-deep-gemm",
+            ("sgl-deep-gemm", "deep_gemm"),
+            emulation=f"{EMULATIONS}.deep_gemm",
+        ),
         Library(
             "flashinfer",
             "NVLink transports, CUTLASS experts",
             "pip install 'moe-mk[flashinfer]'",
             ("flashinfer-python",),
+            emulation=f"{EMULATIONS}.flashinfer",
         ),
         Library(
             "nixl",
@@ -66,10 +90,13 @@ LIBRARIES: Mapping[str, Library] = {
             ("nixl-cu12", "nixl-cu13", "nixl"),
             modules=("nixl", "nixl_cu13", "nixl_cu12"),
         ),
-        Library("nixl_ep", "NIXL EP transport", "build it from nixl, examples/device/ep", ("nixl_ep", "nixl")),
-        Library("mori", "MoRI transport on AMD", "build it from its repository", ("mori",)),
-        Library("nccl", "NCCL EP transports", "pip install 'nccl-extensions[cu13]'", ("nccl-extensions",), part="ep"),
-        Library("uccl", "UCCL-EP transports", "pip install uccl, and its deep_ep_wrapper", ("uccl",)),
+        Library(
+            "uccl",
+            "UCCL-EP transports",
+            "pip install uccl, and its deep_ep_wrapper",
+            ("uccl",),
+            emulation=f"{EMULATIONS}.uccl",
+        ),
         Library("transformers", "Hugging Face models", "pip install 'moe-mk[hf]'", ("transformers",)),
         Library("gguf", "GGUF files", "pip install 'moe-mk[gguf]'", ("gguf",)),
         Library("matplotlib", "pictures", "pip install 'moe-mk[lab]'", ("matplotlib",)),
@@ -77,11 +104,41 @@ LIBRARIES: Mapping[str, Library] = {
 }
 
 
-EMULATIONS = "moe_mk.lab.testing.emulated"
-"""The package of the emulations, imported only where `kernel.allow_emulated` permits one."""
+class _Libraries(Mapping[str, Library]):
+    """The built-in libraries and those of other distributions, which are read at the first look-up."""
 
-EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori", "nccl"})
-"""Libraries whose API this package can imitate over the ranks' own group, a module of the same name."""
+    GROUP = "moe_mk.libraries"
+
+    @cached_property
+    def _all(self) -> Mapping[str, Library]:
+        found = dict(BUILT_IN)
+        for point in entry_points(group=self.GROUP):
+            try:
+                library = point.load()
+                if not isinstance(library, Library) or library.module != point.name or point.name in BUILT_IN:
+                    raise TypeError(f"must be a Library with the module {point.name!r}, which is not built in")
+                found.setdefault(point.name, library)
+            except Exception as problem:  # another wheel may fail in any way: it is left out
+                text = f"library {point.name!r} of {point.value} skipped: {type(problem).__name__}: {problem}"
+                warnings.warn(text, PluginWarning, stacklevel=4)
+        return found
+
+    def __getitem__(self, name: str) -> Library:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+LIBRARIES: Mapping[str, Library] = _Libraries()
+
+
+def emulated() -> frozenset[str]:
+    """Libraries whose API can be imitated, for tests."""
+    return frozenset(name for name, library in LIBRARIES.items() if library.emulation)
 
 
 def installed(cache_dir: Path | None = None) -> Installed:
@@ -128,16 +185,17 @@ def find(module: str) -> ModuleType:
         raise LibraryMissing(what, [reason, LIBRARIES[name].install]) from problem
 
 
-def load(name: str, *, allow_emulated: bool) -> ModuleType:
+def load(name: str, *, allow_emulated: bool, emulation: str = "") -> ModuleType:
     """The library a backend is written for: the real one where it is installed, else its emulation if that is allowed.
 
-    name: a library, or a module of one ("flashinfer.comm").
+    name: a library, or a module of one ("flashinfer.comm"). emulation: the module that imitates it; by default the
+    module of the same name in the library's emulation.
     Raises LibraryMissing with the install line, and with the setting that allows the emulation where there is one.
     """
     root = name.partition(".")[0]
-    if root in EMULATED and not _is_there(root):
+    if (library := LIBRARIES.get(root)) and library.emulation and not _is_there(root):
         if allow_emulated:
-            return importlib.import_module(f"{EMULATIONS}.{name}")
-        hint = f"{LIBRARIES[root].install}, or kernel.allow_emulated = true"
-        raise LibraryMissing(f"{root} ({LIBRARIES[root].purpose}) is not installed", [hint])
+            return importlib.import_module(emulation or library.emulation + name.removeprefix(root))
+        hint = f"{library.install}, or kernel.allow_emulated = true"
+        raise LibraryMissing(f"{root} ({library.purpose}) is not installed", [hint])
     return find(name)

@@ -15,7 +15,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CheckpointWarning, ConfigError, ShapeError, WeightError, expect_kind
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import profile_here
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
@@ -62,7 +62,7 @@ def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decis
             dtype=plain(dtype),
             num_tokens=config.kernel.max_num_tokens,
             installed=installed(config.kernel.cache_dir),
-            emulated=EMULATED,
+            emulated=emulated(),
         )
     )
 

@@ -27,7 +27,7 @@ from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.registry import Registry, did_you_mean
+from moe_mk.registry import Registry, did_you_mean, more_backends
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier
 from moe_mk.text import amount
 from moe_mk.tokens import LAYOUT_NAMES, GroupedTokens
@@ -352,9 +352,11 @@ def check_pins(kernel: KernelConfig) -> None:
         EXPERTS[kernel.experts]
     registries: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, MONOLITHIC, ORACLES)
     known = [name for registry in registries for name in (*registry, *registry.broken)]
+    wheels = {registry.distribution(name) for registry in registries for name in registry} - {""}
     for name in kernel.trust:
-        if name not in known:
-            raise ConfigError(f"kernel.trust names {name!r}, which is not registered{did_you_mean(name, known)}")
+        if name not in (*known, *wheels):
+            near = did_you_mean(name, [*known, *sorted(wheels)])
+            raise ConfigError(f"kernel.trust names {name!r}, which is not registered{near}{more_backends()}")
 
 
 def _is_wanted(verdict: Verdict, problem: Problem) -> bool:

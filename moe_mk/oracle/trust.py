@@ -90,10 +90,12 @@ def certificate_path(name: str, folder: Path | None) -> Path:
 
 
 def is_named(registry: Registry[Any], name: str, problem: Problem) -> bool:
-    """Whether an entry is of this package, or named by the configuration."""
+    """Whether an entry is of this package, or named by the configuration: by its name, or by that of its wheel."""
     kernel = problem.config.kernel
     pins = [getattr(kernel, pin.removeprefix("kernel.")) for each, pin in REGISTRIES if each is registry]
-    return not registry.is_foreign(name) or name in (*kernel.trust, *pins)
+    if not registry.is_foreign(name) or name in (*kernel.trust, *pins):
+        return True
+    return bool(wheel := registry.distribution(name)) and wheel in kernel.trust
 
 
 def reason_against(

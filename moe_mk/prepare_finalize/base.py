@@ -73,6 +73,8 @@ class TransportTraits(Traits):
     """What `kernel.comm_units` counts; empty: the transport does not support it."""
     masks_ranks: bool = False
     """Whether calls can continue in the same group without dead ranks, see `PrepareFinalize.leave_out`."""
+    met: str = ""
+    """What of its library it has run with; empty: nothing, the transport was tested against an emulation alone."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def on_cpu_processes(name: str) -> bool:
 
 
 NAMES = [name for name, _ in PREPARE_FINALIZE.items() if on_cpu_processes(name)]
-ALONE = [name for name in NAMES if name.startswith("moe_ep")]
-"""They hold FlashInfer's workspaces, of which a process has one for each geometry: not next to `nvlink_*`."""
+ALONE = [name for name in NAMES if PREPARE_FINALIZE.is_foreign(name)]
+"""Those of plugins: a process has one workspace of a library for each geometry, which two backends cannot share."""
 PARTS = [[name for name in NAMES if name not in ALONE], ALONE]
 X = torch.arange(TOKENS * HIDDEN, dtype=torch.float32).view(TOKENS, HIDDEN).remainder(7).to(torch.bfloat16)
 

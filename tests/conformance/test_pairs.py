@@ -89,7 +89,7 @@ def _few(verdict: Verdict) -> bool:
 def stored_otherwise() -> list[Pair]:
     """Libraries with experts stored in INT8, MXFP4, NVFP4 or MXFP8: DeepEP sends bf16 then, FlashInfer sends bytes."""
     forms = [*MORE_PAIRS[:3], Format("mxfp8", "float32", BF16, "checkpoint")]
-    names = ("deepep_v2", "deepep_v2_grouped", "nvlink_one_sided")
+    names = ("deepep_ht", "nvlink_one_sided")
     return [Pair(form, 2, "sharded", name, "reference") for form in forms for name in names]
 
 

@@ -78,11 +78,14 @@ def test_the_backends_of_the_page_work_from_a_wheel(tmp_path: Path) -> None:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-wheel\nVersion: 0.1\n")
     program = (
         "from moe_mk.prepare_finalize import PREPARE_FINALIZE as T; from moe_mk.experts import EXPERTS as X;"
-        "print(T['one_by_one'].__name__, T.origin('one_by_one'), X['bf16_loop'].__name__, X.origin('bf16_loop'))"
+        "from moe_mk.external.library import LIBRARIES as L;"
+        "print(T['one_by_one'].__name__, T.origin('one_by_one'), X['bf16_loop'].__name__, X.origin('bf16_loop'));"
+        "print(L['their_ep'].install)"
     )
     done = run_python("-W", "error", "-c", program, cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
         *("OneByOne", "my-wheel", "(my_wheel.my_transport:OneByOne)"),
         *("Bf16Loop", "my-wheel", "(my_wheel.my_experts:Bf16Loop)"),
+        *("pip", "install", "their-ep"),
     ]

@@ -8,15 +8,13 @@ import pytest
 
 from moe_mk import Problem, oracle
 from moe_mk.experts import EXPERTS
-from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.cost import transport_us
-from moe_mk.oracle.decide import judge
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import BF16
 from tests.support import problems
 
-LIBRARIES = frozenset({"triton", "deep_ep", "deep_gemm", "flashinfer", "nixl_ep", "uccl", "mori"})
+LIBRARIES = frozenset({"triton", "deep_ep", "deep_gemm", "flashinfer", "uccl"})
 
 
 def asked(device: str, ranks: int, num_tokens: int = 128, **settings: Any) -> Problem:
@@ -27,30 +25,29 @@ def asked(device: str, ranks: int, num_tokens: int = 128, **settings: Any) -> Pr
 ONE_NODE = {"hierarchical": {"fabric"}, "no_ep": {"ranks"}, "replicated": {"tokens"}, "one_sided": {"device"}}
 FOUR_NODES = {"no_ep": {"ranks"}, "replicated": {"tokens"}, "one_sided": {"device", "fabric"}}
 NVIDIA_ONLY = {
-    name: {"device"}
-    for name in ("deepep_ht", "deepep_ll", "deepep_v2", "nvlink_one_sided", "nvlink_two_sided", "nixl_ep", "uccl_ep")
+    name: {"device"} for name in ("deepep_ht", "deepep_ll", "nvlink_one_sided", "nvlink_two_sided", "uccl_ep")
 }
 CLUSTERS = {
-    # One node: DeepEP's V2 and FlashInfer send a row to each distinct rank in two launches. V1 waits for counts first,
-    # as all-to-all does. FIFOs take four launches. Low latency sends a row to each of 8 experts: 7 leave the rank, not
+    # One node: FlashInfer sends a row to each distinct rank in two launches. DeepEP waits for counts first, as
+    # all-to-all does. FIFOs take four launches. Low latency sends a row to each of 8 experts: 7 leave the rank, not
     # 3.5 (4 of 8 groups are kept), and at 128 tokens that costs more than its launches save.
     ("h200", 8): (
-        [("deepep_v2", 101), ("nvlink_one_sided", 101), ("all_to_all", 121), ("deepep_ht", 121),
-         ("nvlink_two_sided", 141), ("deepep_ll", 162), ("nixl_ep", 162), ("uccl_ep", 162), ("all_gather", 182)],
-        {**ONE_NODE, "mori": {"device"}},
+        [("nvlink_one_sided", 101), ("all_to_all", 121), ("deepep_ht", 121), ("nvlink_two_sided", 141),
+         ("deepep_ll", 162), ("uccl_ep", 162), ("all_gather", 182)],
+        ONE_NODE,
     ),
     # Four nodes of two groups each, 4 groups kept: relays send a row once to each of 3.1 nodes and forward while others
     # arrive. Without them all-to-all crosses nodes with a row for each of 6.8 ranks, which costs a little more than the
     # six steps that hierarchical takes one after the other.
     ("h200", 32): (
-        [("deepep_v2", 182), ("deepep_ht", 202), ("hierarchical", 367), ("all_to_all", 370), ("deepep_ll", 404),
-         ("nixl_ep", 404), ("uccl_ep", 404), ("all_gather", 1515)],
-        {**FOUR_NODES, "nvlink_one_sided": {"fabric"}, "nvlink_two_sided": {"fabric"}, "mori": {"device"}},
+        [("deepep_ht", 202), ("hierarchical", 367), ("all_to_all", 370), ("deepep_ll", 404), ("uccl_ep", 404),
+         ("all_gather", 1515)],
+        {**FOUR_NODES, "nvlink_one_sided": {"fabric"}, "nvlink_two_sided": {"fabric"}},
     ),
-    ("mi300x", 8): ([("mori", 72), ("all_to_all", 92), ("all_gather", 125)], {**ONE_NODE, **NVIDIA_ONLY}),
+    ("mi300x", 8): ([("all_to_all", 92), ("all_gather", 125)], {**ONE_NODE, **NVIDIA_ONLY}),
     # Faster links inside a node than an H200's make relays worth their steps.
     ("mi300x", 32): (
-        [("mori", 182), ("hierarchical", 318), ("all_to_all", 370), ("all_gather", 1515)],
+        [("hierarchical", 318), ("all_to_all", 370), ("all_gather", 1515)],
         {**FOUR_NODES, **NVIDIA_ONLY, "nvlink_one_sided": {"device", "fabric"},
          "nvlink_two_sided": {"device", "fabric"}},
     ),
@@ -98,17 +95,6 @@ def test_the_fewer_nodes_a_token_may_visit_the_better_is_a_relay(kept: int, chea
         for n in ("all_to_all", "hierarchical")
     }
     assert min(us, key=lambda name: us[name]) == cheaper
-
-
-@pytest.mark.row(80)
-@pytest.mark.parametrize("ranks", [8, 32])
-def test_a_cluster_of_mi300x_chooses_mori_where_it_is_installed(ranks: int) -> None:
-    with_it = oracle.select(asked("mi300x", ranks))
-    assert with_it.chosen.prepare_finalize == "mori" and with_it.wire in (BF16, FP8_1x128)
-    without = asked("mi300x", ranks, installed=["triton"])
-    assert oracle.select(without).chosen.prepare_finalize != "mori"
-    reported = [v for v in judge(without, ORACLES["fp8"]) if v.prepare_finalize == "mori"]
-    assert all("mori is not installed" in "; ".join(map(str, v.reasons)) for v in reported)
 
 
 # DeepEP on H800 with ConnectX-7, 7168 values, top-8: dispatch in FP8 + combine in bf16, microseconds as published by

@@ -150,7 +150,7 @@ def test_libraries_of_a_device_are_those_of_backends_that_run_on_it() -> None:
     found = {name: oracle.libraries_of(device_profile(name)) for name in ("cpu", "h100", "mi300x")}
     older = oracle.libraries_of(device_profile("h100").model_copy(update={"arch": (8, 0)}))
     assert found["cpu"] == {"c++"} and {"uccl", "triton"} <= older < found["h100"] >= {"deep_ep", "flashinfer"}
-    assert "mori" in found["mi300x"] - found["h100"] and "deep_ep" not in older | found["mi300x"]
+    assert "deep_ep" not in older | found["mi300x"]
 
 
 def test_ranks_compare_whatever_changes_their_numbers_or_their_messages() -> None:

@@ -51,7 +51,7 @@ def test_another_device_is_no_change_where_it_is_excluded() -> None:
         ({"ep": 1, "graphs": True}, "deepep_ht + triton"),
         ({"ep": 8, "deterministic": True, "tiles": 2}, "deepep_ll + triton"),
         ({"ep": 4, "graphs": True, "invariant": True}, "replicated + triton"),
-        ({"device": "h100", "ep": 8, "num_tokens": 2048, "graphs": True}, "mori + triton"),
+        ({"device": "mi300x", "ep": 8, "num_tokens": 2048, "graphs": True}, "deepep_ht + triton"),
         ({"device": "cpu", "ep": 1}, "hierarchical + torch_cpu"),
     ],
 )

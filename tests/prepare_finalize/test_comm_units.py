@@ -2,8 +2,10 @@
 
 import inspect
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,28 +17,21 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.emulated import deep_ep, uccl
 from moe_mk.lab.testing.emulated.deep_ep.base import V1Buffer
-from moe_mk.lab.testing.emulated.mori import ops as mori_ops
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
-from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic
-from moe_mk.prepare_finalize.mori import Mori
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSidedNetwork
 from moe_mk.quant.plain import BF16
 from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
-from tests.support import library_ranks, problems
+from tests.support import problems
 from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of
 from tests.support.layers import HIDDEN, layer
 from tests.support.library_ranks import reported
 
 pytestmark = pytest.mark.row(50)
-HIGH_THROUGHPUT, ELASTIC = ("deepep_ht", "uccl_ep_ht"), ("deepep_v2", "deepep_v2_grouped")
-COUNTED = {
-    "one_sided_network": "threads",
-    "mori": "CUs",
-    **dict.fromkeys((*HIGH_THROUGHPUT, *ELASTIC, "nccl_ep", "nccl_ep_ht"), "SMs"),
-}
+HIGH_THROUGHPUT = ("deepep_ht", "uccl_ep_ht")
+COUNTED = {"one_sided_network": "threads", **dict.fromkeys(HIGH_THROUGHPUT, "SMs")}
 
 
 def listened(kind: type, monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[str, Any]]:
@@ -68,8 +63,6 @@ def test_queues_follow_the_budget_and_tokens_still_do_not_matter() -> None:
     near, far = 12 * 8 * (288 * 16392 + 44), 2 * 12 * 4 * (128 * 16408 + 72)
     planned = sum(-(-part // 128) * 128 for part in (near, far))
     assert PREPARE_FINALIZE["uccl_ep_ht"].buffer_bytes(asked(ep=32, comm_units=24)) == planned
-    # V2 has a window of rows, whoever moves them.
-    assert DeepEPElastic.buffer_bytes(asked(comm_units=12)) == DeepEPElastic.buffer_bytes(asked())
 
 
 @pytest.mark.parametrize("name,kind", [("deepep_ht", deep_ep.Buffer), ("uccl_ep_ht", uccl.Buffer)])
@@ -106,39 +99,6 @@ def test_between_nodes_every_multiprocessor_has_a_queue_pair(monkeypatch: pytest
         assert opened == [pairs] * 16
 
 
-def test_elastic_calls_carry_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = listened(deep_ep.ElasticBuffer, monkeypatch, "num_sms")
-    combined = there_and_back_again(ranks_of("deepep_v2"))
-    assert heard and all(number is None for _, number in heard), "the library counts by itself"
-    heard.clear()
-    ranks = ranks_of("deepep_v2", comm_units=7)
-    assert there_and_back_again(ranks) == combined
-    assert heard == [("dispatch", 7)] * 2 + [("combine", 7)] * 2
-    assert all(tokens.handle[1].num_sms == 7 for tokens in ranks.dispatched(XB))
-
-
-def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heard = listened(mori_ops.EpDispatchCombineOp, monkeypatch, "block_num")
-
-    def combined(units: int | None) -> list[list[list[float]]]:
-        ranks = library_ranks.Ranks("mori", comm_units=units)
-        tokens = ranks.dispatched()
-        return [y_TH.tolist() for y_TH in ranks.combined([t.x_RH.values for t in tokens], tokens)]
-
-    by_itself = combined(None)
-    assert heard == [("dispatch", None)] * 2 + [("combine", None)] * 2, "the library counts by itself"
-    heard.clear()
-    assert combined(12) == by_itself
-    assert heard == [("dispatch", 12)] * 2 + [("combine", 12)] * 2
-    default = inspect.signature(mori_ops.EpDispatchCombineConfig).parameters["block_num"].default
-    amd = library_ranks.problem("mi300x")
-    assert Mori.budget(amd) == Budget("CUs", default, "the library's default")
-    held = library_ranks.problem("mi300x", comm_units=12)
-    assert Mori.budget(held) == Budget("CUs", 12, "kernel.comm_units") and not Mori.reasons_against(held)
-
-
 def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:
     for name in HIGH_THROUGHPUT:
         stated = "takes an even number of SMs, a pair for each channel, not 21 [kernel.comm_units = 22]"
@@ -146,7 +106,6 @@ def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:
         assert reported(name, asked(comm_units=22)) == {}
         with pytest.raises(UnsupportedError, match=r"cannot be held to a budget\n.*even number of SMs.*not 21"):
             ranks_of(name, comm_units=21)
-    assert reported("deepep_v2", asked(comm_units=21)) == {}
     with pytest.raises(UnsupportedError, match="deepep_ht.*even number of SMs, a pair for each channel, not 5"):
         oracle.select(asked(comm_units=5, prepare_finalize="deepep_ht"))
     with pytest.raises(ConfigError, match="comm_units"):
@@ -154,11 +113,19 @@ def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:
 
 
 def test_whoever_has_no_budget_states_so_where_one_is_set() -> None:
-    assert {name: kind.traits.comm_unit for name, kind in PREPARE_FINALIZE.items() if kind.traits.comm_unit} == COUNTED
-    stated = "does not support kernel.comm_units (= 4) [kernel.comm_units = null]"
-    for name in PREPARE_FINALIZE:
-        units = 20 if name == "nccl_ep" else 4  # 256 experts need 19 SMs there
-        assert reported(name, asked(comm_units=units)).get("comm_units") == (None if name in COUNTED else stated), name
+    own = [name for name in PREPARE_FINALIZE if not PREPARE_FINALIZE.is_foreign(name)]
+    expect_units(own, COUNTED)
+
+
+def expect_units(names: list[str], counted: Mapping[str, str], units: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Of the named transports, exactly the counted ones reserve compute units; the others refuse the setting."""
+    units_of = {name: PREPARE_FINALIZE[name].traits.comm_unit for name in names}
+    assert {name: unit for name, unit in units_of.items() if unit} == counted
+    for name in names:
+        few = units.get(name, 4)
+        stated = f"does not support kernel.comm_units (= {few}) [kernel.comm_units = null]"
+        found = reported(name, asked(comm_units=few)).get("comm_units")
+        assert found == (None if name in counted else stated), name
         assert "comm_units" not in reported(name, asked()), name
         assert "comm_units" not in reported(name, asked(ep=1, comm_units=4)), "a single rank sends nothing"
 
@@ -174,11 +141,6 @@ def test_a_decision_reports_what_is_kept_and_by_whose_word() -> None:
     assert "deepep_ht reserves 12 SMs: kernel.comm_units" in str(held)
     assert held.buffer_bytes < by_default.buffer_bytes
     assert held.notes() != by_default.notes(), "ranks that disagree would wait for each other"
-    # NVLink of 160 GB/s: 7/8 of the rows cross it, each is written once: 3.66 SMs and a quarter more, made even.
-    elastic = decided("deepep_v2").budget
-    assert elastic == Budget("SMs", 6, "the library's formula for links of 160 GB/s")
-    between = decided("deepep_v2", ep=32).budget
-    assert between is not None and between.source.endswith("links of 160 and 46 GB/s")
     assert decided("all_to_all").as_dict()["budget"] is None
 
 

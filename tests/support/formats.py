@@ -8,7 +8,7 @@ import torch
 from moe_mk import MoEConfig, Problem
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config import device_profile
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle import Parts, assemble, select
@@ -44,7 +44,7 @@ class Format:
         model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "quant": quant}
         config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "a test")
         config = config.with_(ep=ep, activations=self.activations, max_num_tokens=num_tokens, **settings)
-        return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed(), EMULATED)
+        return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed(), emulated())
 
 
 def kernels_of(

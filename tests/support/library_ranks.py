@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_mk import Problem
 from moe_mk.comm.threads import ThreadWorld
+from moe_mk.external.library import emulated
 from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
@@ -107,7 +108,7 @@ def combine_all(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[flo
     return [y_TH.tolist() for y_TH in combined]
 
 
-LIBRARIES = frozenset({"flashinfer", "mori", "nccl", "deep_ep", "nixl_ep", "uccl"})
+LIBRARIES = emulated()
 
 
 def problem(device: str = "h200", *, num_tokens: int = 128, **settings: Any) -> Problem:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.external.deepep_limits import elastic_bytes, low_latency_bytes
+from moe_mk.external.deepep_limits import low_latency_bytes
 from moe_mk.lab.testing.emulated import deep_ep as emulated
 
 HERE = threading.local()
@@ -123,65 +123,28 @@ class NativeBuffer:
         return got, event.event, receive
 
 
-class NativeElastic:
-    """`_C.ElasticBuffer`."""
+def load_wheel(wheel: Path, into: Path, **more: object) -> types.SimpleNamespace:
+    """Unpack the Python of a wheel and import its V1 buffers over the module above; undo with `unload_wheel`.
 
-    def __init__(self, rank: int, size: int, nccl: object, cpu: object, num_bytes: int, *rest: object) -> None:
-        self.buffer = emulated.ElasticBuffer(HERE.comm, num_bytes)
-        self.size, self.handles = size, list[Any]()
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        return 1, self.size
-
-    get_physical_domain_size = get_logical_domain_size
-
-    def dispatch(
-        self, x: Tensor, sf: Tensor | None, ids: Tensor, weights: Tensor, stats: object, *rest: Any
-    ) -> tuple[Any, ...]:
-        cached, (most, experts, alignment, _, _, *flags) = rest[:10], rest[10:]
-        assert all(part is None for part in cached)
-        previous, before, later, on_comm, copy, sync, expand, zero, tma = flags
-        rows, ids_R, weights_R, h, event = self.buffer.dispatch(
-            x if sf is None else (x, sf), ids, weights, stats, experts, most, alignment, 0, 0, previous, before, later,
-            on_comm, None, copy, sync, expand, zero, tma,
-        )  # fmt: skip
-        x, sf = rows if isinstance(rows, tuple) else (rows, None)
-        self.handles.append(h)
-        return (
-            x, sf, ids_R, weights_R, h.topk_idx, h.num_recv_tokens, h.num_expanded_tokens,
-            h.num_recv_tokens_per_expert_list, h.psum_num_recv_tokens_per_scaleup_rank,
-            h.psum_num_recv_tokens_per_expert, h.num_unaligned_recv_tokens_per_expert, h.recv_src_metadata,
-            h.dst_buffer_slot_idx, None, None, event.event,
-        )  # fmt: skip
-
-    def combine(
-        self, x: Tensor, weights: object, bias_0: object, bias_1: object, origin: Tensor, *rest: Any
-    ) -> tuple[Any, ...]:
-        handle = next(h for h in self.handles if h.recv_src_metadata is origin)
-        later = rest[-3]
-        got, _, event = self.buffer.combine(x, handle, async_with_compute_stream=later)
-        return got, None, event.event
-
-
-def load_wheel(wheel: Path, into: Path) -> types.SimpleNamespace:
-    """Unpack the Python of a wheel and import its buffers over the module above; undo with `unload_wheel`."""
+    more: what the native module has besides.
+    """
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(into, [name for name in archive.namelist() if name.endswith(".py")])
     package, native = types.ModuleType("deep_ep"), types.ModuleType("deep_ep._C")
     package.__path__ = [str(into / "deep_ep")]
     facts = {
         "Config": emulated.Config, "EventHandle": emulated.EventHandle, "topk_idx_t": torch.int64,
-        "Buffer": NativeBuffer, "ElasticBuffer": NativeElastic,
+        "Buffer": NativeBuffer, **more,
         "get_low_latency_rdma_size_hint": lambda most, hidden, ranks, experts: low_latency_bytes(most, hidden, experts),
-        "calculate_elastic_buffer_size": lambda comm, most, hidden, top_k, fp8, *modes: elastic_bytes(
-            most, hidden, top_k, HERE.comm.size, fp8=fp8, ranks_per_node=8
-        ),
     }  # fmt: skip
     vars(native).update(facts)
     sys.modules.update({"deep_ep": package, "deep_ep._C": native})
-    legacy, elastic = (importlib.import_module(f"deep_ep.buffers.{name}") for name in ("legacy", "elastic"))
-    _replace_what_asks_for_gpus(legacy, elastic)
-    return types.SimpleNamespace(Buffer=legacy.Buffer, ElasticBuffer=elastic.ElasticBuffer, topk_idx_t=torch.int64)
+    legacy: Any = importlib.import_module("deep_ep.buffers.legacy")
+    replace_what_asks_for_gpus(legacy)
+    legacy.dist = types.SimpleNamespace(
+        all_gather_object=lambda into, part, group: into.__setitem__(slice(None), [part] * len(into))
+    )
+    return types.SimpleNamespace(Buffer=legacy.Buffer, topk_idx_t=torch.int64)
 
 
 def unload_wheel() -> None:
@@ -189,26 +152,6 @@ def unload_wheel() -> None:
         del sys.modules[name]
 
 
-def _replace_what_asks_for_gpus(legacy: Any, elastic: Any) -> None:
-    for module in (legacy, elastic):
-        module.check_nvlink_connections = lambda group: None
-        module.check_torch_deterministic = lambda: None
-    legacy.dist = types.SimpleNamespace(
-        all_gather_object=lambda into, part, group: into.__setitem__(slice(None), [part] * len(into))
-    )
-    nothing = types.SimpleNamespace(get=lambda: 0)
-    elastic.get_nccl_comm_handle = lambda group, **more: nothing
-    elastic.check_fast_rdma_atomic_support = lambda: True
-    elastic.get_nvlink_gbs = lambda *args, **more: 450.0
-    elastic.torch = _CpuTorch(torch)
-    elastic.ElasticBuffer.get_theoretical_num_sms = lambda self, *args, **more: 24
-
-
-class _CpuTorch:
-    """torch, whose devices need no waiting for."""
-
-    def __init__(self, real: Any) -> None:
-        self._real, self.cuda = real, types.SimpleNamespace(synchronize=lambda: None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+def replace_what_asks_for_gpus(module: Any) -> None:
+    module.check_nvlink_connections = lambda group: None
+    module.check_torch_deterministic = lambda: None

@@ -18,7 +18,7 @@ from moe_mk.config.problem import Reason
 from moe_mk.config.traits import UNSTATED
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.lab.testing import backend_conformance, certify_checks
 from moe_mk.lab.testing.cases import larger_routings, routings_of_slots
 from moe_mk.lab.testing.certificate import CONTRACT
@@ -141,7 +141,7 @@ def test_experts_are_tried_in_every_format_of_their_traits() -> None:
 def test_every_built_in_backend_has_checks_or_states_why_it_cannot_run_here() -> None:
     # A backend that refuses everything the kit knows would otherwise never be tried, and this would not be reported.
     names = [(name, registry[name].traits) for registry in (PREPARE_FINALIZE, EXPERTS) for name in registry]
-    here = [name for name, traits in names if "cpu" in traits.kinds or traits.library in EMULATED]
+    here = [name for name, traits in names if "cpu" in traits.kinds or traits.library in emulated()]
     assert not [name for name in here if not checks_of(name, processes=False)]
     assert {"all_to_all", "hierarchical", "deepep_ll", "reference", "deep_gemm"} <= set(here)
     assert checks_of("hierarchical", processes=False)[0].name.startswith("4 ranks, 2 a host, ")

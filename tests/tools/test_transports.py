@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from tools.pages import built_in
+from tools.pages import of_this_repository
 from tools.transports import limits_of, main, plan_of, render, table_of, topology_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +26,10 @@ def test_a_stale_page_is_reported_and_then_written(tmp_path: Path, capsys: pytes
     assert "-| `nvlink_one_sided` | h200 | 29,448,577" in capsys.readouterr().err
 
 
-def test_every_built_in_transport_has_its_lines() -> None:
-    kinds = list(built_in(PREPARE_FINALIZE))
+def test_every_transport_has_its_lines() -> None:
+    kinds = list(of_this_repository(PREPARE_FINALIZE))
     names = [name for name, _ in kinds]
-    assert {"all_to_all", "deepep_ll", "hierarchical", "mori", "nvlink_one_sided"} <= set(names)
+    assert {"all_to_all", "deepep_ll", "hierarchical", "nvlink_one_sided"} <= set(names)
     for lines in (list(table_of(kinds)), list(plan_of(kinds))):
         assert [line.split("`")[1] for line in lines[2:]] == names
     page = render()
@@ -38,14 +38,13 @@ def test_every_built_in_transport_has_its_lines() -> None:
 
 def test_a_plugin_of_somebody_else_is_left_out() -> None:
     plugin = type("Elsewhere", (PREPARE_FINALIZE["all_to_all"],), {"__module__": "somebody.else"})
-    assert "theirs" not in dict(built_in({**dict(PREPARE_FINALIZE.items()), "theirs": plugin}))
+    assert "theirs" not in dict(of_this_repository({**dict(PREPARE_FINALIZE.items()), "theirs": plugin}))
 
 
 def test_bytes_are_those_of_the_plan_and_limits_those_of_the_oracle() -> None:
     # Worked by hand in tests/prepare_finalize: 128 tokens of DeepSeek-V3 on 8 ranks.
-    planned = list(plan_of(list(built_in(PREPARE_FINALIZE))))
+    planned = list(plan_of(list(of_this_repository(PREPARE_FINALIZE))))
     assert "| `nvlink_one_sided` | h200 | 29,448,576 | - | 235,585,920 |" in planned
-    assert "| `mori` | mi300x | 32,116,736 | 147,302,912 | 256,933,888 |" in planned
     lines = list(limits_of("nvlink_one_sided", PREPARE_FINALIZE["nvlink_one_sided"]))
     assert lines[2:-1] == [
         "- 32 ranks: needs all ranks in one node, 32 ranks span 4 nodes",

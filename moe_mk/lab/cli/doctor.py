@@ -17,7 +17,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.experts.residency import POLICIES
 from moe_mk.external.device import describe, profile_here, usable_device
-from moe_mk.external.library import EMULATED, LIBRARIES, installed, installed_version
+from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
 from moe_mk.kernels.native import instruction_set, threads
 from moe_mk.kernels.native.selfcheck import is_compiled, loaded
 from moe_mk.lab.cli.exits import OK, print_json
@@ -113,7 +113,7 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             needs = getattr(backend.traits, "min_ranks", 1)
             tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
             config = load_config("deepseek_v3").with_(**{"ep": needs, "tokens": tokens, **overrides})
-            reasons = reasons_of(registry, name, Problem(config, profile, BF16, 128, libraries, EMULATED))
+            reasons = reasons_of(registry, name, Problem(config, profile, BF16, 128, libraries, emulated()))
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
                 | {"by_name": any(reason.code == "trust" for reason in reasons)}

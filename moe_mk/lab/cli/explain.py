@@ -18,7 +18,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import is_profile_here
-from moe_mk.external.library import EMULATED, LIBRARIES, installed
+from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.fit import reads_on
 from moe_mk.lab.cli.inputs import dtype_of
@@ -164,7 +164,7 @@ def problem_of(question: Question) -> Problem:
         profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
     dtype = plain(dtype_of(question.dtype))
     libraries, _ = libraries_for(question.libraries, profile, settings)
-    return Problem(settings, profile, dtype, question.tokens, libraries, EMULATED)
+    return Problem(settings, profile, dtype, question.tokens, libraries, emulated())
 
 
 def active_fraction(config: MoEConfig) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.lab.cli.inputs import DTYPES, RunSettings, check_token_ids, token_counts
 from moe_mk.lab.cli.outputs import expect_outputs
 from moe_mk.lab.cli.residency import expect_budget
@@ -66,7 +66,9 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     check_token_ids(replace(settings, config=config), counts)
     dtype = plain(DTYPES[settings.dtype])
     most = config.kernel.max_num_tokens
-    decision = select(Problem(config, profile_here(device), dtype, most, installed(config.kernel.cache_dir), EMULATED))
+    decision = select(
+        Problem(config, profile_here(device), dtype, most, installed(config.kernel.cache_dir), emulated())
+    )
     expect_budget(decision, settings.memory)
     experts = expert_map_of(config)
     owners = [rank // world.tp for rank in range(world.size)]

@@ -20,9 +20,7 @@ EXPERTS = "cpu_native, deep_gemm, flashinfer_cutlass, flashinfer_trtllm, referen
 """`experts.base.EXPERTS`."""
 TRANSPORTS = (
     "all_gather, all_to_all, all_to_all_p2p, all_to_all_v, deepep_ht, deepep_ll, uccl_ep, uccl_ep_ht, "
-    "nixl_ep, deepep_v2, deepep_v2_grouped, nvlink_one_sided, nvlink_two_sided, moe_ep_one_sided, "
-    "moe_ep_cake, moe_ep_two_sided, hierarchical, mori, nccl_ep, nccl_ep_ht, no_ep, one_sided, "
-    "one_sided_network, one_sided_gpu, replicated"
+    "nvlink_one_sided, nvlink_two_sided, hierarchical, no_ep, one_sided, one_sided_network, one_sided_gpu, replicated"
 )
 """`prepare_finalize.base.PREPARE_FINALIZE`."""
 WIRES = "bf16, fp8, fp8_ue8m0, mxfp8, nvfp4, int8"

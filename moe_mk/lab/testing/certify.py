@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from moe_mk.config.traits import Traits
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.lab.testing.bits import bits_of
 from moe_mk.lab.testing.certificate import Certificate, Failed, Passed, traits_of
 from moe_mk.lab.testing.certify_checks import KINDS, WITHOUT_VALUES, Check, checks_of, fault_check, kind_of, untried
@@ -116,9 +116,9 @@ def _failed(check: str, law: Law, message: str) -> Failed:
 
 def _must_run_here(name: str, traits: Traits) -> None:
     reasons = []
-    if "cpu" not in traits.kinds and traits.library not in EMULATED:
+    if "cpu" not in traits.kinds and traits.library not in emulated():
         reasons.append(f"it runs on {', '.join(sorted(traits.kinds))}; certification runs on a CPU")
-    if traits.library and traits.library not in installed() | EMULATED:
+    if traits.library and traits.library not in installed() | emulated():
         reasons.append(f"{traits.library} is not installed: {traits.extra or f'pip install {traits.library}'}")
     if reasons:
         raise UnsupportedError(f"{name} cannot be certified here", reasons)

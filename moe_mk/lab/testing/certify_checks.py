@@ -18,7 +18,7 @@ from moe_mk.config.shipped import device_profile
 from moe_mk.config.traits import Traits
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
-from moe_mk.external.library import EMULATED, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.kernels.reference.activation import CLAMPED
 from moe_mk.lab.testing.bits import bits_of
 from moe_mk.lab.testing.calls import check_leaves_nothing
@@ -135,7 +135,7 @@ def _refusal(
     except ConfigError as refused:
         return str(refused)
     profile, libraries = _machine()
-    problem = Problem(config, profile, dtype, most_tokens, libraries, EMULATED)
+    problem = Problem(config, profile, dtype, most_tokens, libraries, emulated())
     return "; ".join(r.text for r in backend.reasons_against(problem) if r.code not in PASSED_OVER)
 
 

@@ -154,6 +154,7 @@ DEEPEP = TransportTraits(
     blocking=True,
     graph_safe=True,
     deterministic=True,
+    met="its Python, over emulated kernels",
 )
 """Traits common to the transports of DeepEP and of libraries with its interface."""
 

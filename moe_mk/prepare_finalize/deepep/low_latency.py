@@ -335,6 +335,7 @@ class UcclLowLatency(LowLatencyTransport):
         summary="UCCL-EP, low-latency kernels with CPU-driven RDMA over any NIC; for decoding",
         min_arch=(8, 0),
         library="uccl",
+        met="",
         extra=INSTALL,
         masks_ranks=False,
     )
@@ -350,5 +351,6 @@ class UcclHighThroughput(HighThroughputTransport):
         summary="UCCL-EP, high-throughput kernels with CPU-driven RDMA over any NIC; for prefill",
         min_arch=(8, 0),
         library="uccl",
+        met="",
         extra=INSTALL,
     )

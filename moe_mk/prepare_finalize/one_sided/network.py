@@ -117,6 +117,7 @@ class OneSidedNetwork(OneSided):
         one_node=False,
         blocking=True,
         comm_unit="threads",
+        met="NIXL 1.5 over UCX, on CPUs",
     )
 
     def _reasons_against_group(self, context: TransportContext) -> list[str]:

@@ -21,34 +21,31 @@ from tests.support.library_layers import Model, batch, expect_exact, flight_of
 from tests.support.tiers import thorough
 
 CPU = torch.device("cpu")
+EMULATED = "moe_mk.lab.testing.emulated"
 MADE = {
     "deepep_ll": "deep_ep.Buffer",
     "deepep_ht": "deep_ep.Buffer",
-    "deepep_v2": "deep_ep.ElasticBuffer",
-    "deepep_v2_grouped": "deep_ep.ElasticBuffer",
-    "nixl_ep": "nixl_ep.Buffer",
     "uccl_ep": "uccl.Buffer",
     "uccl_ep_ht": "uccl.Buffer",
     "nvlink_one_sided": "flashinfer.comm.MoeAlltoAll",
     "nvlink_two_sided": "flashinfer.comm.mnnvl.MnnvlMemory",
-    "moe_ep_one_sided": "flashinfer.moe_ep.communication.MoEEpCommunication",
-    "moe_ep_cake": "flashinfer.moe_ep.communication.MoEEpCommunication",
-    "moe_ep_two_sided": "flashinfer.moe_ep.communication.MoEEpCommunication",
-    "mori": "mori.ops.EpDispatchCombineOp",
-    "nccl_ep": "nccl.ep.Group",
-    "nccl_ep_ht": "nccl.ep.Group",
 }
 """Transports, and what each of them makes of its library."""
-LOW_LATENCY = ("deepep_ll", "nixl_ep", "uccl_ep")
-SLOTS = ("nvlink_one_sided", "moe_ep_one_sided", "moe_ep_two_sided", "mori", "nccl_ep", "nccl_ep_ht")
+LOW_LATENCY = ("deepep_ll", "uccl_ep")
+SLOTS = ("nvlink_one_sided",)
 """Transports that take a buffer for each call in flight."""
 
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Whatever a transport makes of its library while the test runs."""
-    module, _, name = MADE[request.getfixturevalue("name")].rpartition(".")
-    cls, seen = getattr(import_module(f"moe_mk.lab.testing.emulated.{module}"), name), []
+    return count_made(f"{EMULATED}.{MADE[request.getfixturevalue('name')]}", monkeypatch)
+
+
+def count_made(path: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that grows with each instance of a class, which is named with its module."""
+    module, _, name = path.rpartition(".")
+    cls, seen = getattr(import_module(module), name), []
     build = cls.__init__
 
     def counted(self: object, *args: object, **named: object) -> None:
@@ -129,7 +126,7 @@ def test_calls_in_flight_have_slots_of_their_own_whichever_layer_they_are_of(nam
     assert model.each(many, model.layers, range(2)) == [[MAX_OPEN_CALLS] * 4] * 2
 
 
-@pytest.mark.parametrize("name", [name for name in SLOTS if name != "nccl_ep"])
+@pytest.mark.parametrize("name", SLOTS)
 def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) -> None:
     model = Model(name, layers=2)
 
@@ -149,7 +146,7 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
     model.each(twice, model.layers, range(2))
 
 
-@pytest.mark.parametrize("name", ["deepep_ll", *thorough("deepep_v2", "nixl_ep", "uccl_ep_ht")])
+@pytest.mark.parametrize("name", ["deepep_ll", *thorough("uccl_ep_ht")])
 def test_a_buffer_ends_with_what_its_group_keeps(name: str) -> None:
     model = Model(name, layers=2)
     ends = [weakref.ref(mine[0]) for mine in model.buffers]
@@ -165,7 +162,7 @@ def test_a_buffer_ends_with_what_its_group_keeps(name: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["deepep_ht", "uccl_ep_ht", "deepep_v2", "deepep_v2_grouped"])
+@pytest.mark.parametrize("name", ["deepep_ht", "uccl_ep_ht"])
 def test_a_layer_that_needs_more_replaces_the_buffer_and_calls_under_way_end_in_the_old_one(
     name: str, made: list[object]
 ) -> None:
@@ -240,7 +237,7 @@ def test_a_failure_names_rank_and_phase_and_ends_the_session(problem: Exception)
 
 
 class LibraryError(Exception):
-    """Such as MoEEpConfigError of flashinfer, a ValueError, and NCCLEpError of nccl, an Exception."""
+    """Libraries raise exceptions of their own, derived from ValueError or from Exception."""
 
 
 @pytest.mark.parametrize(
@@ -248,8 +245,8 @@ class LibraryError(Exception):
     [(AssertionError("top-k 10"), "top-k 10"), (LibraryError("error code 4"), "LibraryError: error code 4")],
 )
 def test_what_the_library_asserts_or_raises_is_a_refusal_and_ends_the_session(problem: Exception, text: str) -> None:
-    session = LibrarySession(context(), "nccl")
-    refused = pytest.raises(UnsupportedError, match=rf"(?s)nccl refuses open.*{text}")
+    session = LibrarySession(context(), "a_library")
+    refused = pytest.raises(UnsupportedError, match=rf"(?s)a_library refuses open.*{text}")
     with refused, session.call("open"):
         raise problem
     with pytest.raises(CommError, match="an earlier call failed"), session.call("dispatch"):
@@ -257,5 +254,5 @@ def test_what_the_library_asserts_or_raises_is_a_refusal_and_ends_the_session(pr
 
 
 def test_our_own_errors_stay_as_they_are() -> None:
-    with pytest.raises(CommError, match="peer 3"), LibrarySession(context(), "mori").call("open"):
+    with pytest.raises(CommError, match="peer 3"), LibrarySession(context(), "a_library").call("open"):
         raise CommError("late", rank=1, phase="open", peer=3)

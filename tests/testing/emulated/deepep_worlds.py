@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SNAPSHOT: dict[str, dict[str, list[str]]] = json.loads(
-    (Path(__file__).parent / "deepep_signatures.json").read_text(encoding="utf-8")
-)
-"""Parameters with defaults: deep_ep 2.1.0, UCCL-EP's wrapper and nixl_ep of July 2026."""
+PACKAGE = "moe_mk.lab.testing.emulated"
+Snapshot = dict[str, dict[str, list[str]]]
+SNAPSHOT: Snapshot = json.loads((Path(__file__).parent / "deepep_signatures.json").read_text(encoding="utf-8"))
+"""Parameters with defaults: deep_ep 2.1.0 (V1) and UCCL-EP's wrapper."""
 NAMES = {"DEFAULT_TIMEOUT_MS": "30000"}
 IDS = [torch.tensor([[0, 3], [2, -1], [-1, -1]]), torch.tensor([[0, 1]])]
 WEIGHTS = [torch.tensor([[0.5, 0.25], [1.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.75, 0.125]])]
@@ -24,10 +24,10 @@ def rows(rank: int, hidden: int = 2048, *, dtype: torch.dtype = torch.bfloat16) 
     return torch.stack([torch.full((hidden,), 1.0 + t + 4 * rank) for t in range(len(IDS[rank]))]).to(dtype)
 
 
-def differences(library: str) -> tuple[list[str], set[str]]:
+def differences(library: str, snapshot: Snapshot = SNAPSHOT, package: str = PACKAGE) -> tuple[list[str], set[str]]:
     """Where an emulated library departs from the snapshot, and what of it is not emulated."""
-    module, wrong, absent = import_module(f"moe_mk.lab.testing.emulated.{library}"), [], set()
-    for name, wanted in SNAPSHOT[library].items():
+    module, wrong, absent = import_module(f"{package}.{library}"), [], set()
+    for name, wanted in snapshot[library].items():
         class_name, _, method = name.partition(".")
         found: Any = getattr(getattr(module, class_name, None), method, None)
         if found is None:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 
 X = TypeVar("X")
+PACKAGE = "moe_mk.lab.testing.emulated"
 SNAPSHOT: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "row_library_signatures.json").read_text(encoding="utf-8")
 )
-"""Parameters with their defaults, as the libraries have them: flashinfer 0.7.2.post1, mori of August 2026,
-nccl-extensions 0.1.0."""
+"""Parameters with their defaults, as flashinfer 0.7.2.post1 has them."""
 
 
 def on_ranks(ranks: int, job: Callable[[ThreadCommunicator], X], timeout_s: float = 5.0) -> list[X]:
@@ -43,10 +43,10 @@ def on_each_rank(ranks: int) -> Callable[[Callable[..., None]], Callable[..., No
     return made
 
 
-def differences(module: str) -> list[str]:
+def differences(module: str, snapshot: dict[str, dict[str, Any]] = SNAPSHOT, package: str = PACKAGE) -> list[str]:
     """Where an emulated module departs from the snapshot."""
-    there = import_module(f"moe_mk.lab.testing.emulated.{module}")
-    return [f"{name}: {found} is not {asked}" for name, asked in SNAPSHOT[module].items()
+    there = import_module(f"{package}.{module}")
+    return [f"{name}: {found} is not {asked}" for name, asked in snapshot[module].items()
             if (found := _seen(there, name)) != asked]  # fmt: skip
 
 

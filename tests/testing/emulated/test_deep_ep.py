@@ -14,15 +14,7 @@ from tests.testing.emulated.row_library_ranks import on_each_rank, on_ranks
 EXPERTS, HIDDEN = 4, 64
 INNER = {  # streams, memory, and what is not about experts
     "Buffer": {"get_comm_stream", "get_local_buffer_tensor", "internode_dispatch", "internode_combine"},
-    "ElasticBuffer": {
-        "get_engram_storage_size_hint", "get_pp_buffer_size_hint", "get_agrs_num_max_session_bytes",
-        "get_agrs_buffer_size_hint", "barrier", "get_comm_stream", "get_physical_domain_size", "engram_write",
-        "get_logical_domain_size", "engram_fetch", "pp_set_config", "pp_send", "pp_recv", "create_agrs_session",
-        "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "agrs_get_inplace_tensor", "all_gather",
-        "get_theoretical_num_sms", "get_theoretical_num_qps",
-    },
-    "EPHandle": {"deterministic_sort"},
-}  # fmt: skip
+}
 
 
 def test_signatures_are_those_of_the_library() -> None:
@@ -170,3 +162,7 @@ def test_an_event_can_be_a_block_and_have_something_done_after_it() -> None:
     event.current_stream_wait(release_handle=True)
     with pytest.raises(AssertionError):
         event.current_stream_wait()
+
+
+def test_captured_events_are_handles() -> None:
+    assert isinstance(deep_ep.Buffer.capture(), deep_ep.EventOverlap)

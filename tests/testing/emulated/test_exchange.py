@@ -89,8 +89,7 @@ def test_signatures_are_those_of_the_libraries(module: str) -> None:
 
 def test_a_library_that_is_missing_states_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_is_there", lambda name: False)
-    monkeypatch.setattr(library, "EMULATED", frozenset({"mori"}))
-    with pytest.raises(LibraryMissing, match=r"(?s)mori .*is not installed.*or kernel\.allow_emulated = true"):
-        library.load("mori", allow_emulated=False)
+    with pytest.raises(LibraryMissing, match=r"(?s)uccl .*is not installed.*or kernel\.allow_emulated = true"):
+        library.load("uccl", allow_emulated=False)
     with pytest.raises(LibraryMissing, match="nixl"):
         library.load("nixl", allow_emulated=True)

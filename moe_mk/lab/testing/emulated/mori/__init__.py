@@ -1,5 +1,0 @@
-"""`mori`, as far as its expert-parallel dispatch and combine go. Names, defaults and limits as read in August 2026."""
-
-from moe_mk.lab.testing.emulated.mori import ops, shmem
-
-__all__ = ["ops", "shmem"]
