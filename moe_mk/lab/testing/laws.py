@@ -481,8 +481,7 @@ def _twice(subject: _Subject, call: Call) -> str:
 def _permuted(subject: _Subject, call: Call) -> str:
     draw = torch.Generator("cpu").manual_seed(len(call))
     order = torch.randperm(len(call), generator=draw, dtype=torch.int64, device="cpu")
-    y, turned = subject(call), subject(call[order])
-    return _different(subject, call, y[order], turned, "tokens in another order")
+    return _different(subject, call, subject(call)[order], subject(call[order]), "tokens in another order")
 
 
 def _invariant(subject: _Subject, call: Call) -> str:

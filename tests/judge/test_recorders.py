@@ -1,0 +1,177 @@
+"""Recorders: what is written is the call, and replays to its output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.experts.base import ExpertsContext
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.lab.judge.casefile import Case, read_case
+from moe_mk.lab.judge.recorders import joined, record, record_transformers, record_vllm
+from moe_mk.lab.testing.cases import draw_experts
+from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.quant.plain import FP32
+from moe_mk.tokens import RowTokens
+from tests.integrations.hf.cases import experts_classes, tiny_call, tiny_experts
+from tests.support.tiers import quick_where
+
+EXPERTS = draw_experts(FP32, 6, 64, 32)
+
+
+def replayed(case: Case) -> Tensor:
+    """By the reference experts, in f32."""
+    model, slots = case.model, case.slots()
+    context = ExpertsContext(
+        FP32, FP32, model.activation, model.num_experts, model.hidden_size, model.moe_intermediate_size,
+        torch.device("cpu"),
+    )  # fmt: skip
+    context = replace(context, swiglu_limit=model.swiglu_limit, swiglu_alpha=model.swiglu_alpha)
+    rows = RowTokens(FP32.quantize(case.x.float()), case.topk_ids.int(), case.topk_weights, model.num_experts)
+    weights: Any = SimpleNamespace(slot=slots.__getitem__)
+    return ReferenceExperts(context).run(rows, weights).y
+
+
+def kernel(x: Tensor, ids: Tensor, weights: Tensor, kind: str = "fp32") -> Tensor:
+    experts = EXPERTS if kind == "fp32" else draw_experts(scheme_of_kind(kind), 6, 256, 128)
+    context = ExpertsContext(FP32, FP32, "silu", 6, x.shape[1], experts.w2.shape[2], torch.device("cpu"))
+    return ReferenceExperts(context).run(RowTokens(FP32.quantize(x), ids, weights, 6), experts).y
+
+
+def call(tokens: int = 5, hidden: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.rand((tokens, 4), generator=draw).argsort(dim=1)[:, :2].int()
+    return torch.randn((tokens, hidden), generator=draw), ids, torch.rand((tokens, 2), generator=draw)
+
+
+@pytest.mark.row(175)
+def test_the_first_call_with_nan_is_recorded_and_none_before_or_after(tmp_path: Path) -> None:
+    file = tmp_path / "case.safetensors"
+    fn, (x, ids, weights) = record(kernel, file, EXPERTS), call(200)
+    ids[ids == 3] = -1
+    assert torch.equal(fn(x, ids, weights), kernel(x, ids, weights)) and not file.exists()
+    x[150, 3] = torch.nan
+    fn(x, ids, weights)
+    case = read_case(file)
+    assert case.num_tokens == 200 and case.positions == [*range(63), 150], "the token with NaN is among them"
+    assert torch.equal(case.x[:63], x[:63]) and case.y[63].isnan().any() and case.experts.tolist() == [0, 1, 2]
+    assert torch.allclose(replayed(case)[:63], case.y[:63], atol=1e-5)
+    written = file.read_bytes()
+    fn(x * torch.inf, ids, weights)
+    assert file.read_bytes() == written
+
+
+def test_a_norm_picks_the_tokens_beyond_it(tmp_path: Path) -> None:
+    file, (x, ids, weights) = tmp_path / "case.safetensors", call()
+    y = kernel(x, ids, weights)
+    fn = record(kernel, file, EXPERTS, norm=float(y.norm(dim=1).max()) * 2)
+    fn(x, ids, weights)
+    assert not file.exists()
+    x[2] *= 100.0
+    fn(x, ids, weights)
+    assert read_case(file).size == 5
+
+
+@pytest.mark.parametrize(
+    "kind", quick_where(lambda kind: kind == "mxfp4", ["fp8_block", "mxfp4", "int4_g32_zp", "q4_k"])
+)
+def test_stored_formats_are_recorded_as_they_are(tmp_path: Path, kind: str) -> None:
+    experts, file = (
+        draw_experts(scheme_of_kind(kind), 6, 256, 128 if kind != "q4_k" else 256),
+        tmp_path / "case.safetensors",
+    )
+
+    def fn(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x[0] = 0.0  # a kernel that overwrites its tokens
+        return torch.zeros_like(x)
+
+    x, ids, weights = call(hidden=256)
+    record(fn, file, experts, norm=0.0, activations="none")(x.clone(), ids, weights)
+    case = read_case(file)
+    assert torch.equal(case.x, x), "as they were before the call"
+    one = int(ids[0, 0])
+    assert torch.equal(case.slots()[one].down_HI.dequantize(torch.float32), experts.w2[one].dequantize(torch.float32))
+
+
+class Model(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([experts])
+
+    def forward(self, *tokens: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](*tokens)
+        return y
+
+
+CLASSES = experts_classes()
+QUICK = ("DeepseekV3Experts", "DeepseekV3NaiveMoe", "GptOssExperts")
+
+
+@pytest.mark.row(175)
+@pytest.mark.parametrize("cls", quick_where(lambda cls: cls.__name__ in QUICK, CLASSES), ids=lambda cls: cls.__name__)
+def test_every_experts_class_of_transformers_is_recorded(tmp_path: Path, cls: type[nn.Module]) -> None:
+    model = Model(tiny_experts(cls))
+    model.layers[0].config._experts_implementation = "eager"
+    if getattr(model.layers[0], "has_post_expert_norm", False):
+        with pytest.raises(UnsupportedError, match="a norm after each expert"):
+            record_transformers(model, tmp_path)
+        return
+    recorders = record_transformers(model, tmp_path, norm=0.0)
+    tokens = tiny_call()
+    with torch.no_grad():
+        y = model(*tokens)
+    case = read_case(tmp_path / "layers.0.safetensors")
+    assert recorders["layers.0"].is_written and torch.equal(case.y, y) and case.layer_name == "layers.0"
+    assert torch.allclose(replayed(case), y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Linear cannot be recorded"):
+        record_transformers(nn.Linear(2, 2), tmp_path)
+
+
+class RoutedExperts(nn.Module):
+    """What vLLM 0.32 has of a rank with half of each expert."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        half = slice(16 * rank, 16 * rank + 16)
+        self.w13_weight = nn.Parameter(torch.empty(0))
+        self.w13 = torch.cat([part[:, half] for part in EXPERTS.w13.values.chunk(2, 1)], dim=1)
+        self.w2 = EXPERTS.w2.values[:, :, half]
+        parallel = SimpleNamespace(tp_size=2, tp_rank=rank, ep_size=1, ep_rank=0)
+        self.moe_config = SimpleNamespace(
+            hidden_dim=64, num_experts=6, intermediate_size_per_partition=16, moe_parallel_config=parallel
+        )
+
+    def forward_modular(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None) -> Tensor:
+        y = torch.zeros_like(x)
+        for k in range(topk_ids.shape[1]):
+            at = topk_ids[:, k].long()
+            gate, up = torch.bmm(self.w13[at], x[:, :, None])[:, :, 0].chunk(2, 1)
+            y += topk_weights[:, k, None] * torch.bmm(self.w2[at], (nn.functional.silu(gate) * up)[:, :, None])[:, :, 0]
+        return y
+
+
+def test_ranks_of_vllm_become_one_case(tmp_path: Path) -> None:
+    x, ids, weights = call()
+    files, quant = [], {"weights": "fp32"}
+    for rank in range(2):
+        model = nn.ModuleDict({"layers": nn.ModuleList([RoutedExperts(rank)])})
+        files += record_vllm(model, str(tmp_path), checkpoint="tiny", norm=0.0, **quant)
+        model["layers"][0].forward_modular(x, topk_weights=weights, topk_ids=ids, shared_experts=None)
+    parts = [read_case(Path(file)) for file in files]
+    case = joined(parts, tp=2)
+    assert case.layer == 0 and case.checkpoint == "tiny" and case.model.moe_intermediate_size == 32
+    assert torch.allclose(case.y, kernel(x, ids, weights), atol=1e-5) and case.checked().rank_out.shape == (2, 5, 64)
+    with pytest.raises(ConfigError, match="1 cases are not those of 2 ranks"):
+        joined(parts[:1], tp=2)
+    with pytest.raises(ConfigError, match="tokens must be equal"):
+        joined([parts[0], replace(parts[1], x=-parts[1].x)], tp=2)
