@@ -20,11 +20,12 @@ from moe_mk.lab.plan.exchange import WIRES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tests.cli.conftest import Invoke
 
-DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
+DOORS = ("app", "checkpoint_verbs", "predictions", "trace_verbs", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert derive inspect-checkpoint inspect".split(),
     *"certify chaos bench tune compile bisect demo waits fit".split(),
     *(f"plan {verb}" for verb in "exchange tables held-out relay volumes paths timeline".split()),
+    "trace check",
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """

@@ -30,6 +30,7 @@ from moe_mk.lab.cli.options import (
     settings_of,
 )
 from moe_mk.lab.cli.predictions import predictions
+from moe_mk.lab.cli.trace_verbs import trace_verbs
 from moe_mk.lab.cli.workbench import workbench
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_verbs)
 app.add_typer(workbench)
 app.add_typer(predictions, name="plan")
+app.add_typer(trace_verbs, name="trace")
 SCHEMA = Path(__file__).parents[2] / "config" / "schema.json"
 """The schema of `MoEConfig`, stored so that it is printed without importing torch; a test compares both."""
 

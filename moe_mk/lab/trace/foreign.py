@@ -72,7 +72,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
                         how = f"is packed by method {info.compress_type}, np.savez_compressed uses deflate"
                         raise ValueError(f"{info.filename} {how}")
                     with members.open(info) as stream:
-                        arrays[info.filename.removesuffix(".npy")] = _array(stream, info.file_size)
+                        arrays[info.filename.removesuffix(".npy")] = array_of(stream, info.file_size)
         else:
             arrays = {"": read_npy(file)}
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
@@ -85,10 +85,10 @@ def read_npy(file: Path) -> NDArray[Any]:
     states more than the file holds.
     """
     with file.open("rb") as stream:
-        return _array(stream, file.stat().st_size)
+        return array_of(stream, file.stat().st_size)
 
 
-def _array(stream: IO[bytes], num_bytes: int) -> NDArray[Any]:
+def array_of(stream: IO[bytes], num_bytes: int) -> NDArray[Any]:
     """One array, if its header fits the bytes behind it. Source: the format description of numpy.lib.format."""
     try:
         version = npy.read_magic(stream)
