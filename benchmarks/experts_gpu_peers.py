@@ -307,7 +307,6 @@ def measured(folder: Path, weights: ExpertWeights, tokens: RowTokens) -> Call:
 
 def without_pdl() -> None:
     """Every kernel of this process starts after the previous one has ended."""
-    import moe_mk.kernels.triton.gluon_gemms
     import moe_mk.kernels.triton.topk  # noqa: F401
 
     for name, module in list(sys.modules.items()):
@@ -317,10 +316,9 @@ def without_pdl() -> None:
 
 def without_cg() -> None:
     """Tiles are read through the L1 cache; in a replayed graph they may be those of the replay before."""
+    from moe_mk_contrib.gluon import gluon_gemms, gluon_parts
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-
-    from moe_mk.kernels.triton import gluon_gemms, gluon_parts
 
     @gluon.jit
     def from_l1(pointer):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typing import Generic, TypeVar
 
 from moe_mk.errors import ConfigError, PluginWarning
 
+R = TypeVar("R")
 T = TypeVar("T", bound=type)
 OWN = __name__.partition(".")[0]
 """The name of this package."""
@@ -159,6 +161,39 @@ class Registry(Generic[T]):
             self.broken[point.name] = f"{origin}: {_in_words(problem)}"
             text = f"{self.kind} plugin {point.name!r} of {origin} skipped: {_in_words(problem)}"
             warnings.warn(text, PluginWarning, stacklevel=4)
+
+
+class Records(Mapping[str, R]):
+    """Records of one kind by name: those of this package, and those that entry points of a group name.
+
+    What is not built in is read when it is first needed; a record that fails to load is left out with a PluginWarning.
+    """
+
+    def __init__(self, kind: type[R], group: str, built_in: Mapping[str, R]) -> None:
+        self.kind, self.group, self.built_in = kind, group, built_in
+
+    @cached_property
+    def _all(self) -> Mapping[str, R]:
+        found = dict(self.built_in)
+        for point in sorted(entry_points(group=self.group), key=_wheel_of):
+            try:
+                record = point.load()
+                if not isinstance(record, self.kind) or point.name in found:
+                    raise TypeError(f"must be a {self.kind.__name__} with a name of its own")
+                found[point.name] = record
+            except Exception as problem:  # another wheel may fail in any way
+                text = f"{self.group} {point.name!r} of {_wheel_of(point)} skipped: {_in_words(problem)}"
+                warnings.warn(text, PluginWarning, stacklevel=4)
+        return found
+
+    def __getitem__(self, name: str) -> R:
+        return self.built_in[name] if name in self.built_in else self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
 
 
 def _wheel_of(point: EntryPoint) -> str:

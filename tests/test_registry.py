@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from moe_mk.errors import ConfigError, PluginWarning
-from moe_mk.registry import Registry
+from moe_mk.registry import Records, Registry
 
 
 class Base(ABC):
@@ -198,6 +198,19 @@ def test_a_second_thread_waits_until_all_entry_points_are_loaded(monkeypatch: py
             ["all_gather", "mine"],
             "Mine",
         ]
+
+
+def test_records_of_wheels_are_read_when_a_name_is_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        FakeEntryPoint(name, load) for name, load in (("ours", int), ("bad", str), ("lost", fail), ("two", lambda: 2))
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr("moe_mk.registry.entry_points", lambda group: asked.append(group) or points)
+    records = Records(int, "moe_mk.numbers", {"ours": 1})
+    assert records["ours"] == 1 and not asked
+    with pytest.warns(PluginWarning, match=r"moe_mk\.numbers '(ours|bad|lost)' of my-wheel .* skipped") as warned:
+        assert dict(records) == {"ours": 1, "two": 2} and len(records) == 2
+    assert len(warned) == 3 and asked == ["moe_mk.numbers"] and "three" not in records
 
 
 def test_of_two_wheels_with_one_name_the_same_one_serves_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:

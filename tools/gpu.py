@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,8 @@ COMMAND_SECONDS = 540
 SETUP_SECONDS = 20
 """Of a command: installing wheels, and unpacking what an earlier one compiled."""
 MORE_TO_DO = 75
-SOURCES = ("moe_mk", "tests/gpu", "benchmarks", "tools")
+SOURCES = ("moe_mk", "contrib", "tests/gpu", "benchmarks", "tools")
+CONTRIB = ROOT / "contrib" / "moe_mk_contrib"
 TAIL = 40
 
 
@@ -193,7 +195,7 @@ def process(part: Part, environment: Mapping[str, str], log: Path) -> Result:
 
 def environment(wheels: Path, work: Path) -> dict[str, str]:
     """The environment of every part; carried wheels are installed next to the machine's own packages."""
-    given, paths, site = dict(os.environ), [str(ROOT)], work / "site"
+    given, paths, site = dict(os.environ), [str(ROOT), str(CONTRIB), str(registered(CONTRIB, work))], work / "site"
     found = sorted(wheels.glob("*.whl"))
     if found:
         if not site.is_dir():
@@ -205,6 +207,19 @@ def environment(wheels: Path, work: Path) -> dict[str, str]:
     given["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [given.get("PYTHONPATH")])])
     given["TRITON_CACHE_DIR"] = str(work / "triton_cache")
     return given | {"PYTHONUNBUFFERED": "1"}
+
+
+def registered(project: Path, work: Path) -> Path:
+    """A folder with the metadata of a plugin that is there as sources, so that its entry points are found."""
+    facts = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = work / "plugins"
+    info = folder / f"{facts['name'].replace('-', '_')}-{facts['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {facts['name']}\nVersion: {facts['version']}\n")
+    groups = facts["entry-points"].items()
+    lines = [line for group, points in groups for line in (f"[{group}]", *(f"{n} = {at}" for n, at in points.items()))]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def queue(

@@ -9,18 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
 from moe_mk.config.problem import Installed
-from moe_mk.errors import LibraryMissing, PluginWarning
+from moe_mk.errors import LibraryMissing
 from moe_mk.kernels import native
-from moe_mk.registry import did_you_mean
+from moe_mk.registry import Records, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -104,36 +102,7 @@ BUILT_IN: Mapping[str, Library] = {
 }
 
 
-class _Libraries(Mapping[str, Library]):
-    """The built-in libraries and those of other distributions, which are read at the first look-up."""
-
-    GROUP = "moe_mk.libraries"
-
-    @cached_property
-    def _all(self) -> Mapping[str, Library]:
-        found = dict(BUILT_IN)
-        for point in entry_points(group=self.GROUP):
-            try:
-                library = point.load()
-                if not isinstance(library, Library) or library.module != point.name or point.name in BUILT_IN:
-                    raise TypeError(f"must be a Library with the module {point.name!r}, which is not built in")
-                found.setdefault(point.name, library)
-            except Exception as problem:  # another wheel may fail in any way: it is left out
-                text = f"library {point.name!r} of {point.value} skipped: {type(problem).__name__}: {problem}"
-                warnings.warn(text, PluginWarning, stacklevel=4)
-        return found
-
-    def __getitem__(self, name: str) -> Library:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-
-LIBRARIES: Mapping[str, Library] = _Libraries()
+LIBRARIES: Mapping[str, Library] = Records(Library, "moe_mk.libraries", BUILT_IN)
 
 
 def emulated() -> frozenset[str]:

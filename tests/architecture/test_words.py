@@ -34,7 +34,11 @@ NAME = r"(?! [a-z])"
 WORDS = {
     "WayHome": Word(r"\bWayHome\w*", "DispatchHandle"),
     "Half": Word(rf"\bHalf\b{NAME}", "AsyncResult in runner, ServingState in layer"),
-    "lane": Word(r"\b_?[Ll]anes?\b", "BufferSlot, Arena or Worker", ("moe_mk/kernels/",)),  # lanes of SIMD and warps
+    "lane": Word(
+        r"\b_?[Ll]anes?\b",
+        "BufferSlot, Arena or Worker",
+        ("moe_mk/kernels/", "contrib/moe_mk_contrib/moe_mk_contrib/gluon/"),
+    ),  # lanes of SIMD and warps
     "carrier": Word(r"\b_?[Cc]arriers?\b", "comm thread"),
     "crew": Word(r"\b_?[Cc]rews?\b", "workers"),
     "beside": Word(r"\bbeside\b", "with, next to, in addition to"),

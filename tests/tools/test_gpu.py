@@ -336,9 +336,18 @@ for name in sorted(modules):
 """
 
 
+def test_a_plugin_that_is_there_as_sources_is_found(tmp_path: Path) -> None:
+    (found,) = metadata.distributions(path=[str(gpu.registered(gpu.CONTRIB, tmp_path))])
+    points = {(point.group, point.name): point for point in found.entry_points}
+    assert found.name == "moe-mk-contrib" and points["moe_mk.triton_engines", "gluon"].load().name == "gluon"
+
+
 @pytest.mark.thorough
 def test_every_part_imports_with_what_is_carried_and_the_machine_has() -> None:
-    allowed, left = {canonical(name) for name in gpu_carry.NEEDED} | {"moe-mk"}, ["torch", "triton", "numpy"]
+    allowed, left = (
+        {canonical(name) for name in gpu_carry.NEEDED} | {"moe-mk", "moe-mk-contrib"},
+        ["torch", "triton", "numpy"],
+    )
     while left:
         allowed.add(canonical(name := left.pop()))
         with suppress(metadata.PackageNotFoundError):
@@ -354,7 +363,7 @@ def test_every_part_imports_with_what_is_carried_and_the_machine_has() -> None:
         modules |= {f"moe_mk.kernels.triton.{each.stem}" for each in folder.glob("*.py") if each.stem != "interpreter"}
     else:
         modules -= {"experts_gpu_peers", "layer_gpu"}
-    paths = os.pathsep.join(map(str, (gpu.ROOT, gpu.ROOT / "benchmarks")))
+    paths = os.pathsep.join(map(str, (gpu.ROOT, gpu.ROOT / "benchmarks", gpu.CONTRIB)))
     command = [sys.executable, "-c", ONLY_WHAT_IS_CARRIED, ",".join(allowed), ",".join(modules)]
     done = subprocess.run(
         command, cwd=gpu.ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=110,

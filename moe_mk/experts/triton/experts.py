@@ -35,6 +35,7 @@ from moe_mk.experts.triton.tuning import (
     DECODED_TO_FP8,
     INTEGERS,
     load_tuned,
+    of_engines,
     sensible,
     tile_of,
 )
@@ -53,7 +54,7 @@ from moe_mk.experts.triton.workspace import Workspace, workspace_of
 from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
-from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
+from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, TRITON, Target, Tile, engines_for
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.plain import BF16
@@ -144,7 +145,7 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
-        """Tiles to try for a number of tokens; Gluon tiles only for FP8 products. The first one is used without tuning.
+        """Tiles to try for a number of tokens, of other engines for FP8 only; the first is used without tuning.
 
         Defaults of the context: up to eight experts per token, and weights that are not decoded.
         """
@@ -153,8 +154,8 @@ class TritonExperts(FusedExperts):
         an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
         untuned = Tuned((), _built_in(context.weights, context.compute)).at(an_expert)
         direct = context.compute.block == (1, BLOCK) and (context.weights is None or context.weights.family == "fp8")
-        engines = _engines(context.device) if direct else ("triton",)
-        able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
+        engines = _engines(context.device) if direct else (TRITON.name,)
+        able = (tile for tile in (*CANDIDATES, *of_engines()) if tile.engine in engines and sensible(tile, an_expert))
         return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
@@ -348,10 +349,8 @@ def _target_of(device: DeviceProfile) -> Target | None:
 
 def _engines(device: torch.device) -> tuple[str, ...]:
     """The engines whose kernels compile for a device; all of them where kernels are interpreted or no GPU is here."""
-    if not is_here(device):
-        return ("triton", "gluon")
-    target = _target_of(profile_here(device))
-    return ("triton", "gluon") if target is None else target.engines
+    arch = profile_here(device).arch if is_here(device) else None
+    return engines_for(None if arch is None or arch[0] not in TARGETS else arch[0])
 
 
 def _arch_reasons(device: DeviceProfile) -> list[Reason]:

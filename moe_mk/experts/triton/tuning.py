@@ -15,7 +15,7 @@ from typing import Any
 from moe_mk.config.shipped import config_folder
 from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
-from moe_mk.kernels.triton.tile import Tile
+from moe_mk.kernels.triton.tile import ENGINES, Tile
 
 BUILT_IN: tuple[tuple[float, Tile], ...] = (
     (8.0, Tile(rows=16, swap=True, warps=4, stages=5)),
@@ -44,13 +44,15 @@ CANDIDATES: tuple[Tile, ...] = (
     *(Tile(64, False, warps, stages) for warps in (4, 8) for stages in (3, 4)),
     Tile(64, True, 8, 4),
     *(Tile(128, False, 8, stages) for stages in (2, 3)),
-    *(Tile(rows, True, 4, stages, "gluon") for rows in (8, 16, 32) for stages in (4, 6)),
-    *(Tile(64, False, 4, stages, "gluon") for stages in (4, 5)),
-    *(Tile(128, False, 4, stages, "gluon") for stages in (3, 4)),
 )
-"""Candidates of tuning."""
+"""Candidates of tuning; those of other engines are `of_engines`."""
 CHOICES = 8
 """The assumed number of experts per token where only the number of tokens is known."""
+
+
+def of_engines() -> tuple[Tile, ...]:
+    """Candidates of engines of other distributions."""
+    return tuple(Tile(*tile, name) for name, engine in ENGINES.items() for tile in engine.tried)
 
 
 def sensible(tile: Tile, rows_an_expert: float) -> bool:

@@ -43,7 +43,7 @@ from moe_mk.kernels.triton.quantize_rows import (
     quantize_rows_into,
     quantize_tokens,
 )
-from moe_mk.kernels.triton.tile import BLOCK, Tile
+from moe_mk.kernels.triton.tile import BLOCK, ENGINES, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
 
 COLUMNS = 1024
@@ -274,15 +274,9 @@ def _both(
 
 
 def _kernels(tile: Tile, experts: Experts, hidden: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs of the engine of a tile; Gluon kernels compute SwiGLU in FP8, in whole blocks, without biases."""
-    w13, w2 = partial(grouped_w13, gated=experts.gated), grouped_w2
-    if tile.engine == "triton" or experts.format.name != "fp8" or experts.b13 is not None:
-        return w13, w2
-    from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: imported only for its tiles
-
-    first = experts.gated and experts.activation in ("silu", *CLAMPED) and hidden % BLOCK == 0
-    second = experts.inner % BLOCK == 0 and hidden % (2 * BLOCK) == 0
-    return gluon_gemms.grouped_w13 if first else w13, gluon_gemms.grouped_w2 if second else w2
+    """Both GEMMs of the engine of a tile, and ours for what it does not compute."""
+    first, second = ENGINES[tile.engine].gemms(experts, hidden)
+    return first or partial(grouped_w13, gated=experts.gated), second or grouped_w2
 
 
 def _format_arguments(format: KernelFormat, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:

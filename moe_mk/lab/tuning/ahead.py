@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
-"""Of the SXM modules, by compute capability; Gluon kernels are compiled for this number of programs."""
+"""Of the SXM modules, by compute capability; persistent kernels are compiled for this number of programs."""
 FORMATS: dict[str, tuple[QuantScheme, QuantScheme]] = {"fp8_block": (FP8_128x128, FP8_1x128), "plain": (BF16, BF16)}
 """Weights and activations, by the kind of a model's weights."""
 

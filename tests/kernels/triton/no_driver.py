@@ -37,7 +37,9 @@ class NoDriver:
 
 def count_multiprocessors(patch: pytest.MonkeyPatch) -> None:
     """Those of an H200."""
-    from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
+    from moe_mk_contrib.gluon import gluon_gemms
+
+    from moe_mk.kernels.triton import grouped_w2, grouped_w13
 
     for module in (grouped_w13, grouped_w2, gluon_gemms):
         patch.setattr(module, "resident_programs", lambda device: 132)

@@ -135,7 +135,8 @@ def by_hand(
     rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu", reduced: bool = False, arch: int = 90
 ) -> Compiled:
     """The Gluon kernel: 128 rows of a tile are prefill, 64 the middle, fewer decode."""
-    from moe_mk.kernels.triton.gluon_gemms import CODES, _by_hand, weight_box
+    from moe_mk_contrib.gluon.gluon_gemms import CODES, _by_hand, weight_box
+
     from tests.kernels.triton.sm90 import compile_for_hopper
 
     boxes, tokens = (f"tensordesc<fp8e4nv[{side},128],{CODES!r}>" for side in (weight_box(rows), rows))

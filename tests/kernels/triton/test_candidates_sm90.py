@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from moe_mk.experts.triton.tuning import CANDIDATES
+from moe_mk.experts.triton.tuning import CANDIDATES as OWN
+from moe_mk.experts.triton.tuning import of_engines
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
 from tests.kernels.triton.sm90_gemms import by_hand, is_after_3_6, w2_of, w13_of
 
@@ -23,6 +24,7 @@ SLACK = 1.05
 """Of the instructions of a step, for another patch release of the compiler."""
 STEPS_AFTER_3_6 = {(Tile(32, True, 4, 4), "w2"): 181}
 """Those of Triton 3.8, where it needs more than 3.6, with which compiled.json is written."""
+CANDIDATES = (*OWN, *of_engines())
 IN_CI = (Tile(16, True, 4, 5), Tile(8, True, 4, 6, "gluon"))
 
 

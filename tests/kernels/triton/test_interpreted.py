@@ -14,18 +14,19 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 EXPERTS = {
-    "biases": 22, "experts": 30, "gluon": 35, "mxfp4": 25, "one_sided": 9, "one_sided_transport": 18,
+    "biases": 22, "experts": 30, "mxfp4": 25, "one_sided": 9, "one_sided_transport": 18,
     "paged": 9, "weight_types": 54,
 }  # fmt: skip
 """Tests of each file that one process runs."""
 pytestmark = pytest.mark.timeout(480)
 
 
-def run_interpreted(*files: str, options: tuple[str, ...] = ("-m", "not slow"), seconds: int = 470) -> str:
+def run_interpreted(*files: str | Path, options: tuple[str, ...] = ("-m", "not slow"), seconds: int = 470) -> str:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-rpfE", "-p", "no:cacheprovider", "-n", "0", *options]
+    paths = [str(each if isinstance(each, Path) else HERE / f"interpreted_{each}.py") for each in files]
     done = subprocess.run(
-        [*command, *(str(HERE / f"interpreted_{file}.py") for file in files)], cwd=ROOT, text=True, timeout=seconds,
+        [*command, *paths], cwd=ROOT, text=True, timeout=seconds,
         env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
     return done.stdout

@@ -131,7 +131,7 @@ def test_the_second_product_fills_its_ring_while_the_first_one_drains(tile: Tile
 def test_every_thread_stores_adjacent_columns_that_its_warp_multiplied(
     left: int, right: int, axis: int, length: int
 ) -> None:
-    from moe_mk.kernels.triton.gluon_parts import row_pieces
+    from moe_mk_contrib.gluon.gluon_parts import row_pieces
 
     layout = row_pieces(left, right, axis, length)
     length = min(length, left * right // 128)

@@ -29,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from moe_mk.kernels.triton.gluon_parts import (
+from moe_mk.kernels.triton.numerics import hidden_of, scale_of
+from moe_mk.kernels.triton.weight_formats import pinned
+from moe_mk_contrib.gluon.gluon_parts import (
     after_the_one_before,
     columns_of,
     copy_rows,
@@ -40,8 +42,6 @@ from moe_mk.kernels.triton.gluon_parts import (
     thread_barrier,
     zero_dropped,
 )
-from moe_mk.kernels.triton.numerics import hidden_of, scale_of
-from moe_mk.kernels.triton.weight_formats import pinned
 
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 """Of one of both blocks in a warpgroup."""

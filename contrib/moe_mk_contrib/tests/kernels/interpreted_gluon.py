@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from contrib.moe_mk_contrib.tests.kernels.gluon_interpreter import interpreted
 from moe_mk.config.tuned import Tuned
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton.experts import TritonExperts
@@ -19,7 +20,6 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tests.kernels.triton.gluon_interpreter import interpreted
 from tests.kernels.triton.interpreted_experts import CPU, context
 
 HIDDEN, INNER, SLOTS = 512, 256, 3

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrib.moe_mk_contrib.tests.kernels.ring_model import NOTHING, Language, plain_kernel
 from moe_mk.kernels.reference.activation import activation
-from tests.kernels.triton.ring_model import NOTHING, Language, plain_kernel
 
 WAITING = 20.0
 """Seconds until a wait without an end fails."""
@@ -253,7 +253,7 @@ class Kernel:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Inside, the Gluon GEMMs run on tensors of the CPU."""
-    from moe_mk.kernels.triton import gluon_gemms
+    from moe_mk_contrib.gluon import gluon_gemms
 
     before = gluon_gemms._by_hand, gluon_gemms.code_boxes
     gluon_gemms._by_hand, gluon_gemms.code_boxes = Kernel(before[0]), Boxes

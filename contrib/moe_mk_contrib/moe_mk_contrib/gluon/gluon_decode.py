@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from moe_mk.kernels.triton.gluon_parts import after_the_one_before, columns_of, locate, scale_at, store, zero_dropped
+from moe_mk_contrib.gluon.gluon_parts import after_the_one_before, columns_of, locate, scale_at, store, zero_dropped
 
 
 @gluon.jit

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_mk.kernels.triton.gluon_parts import columns_of, copy_rows, locate, scale_at, store, zero_dropped
 from moe_mk.kernels.triton.weight_formats import pinned
+from moe_mk_contrib.gluon.gluon_parts import columns_of, copy_rows, locate, scale_at, store, zero_dropped
 
 
 @gluon.jit

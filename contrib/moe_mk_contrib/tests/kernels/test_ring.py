@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.kernels.triton.ring_model import Action, Broken, Traces, check, traces
+from contrib.moe_mk_contrib.tests.kernels.ring_model import Action, Broken, Traces, check, traces
 
 pytestmark = pytest.mark.sm90
 KINDS = {"decode w13": (8, False), "decode w2": (8, True), "middle w13": (64, False), "middle w2": (64, True)}

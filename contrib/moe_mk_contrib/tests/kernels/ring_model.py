@@ -194,7 +194,7 @@ class Recorder:
 
 def plain_kernel(shared: Mapping[str, Any]) -> Callable[..., None]:
     """The Gluon kernel as plain Python. shared: stand-ins for what its modules import, by name."""
-    from moe_mk.kernels.triton import gluon_decode, gluon_gemms, gluon_middle, gluon_parts, gluon_prefill
+    from moe_mk_contrib.gluon import gluon_decode, gluon_gemms, gluon_middle, gluon_parts, gluon_prefill
 
     def plain(module: Any, **more: Any) -> dict[str, Any]:
         """The module's names, its own functions as plain Python."""
@@ -223,7 +223,7 @@ def traces(
 
     filled: rows of the tiles that exist, in turn; all of them without it.
     """
-    from moe_mk.kernels.triton.gluon_gemms import _by_hand, weight_box
+    from moe_mk_contrib.gluon.gluon_gemms import _by_hand, weight_box
 
     recorder = Recorder(tiles, program, filled or (rows,), 128 // weight_box(rows))
     arguments: dict[str, Any] = dict.fromkeys(inspect.signature(_by_hand.fn).parameters, NOTHING)

@@ -15,12 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_mk.kernels.triton import gluon_decode, gluon_middle, gluon_prefill
-from moe_mk.kernels.triton.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, from_l2, ring_of
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED
 from moe_mk.kernels.triton.launch import chained, readable_scales, resident_programs
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.kernels.triton.tile_map import TileMap
+from moe_mk_contrib.gluon import gluon_decode, gluon_middle, gluon_prefill
+from moe_mk_contrib.gluon.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, from_l2, ring_of
 
 Scaled = tuple[Tensor, Tensor | None]
 
