@@ -1,4 +1,4 @@
-"""Write the table of docs/reliability.md from benchmarks/results/faults_cpu.json.
+"""Write the table of docs/fault-tests.md from benchmarks/results/faults_cpu.json.
 
     moe-mk chaos --worlds 1000 --out build/chaos.json
     python tools/docs_faults.py build/chaos.json
@@ -18,7 +18,7 @@ from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
 from tools.pages import between, markdown, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"
+PAGE, RESULT = "docs/fault-tests.md", "benchmarks/results/faults_cpu.json"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 SUMMARY = (
     "what", "command", "seed", "passed", "seconds", "environment", "by_transport", "by_fault", "shared_memory_left",

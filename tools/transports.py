@@ -36,7 +36,7 @@ This page lists every transport of `moe-mk` and `moe-mk-contrib` with its proper
 limits. A transport sends tokens to the ranks of their experts and returns the outputs. The oracle selects one for each
 range of tokens; `moe-mk explain` shows why the others were rejected. Transports of a library can run on an emulation of
 it if `kernel.allow_emulated` is set: slow, on the CPU, for tests. For the handling of failed calls by transport, see
-[Reliability](reliability.md#by-transport).
+[Reliability](failures.md#by-transport).
 """
 
 MEANING = """\

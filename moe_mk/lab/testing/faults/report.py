@@ -15,7 +15,7 @@ OUTCOMES = (
     "right", "typed error", "own", "late", "false alarm", "not recovered", "not injected", "untyped error", "abort",
     "hang", "WRONG",
 )  # fmt: skip
-"""What a rank may see in a call; docs/reliability.md states what each means."""
+"""What a rank may see in a call; docs/fault-tests.md states what each means."""
 ACCEPTED = frozenset({"right", "typed error", "own"})
 
 
