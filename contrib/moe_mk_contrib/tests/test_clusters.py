@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from moe_mk import Problem, oracle
+from moe_mk.errors import ConfigError
 from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.cost import transport_us
 from moe_mk.oracle.decide import judge
@@ -50,3 +51,11 @@ def test_a_cluster_of_mi300x_chooses_mori_where_it_is_installed(ranks: int) -> N
     assert oracle.select(without).chosen.prepare_finalize != "mori"
     reported = [v for v in judge(without, ORACLES["fp8"]) if v.prepare_finalize == "mori"]
     assert all("mori is not installed" in "; ".join(map(str, v.reasons)) for v in reported)
+
+
+def test_the_name_of_the_distribution_trusts_all_that_it_brings() -> None:
+    whole = oracle.select(asked("mi300x", 8, trust=["moe-mk-contrib"]))
+    assert whole.chosen.prepare_finalize == "mori"
+    assert not [verdict for verdict in whole.verdicts if any(reason.code == "trust" for reason in verdict.reasons)]
+    with pytest.raises(ConfigError, match="names 'moe-mk-contrip'.*did you mean 'moe-mk-contrib'"):
+        oracle.select(asked("mi300x", 8, trust=["moe-mk-contrip"]))
