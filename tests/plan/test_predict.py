@@ -274,7 +274,7 @@ def test_forwarding_inside_nodes_is_the_limit_of_two_nodes_of_h800() -> None:
 
 
 def test_the_page_states_the_constants_and_the_errors_of_every_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "oracle.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
     for kind, mode in (
         ("nvlink4", "latency"),
         ("nvlink5", "latency"),

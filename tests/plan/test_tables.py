@@ -1,11 +1,11 @@
-"""Tables of docs/oracle.md: ways to move bytes, and layouts of sixteen devices."""
+"""Tables of docs/plan.md: ways to move bytes, and layouts of sixteen devices."""
 
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "oracle.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
 def table(title: str) -> list[dict[str, str]]:
