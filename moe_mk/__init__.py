@@ -7,7 +7,7 @@ Four lines do it:
     y = layer(torch.randn(16, 7168).bfloat16())          # (T, H) -> (T, H), shared experts included
     print(layer.explain())                               # what runs, and why not the others
 
-A name is imported where it is first used, so that a door which needs no layer waits for no torch.
+Names are imported lazily, so that `import moe_mk` does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a flight waits for at a yield point: "dispatch", "combine", ..."""
+    """Reason for which a flight waits at a yield point: "dispatch", "combine", ..."""
 
     what: str
 

@@ -1,4 +1,4 @@
-"""One expert-parallel MoE forward: carry out, multiply, combine.
+"""One expert-parallel MoE forward: dispatch, experts, combine.
 
 This is the file to read first. A transport and an experts backend meet here and nowhere else; an oracle chose them
 because every step below is legal for the pair.

@@ -1,4 +1,4 @@
-"""What travels: a routing, the three layouts of tokens at their experts, and what the experts hand back."""
+"""Data types between router, transport and experts: `Routing`, three token layouts, `ExpertOutput`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ LAYOUT_NAMES: Mapping[type, str] = {RowTokens: "rows", GroupedTokens: "grouped",
 
 @dataclass(frozen=True)
 class ExpertOutput:
-    """What the experts made of the tokens, and how far they got with weighing and summing."""
+    """Output of the experts, and the stage it has reached: raw, weighted or reduced."""
 
     y: Tensor
     """RAW, WEIGHTED: (N, H) or (L, S, H) like the tokens. REDUCED: (R, H)."""

@@ -45,6 +45,7 @@ LIMITS = {
     "test lines": 76_500,
     "tool and benchmark lines": 10_020,
     "long files": 0,
+    "docstrings without a subject": 255,
     "frames at EP=1": 9,
     "files at EP=1": 5,
     "frames at EP=2": 14,
@@ -64,6 +65,8 @@ LONGER = {
 }
 LONG = 250
 """Lines beyond which a module with one importer stays a module."""
+VAGUE = ("What ", "Those ", "The same", "Both ", "It ")
+"""First words of docstrings that do not state their subject; neither do docstrings of up to three words."""
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
@@ -203,6 +206,13 @@ class House:
                     yield from (name for name in self.paths if inner and name.startswith(f"{named}."))
 
 
+def _without_subject(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of up to three words, or whose first word stands for something that is not named."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    yield from (text for text in texts if text and (len(text.split()) <= 3 or text.startswith(VAGUE)))
+
+
 def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
@@ -265,6 +275,7 @@ def static_measurements(house: House) -> dict[str, Any]:
         "contrib test lines": below(f"{CONTRIB}/tests/"),
         "tool and benchmark lines": below("tools/", "benchmarks/"),
         "long files": len(long),
+        "docstrings without a subject": sum(len(list(_without_subject(tree))) for tree in house.trees.values()),
         "files that are too long": [f"{path}: {python[path]} lines" for path in long],
         "exceptions": [f"{path} needs no exception" for path in LONGER if python.get(path, LONGEST + 1) <= LONGEST],
     }

@@ -64,7 +64,7 @@ class Communicator(ABC):
 
     @property
     def changes(self) -> Changes:
-        """What this rank knows of votes of the group, see `CallGroups.decide`; the same for all its views."""
+        """Votes of the group as known to this rank, see `CallGroups.decide`; the same for all its views."""
         return self.status.changes
 
     def check(self, phase: str) -> None:

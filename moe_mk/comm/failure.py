@@ -51,7 +51,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """What a rank reports of an exception: its own, or the peer that a CommError names."""
+        """Report of an exception to the peers: its own, or the peer that a CommError names."""
         if isinstance(error, GeneratorExit):
             return cls(ABANDONED, rank, here=True)
         if isinstance(error, CommError) and error.peer is not None:
@@ -83,7 +83,7 @@ class GroupResource(ABC):
 
 @dataclass(frozen=True)
 class Change:
-    """What a vote of all ranks is about, see `CallGroups.decide`."""
+    """Subject of a vote of all ranks, see `CallGroups.decide`."""
 
     make: Callable[[], object]
     undo: Callable[[], object]
@@ -179,7 +179,7 @@ PARKED_S = 5.0
 
 
 class Watched(ABC):
-    """What a thread looks after."""
+    """A wait that the watching thread supervises."""
 
     @abstractmethod
     def look(self) -> bool:
@@ -187,7 +187,7 @@ class Watched(ABC):
 
     @abstractmethod
     def park(self) -> threading.Event | None:
-        """What is set when the next wait begins; None if one has begun."""
+        """The event that is set when the next wait begins; None if one has begun."""
 
 
 def watch(of: ref[Watched]) -> None:

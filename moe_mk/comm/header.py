@@ -1,4 +1,4 @@
-"""What announces a message between two ranks: a tag, and a header with a few rows behind it."""
+"""Announcement of a message between two ranks: a tag, and a header with a few rows behind it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANY = -1
 
 
 class Kind(IntEnum):
-    """What a header announces."""
+    """Kind of message that a header announces."""
 
     ROWS = 0
     FAILED = 1
@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What announces one message. text: the phase of rows, the cause of a failure."""
+    """Header of one message. text: the phase of rows, the cause of a failure."""
 
     kind: Kind
     epoch: int

@@ -159,7 +159,7 @@ class GroupMessages(Watched):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupMessages:
-        """Those of a group, made when first asked for: layers, whoever built them, share its connections."""
+        """The messages of a group, made when first requested: layers, whoever built them, share its connections."""
         with _making:
             messages = _of_group.get(group)
             if messages is None:
@@ -326,7 +326,7 @@ class GroupMessages(Watched):
         return recovery.number
 
     def _message_of(self, caller: Caller, phase: str, recovery: Recovery, peer: int) -> Header:
-        """What a peer sends that recovers and leaves out the same ranks."""
+        """The message of a peer that recovers and leaves out the same ranks."""
         while True:
             receive, post = recovery.receives[peer]
             receive.work, receive.has_come = post.works[0], receive.memory.startswith(MAGIC)
@@ -663,7 +663,7 @@ class GroupMessages(Watched):
         return True
 
     def park(self) -> threading.Event | None:
-        """What is set when the next wait begins; None if one has begun."""
+        """The event that is set when the next wait begins; None if one has begun."""
         self._awake.clear()
         return self._awake if self._wait is None else None
 

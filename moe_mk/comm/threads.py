@@ -62,7 +62,7 @@ class ThreadCommunicator(LockstepCommunicator):
 
     @property
     def group_name(self) -> GroupName:
-        """What a process group has too."""
+        """Name of the group, as process groups have one."""
         name = GroupName(f"threads {id(self.world):x}")
         name.group = self
         return name

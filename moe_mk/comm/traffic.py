@@ -150,11 +150,11 @@ class RowMeter:
 
     @cached_property
     def _before(self) -> list[int]:
-        """What was read before: calls of another thread may count meanwhile, so nothing is set back."""
+        """Counts that were read before: calls of another thread may count meanwhile, so nothing is set back."""
         return [0] * (2 * self.ranks + 2)
 
     def read(self) -> list[tuple[str, list[int], int]]:
-        """What is new since the last time: phase, bytes to each rank, calls."""
+        """Traffic since the last read: phase, bytes to each rank, calls."""
         before, after, ranks = self._before, self.words[:], self.ranks
         new, found = [a - b for a, b in zip(after, before, strict=True)], []
         before[:] = after

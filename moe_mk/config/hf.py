@@ -124,7 +124,7 @@ def settings_from_hf(
 
 
 def _way_out(problem: str, where: str) -> str:
-    """What a person can do about a configuration that is refused."""
+    """Remedies for a configuration that is refused."""
     if "layer=N" in problem:
         return "Name the layer: MoEConfig.from_hf(path, layer=N)"
     if "quantization_config" in problem or "sparsity" in problem:
@@ -140,7 +140,7 @@ def _way_out(problem: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read: of which layer of which model."""
+    """The layer and the model that are being read."""
 
     where: str
     layer: int | None
@@ -249,7 +249,7 @@ def section_of(hf: Mapping[str, Any]) -> str | None:
 
 
 def as_family(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The same with a family as the type of the language model."""
+    """This configuration with a family as the type of the language model."""
     section = section_of(hf)
     inner = {"model_type": family} if section is None else {section: as_family(hf[section], family)}
     return {**hf, **inner}

@@ -34,7 +34,7 @@ class Rules:
     """What is not supported in the section itself."""
 
     def without(self, is_left: Callable[[Module], bool]) -> Rules:
-        """The same with modules that a list leaves as they are."""
+        """These rules with the modules that a list leaves unquantised."""
         return replace(self, part_of=lambda module: None if is_left(module) else self.part_of(module))
 
 
@@ -49,7 +49,7 @@ def others_of(section: Said, allowed: Mapping[str, tuple[object, ...]], title: s
 
 
 def scales_of(kind: str, tokens: Any, key: str = "dynamic") -> Found:
-    """What a section of activations states about their scales: nothing where they cannot be static ("local" is)."""
+    """Scale settings of a section of activations: nothing where they cannot be static ("local" is)."""
     dynamic = None if is_empty(tokens) else tokens.get(key)
     if dynamic not in (None, True, False, "local"):
         return {}, [f"input_activations.{key} is {dynamic!r}"]

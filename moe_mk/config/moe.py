@@ -133,7 +133,7 @@ class ModelConfig(Settings):
         return self
 
     def of_shared(self) -> ModelConfig:
-        """The same with the activation of the shared experts as that of all."""
+        """This section with the activation of the shared experts for all experts."""
         if self.shared_activation is None:
             return self
         return self.model_copy(update={"activation": self.shared_activation, "swiglu_limit": self.shared_swiglu_limit})

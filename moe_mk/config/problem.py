@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def sums(self) -> Plain:
-        """What experts compute in and rows are summed and returned in: f32 where an unweighted row may overflow."""
+        """Dtype in which experts compute and rows are summed and returned: f32 where an unweighted row may overflow."""
         return FP32 if self.dtype == FP16 else self.dtype
 
     @property

@@ -105,7 +105,7 @@ class QuantConfig(Settings):
 
     @property
     def kind(self) -> str:
-        """What experts backends call the format: plain, or the type."""
+        """Name of the format in traits of experts backends: plain, or the type."""
         return "plain" if self.weights in PLAIN_KINDS else self.weights
 
     @property
@@ -125,14 +125,14 @@ class QuantConfig(Settings):
 
     @property
     def shared_activations(self) -> QuantScheme | None:
-        """What shared experts of a stated type round activations to; None for the layer's own dtype."""
+        """Scheme to which shared experts of a stated type round activations; None for the layer's own dtype."""
         blocks = activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
         tokens = dict.fromkeys(("fp8_channel", "fp8_tensor"), FP8_TOKEN)
         return {"fp8_block": blocks, "mxfp8": MXFP8, **tokens}.get(self.shared)
 
     @property
     def activation_scheme(self) -> QuantScheme | None:
-        """What the checkpoint was trained or calibrated to see, or None for the layer's own dtype."""
+        """Activation scheme that the checkpoint was trained or calibrated with, or None for the layer's own dtype."""
         return self.rounded_to(self.activations)
 
     def rounded_to(self, activations: str) -> QuantScheme | None:

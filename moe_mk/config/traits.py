@@ -45,7 +45,7 @@ class Traits:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What the author should state, for a warning at registration."""
+        """Traits that the author should state, for a warning at registration."""
         if not isinstance(self.kinds, Unstated):
             return ()
         return ("states no kinds of device and is used on a CPU only; state them, as in kinds = frozenset({'cpu'})",)

@@ -63,7 +63,7 @@ class TunedPoint:
 
 @dataclass(frozen=True)
 class Case:
-    """What a tuned file is valid for, without top_k."""
+    """The shape and formats for which a tuned file is valid, without top_k."""
 
     hidden_size: int
     intermediate_size: int
@@ -99,7 +99,7 @@ class Tuned(Generic[P]):
 
     @classmethod
     def fixed(cls, parameters: P) -> Tuned[P]:
-        """The same parameters for every number of rows."""
+        """A table with equal parameters for every number of rows."""
         ends = (Point(2.0**-30, parameters, 1.0), Point(2.0**30, parameters, 1.0))
         return cls(ends, ((math.inf, parameters),))
 

@@ -10,7 +10,7 @@ from moe_mk.layer.moe_layer import MoELayer
 
 
 class DeepseekV3MoE(MoELayer):
-    """A `MoELayer` by the name of the model it is made for; other families' configurations run in it as well."""
+    """`MoELayer` under its DeepSeek-V3 name; it runs every supported model family."""
 
     @classmethod
     def from_config(cls, config: MoEConfig | str | Path, **where: Any) -> Self:

@@ -58,7 +58,7 @@ class Effect:
 
 
 def held_in(quant: QuantConfig, problem: Problem) -> Problem:
-    """The same problem with the weights in this format."""
+    """The problem with the weights in this format."""
     model = problem.config.model.model_copy(update={"quant": quant})
     return replace(problem, config=problem.config.model_copy(update={"model": model}))
 

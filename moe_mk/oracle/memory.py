@@ -60,7 +60,7 @@ def resident_experts(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class ExpectedReads:
-    """What one step of `problem.num_tokens` tokens a rank reads from the store on the rank with the most slots."""
+    """Expected store reads in a step of `problem.num_tokens` tokens a rank, on the rank with the most slots."""
 
     slots: int
     experts: int
@@ -101,7 +101,7 @@ class ExpectedReads:
 
 
 def expected_reads(problem: Problem) -> ExpectedReads | None:
-    """What a step reads where `kernel.residency` keeps fewer experts than the rank has; None: nothing, or a pool's."""
+    """Expected reads of a step if `kernel.residency` keeps fewer experts than a rank has; None: none, or a pool."""
     residency, slots = problem.config.kernel.residency, resident_experts(problem)
     if residency is None or residency.slots is residency.bytes or slots >= problem.slots:
         return None

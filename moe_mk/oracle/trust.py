@@ -49,7 +49,7 @@ _distributions = cache(packages_distributions)
 
 @dataclass(frozen=True)
 class Identity:
-    """What a certificate holds for: the code of a backend, this package, and the processor."""
+    """Identity for which a certificate holds: the code of a backend, this package, and the processor."""
 
     name: str
     distribution: str
@@ -151,7 +151,7 @@ def measured_us(name: str, problem: Problem, compute: QuantScheme) -> float | No
 def _not_proven(
     registry: Registry[Any], name: str, problem: Problem, compute: QuantScheme | None
 ) -> tuple[str, list[str]]:
-    """What is missing of certificate and time, and the commands that make them."""
+    """Missing parts of certificate and time, and the commands that make them."""
     if registry is not EXPERTS:
         return "the configuration does not name it", []
     if problem.device.kind != "cpu":
@@ -183,7 +183,7 @@ def _tuning(name: str, problem: Problem, compute: QuantScheme) -> list[str]:
 
 
 def _not_certified(name: str, folder: Path | None) -> str:
-    """What is wrong with the certificate of experts for this machine; empty: it holds."""
+    """Problems with the certificate of experts for this machine; empty: it holds."""
     path = certificate_path(name, folder)
     try:
         held = read_json(path)

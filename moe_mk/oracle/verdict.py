@@ -58,7 +58,7 @@ class Refusal:
         return sum(not reason.fix for reason in self.reasons), len(self.reasons)
 
     def without(self, away: Sequence[Refusal]) -> Refusal | None:
-        """The same for the backends that `away` does not refuse for all pairs; None if none is left."""
+        """This verdict for the backends that `away` does not refuse for all pairs; None if none is left."""
         far_transports = {name for refusal in away if not refusal.experts for name in refusal.prepare_finalize}
         far_experts = {name for refusal in away if not refusal.prepare_finalize for name in refusal.experts}
         transports = tuple(name for name in self.prepare_finalize if name not in far_transports)
@@ -269,7 +269,7 @@ class Decision:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader should know before using this decision: a reference backend was selected for a GPU."""
+        """Warnings about this decision: a reference backend was selected for a GPU."""
         name, device = self.chosen.experts, self.problem.device
         if device.kind == "cpu" or name not in EXPERTS or not EXPERTS[name].traits.definition:
             return ()

@@ -104,7 +104,7 @@ class Gguf(QuantScheme):
         return rows * self.held_columns(columns)
 
     def exact(self, q: QuantTensor) -> QuantTensor:
-        """The same values, bit for bit, in the type `blocks.held`, for types that have one with integers."""
+        """Converts to equal values, bit for bit, in the type `blocks.held`, for types that have one with integers."""
         codes, scales, _ = self.split(q)
         if self.blocks.held == "q6_k":
             return replace(q, values=of_q3_k(divided(q.values, -1, self.blocks.num_bytes)).flatten(-2), scheme=Q6_K)

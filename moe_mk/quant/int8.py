@@ -32,7 +32,7 @@ class Int8Block(BlockedScheme):
 
     @property
     def hidden(self) -> Int8Block:
-        """The same with the groups of the rows between the two products."""
+        """This scheme with the groups of the rows between the two products."""
         return self if self.hidden_columns is None else int8_groups(self.hidden_columns)
 
     @property

@@ -97,7 +97,7 @@ class QuantTensor:
         return tuple(part for part in self._parts().values() if part is not None)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """The same with each of its tensors changed."""
+        """A copy with each of its tensors changed."""
         made = {name: None if part is None else change(part) for name, part in self._parts().items()}
         return replace(self, **made)  # type: ignore[arg-type]
 

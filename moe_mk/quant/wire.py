@@ -39,7 +39,7 @@ def encode_rows(q: QuantTensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WireTypes:
-    """What the tensors of a wire scheme hold."""
+    """Dtypes of the tensors of a wire scheme."""
 
     values: torch.dtype
     scales: torch.dtype | None

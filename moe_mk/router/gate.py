@@ -89,7 +89,7 @@ def _against_small_m(
 def _against_mixed_output(
     arch: tuple[int, int] | None, least: tuple[int, int], dtype: torch.dtype, router_dtype: str
 ) -> list[str]:
-    """What both tiers that read bf16 and write f32 need."""
+    """Requirements of both tiers that read bf16 and write f32."""
     reasons: list[str] = []
     if arch is None:
         reasons.append(f"needs a CUDA device of sm_{least[0]}{least[1]} or newer, this one has no compute capability")

@@ -37,7 +37,7 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_fact
 
 @dataclass(frozen=True)
 class CapacityRouting:
-    """What became of the assignments under a capacity."""
+    """Assignments that a capacity kept and dropped."""
 
     weights_TK: Tensor
     """f32: the score of each choice; 0 where dropped. Not renormalised: a dropped share stays with the residual."""

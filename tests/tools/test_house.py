@@ -76,3 +76,11 @@ def test_lines_are_those_of_all_sources(repository: Path) -> None:
     assert measured["rooms"]["root"] == {"lines": 2, "files": 3}
     assert measured["lines"] == sum(text.count("\n") for name, text in FILES.items() if name.endswith(".py"))
     assert measured["core lines"] == measured["lines"] - 2, "all but the command"
+
+
+def test_docstrings_that_state_no_subject_are_counted(repository: Path) -> None:
+    vague = ['"""What travels between two ranks."""', '"""Those of the kernels here."""', '"""Of one rank."""']
+    good = ['"""Tokens that travel between two ranks."""', '"""Whatever the caller passes, as a list."""']
+    functions = [f"def f{number}():\n    {text}\n" for number, text in enumerate([*vague, *good])]
+    write_tree(repository, {"moe_mk/errors.py": "".join(functions)})
+    assert static_measurements(House(repository))["docstrings without a subject"] == len(vague)

@@ -42,7 +42,7 @@ class Taken:
 
 @dataclass
 class Message:
-    """What goes to one peer at once."""
+    """Bytes that are sent to one peer in one piece."""
 
     peer: int
     kind: Kind
@@ -105,7 +105,7 @@ class Flying:
 
 @dataclass
 class Stream:
-    """What goes to one peer, and what comes from it, on one channel."""
+    """Messages to and from one peer on one channel."""
 
     link: Link | None = None
     number: int = 0

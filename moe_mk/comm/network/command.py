@@ -42,7 +42,7 @@ Packed = npt.NDArray[np.uint64]
 
 
 class Op(IntEnum):
-    """What a command asks for. Zero is none, so unwritten memory is no command."""
+    """Operation of a command. Zero is none, so unwritten memory is no command."""
 
     PUT = 1
     """Bytes of this rank to a peer."""
@@ -103,7 +103,7 @@ class TransferCommand:
 
 
 def ring_bytes(capacity: int) -> int:
-    """What a ring takes."""
+    """Size of a ring in bytes."""
     return COMMANDS_AT + capacity * COMMAND_BYTES
 
 

@@ -67,7 +67,7 @@ class Completion:
 
 @dataclass
 class Watch:
-    """What is measured while a proxy works. Written by its threads, each for peers on its own channels."""
+    """Counters of a running proxy. Written by its threads, each for peers on its own channels."""
 
     completion: dict[int, Completion] = field(default_factory=lambda: defaultdict(Completion))
     messages: Counter[int] = field(default_factory=Counter)

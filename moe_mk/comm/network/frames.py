@@ -45,7 +45,7 @@ class WindowOverflow(GroupError):
 
 
 class Kind(IntEnum):
-    """What a message does on arrival."""
+    """Effect of a message on arrival."""
 
     PAYLOAD = 0
     FENCE = 1
@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 @dataclass(slots=True)
 class _Place(Generic[C]):
-    """What has come of one group."""
+    """Received frames of one group."""
 
     parts: int = 0
     """One bit a part."""
@@ -114,7 +114,7 @@ class Reorder(Generic[C]):
             raise GroupError(f"part {last} of group {number}, which has {place.covers} parts")
 
     def ready(self) -> list[C]:
-        """What can be applied now, in order; it counts as applied from here on."""
+        """Frames that can be applied now, in order; each counts as applied from here on."""
         found: list[C] = []
         while True:
             place = self._places[self.applied % WINDOW]

@@ -230,7 +230,7 @@ class NetworkHeap(SymmetricHeap):
             self.proxy.window.add(self.rank, counter, value)
 
     def counter(self, counter: int) -> int:
-        """What all ranks have added to a counter of this one."""
+        """Sum of what all ranks have added to a counter of this rank."""
         self._check()
         return self.proxy.window.counter(counter)
 

@@ -36,7 +36,7 @@ NOTHING = memoryview(b"")
 
 
 class Pipe(ABC):
-    """Both directions of a stream of bytes. Raises LinkError when it has ended."""
+    """A bidirectional stream of bytes. Raises LinkError when it has ended."""
 
     @abstractmethod
     def send(self, parts: list[memoryview]) -> int:
@@ -51,7 +51,7 @@ class Pipe(ABC):
         """End it, for the other side too."""
 
     def fileno(self) -> int:
-        """What to wait for; -1 if it has to be looked at."""
+        """File descriptor to wait for; -1 if the stream must be polled."""
         return -1
 
 
@@ -86,7 +86,7 @@ class Link(ABC):
         return False
 
     def fileno(self) -> int:
-        """What to wait for; -1 if it has to be looked at."""
+        """File descriptor to wait for; -1 if the stream must be polled."""
         return -1
 
 
@@ -205,7 +205,7 @@ later connection for the same channel has a higher attempt."""
 
 @dataclass(frozen=True)
 class LinksContext:
-    """What links are opened with."""
+    """Arguments with which links are opened."""
 
     registered: Tensor
     """uint8 (bytes): the memory that commands of this rank name and that peers write."""
@@ -218,7 +218,7 @@ class LinksContext:
 
 
 class Links(ABC):
-    """What carries the messages of one heap to all peers."""
+    """Links that carry the messages of one heap to all peers."""
 
     summary: ClassVar[str]
     """In half a line: what carries headers and payload."""
@@ -233,7 +233,7 @@ class Links(ABC):
 
     @property
     def metadata(self) -> bytes:
-        """What each peer must have before `connect`; empty if nothing."""
+        """Metadata that each peer needs before `connect`; may be empty."""
         return b""
 
     def connect(self, metadata: Mapping[int, bytes]) -> None:

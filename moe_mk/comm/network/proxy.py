@@ -78,7 +78,7 @@ class Outage:
 
 
 class Proxy:
-    """What carries out the commands of one rank."""
+    """Executes the commands of one rank."""
 
     def __init__(
         self, rank: int, peers: list[int], window: OwnWindow, listening: tuple[socket.socket, Address],

@@ -94,7 +94,7 @@ def open_network_heap(
 
 
 class _Opening(Opening):
-    """What is known while a heap is being opened."""
+    """State of a heap that is being opened."""
 
     failed = "not all ranks can open windows over the network"
     remedy = ""

@@ -63,7 +63,7 @@ class OwnWindow:
         return place
 
     def asked(self, frame: Frame) -> memoryview:
-        """What a peer's get asks for: `at`, and the lower 24 bits of `value`. Raises FrameError beyond the data."""
+        """Range that a peer's get requests: `at`, and the lower 24 bits of `value`. FrameError beyond the data."""
         return self._data(frame.at, frame.value & MOST_BYTES)
 
     def own(self, source: int, size: int) -> memoryview:
@@ -79,7 +79,7 @@ class OwnWindow:
             self.words.store(place, self.words.load(place) + value & _WORD)
 
     def counter(self, counter: int) -> int:
-        """What all sources have added so far, modulo 2^64."""
+        """Sum of what all sources have added so far, modulo 2^64."""
         first = self.counter_flags.start + counter * self.sources
         return sum(self.words.load(self.flag_at(first + source)) for source in range(self.sources)) & _WORD
 

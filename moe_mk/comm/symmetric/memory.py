@@ -209,7 +209,7 @@ def unlink(name: str, folder: Path = FOLDER) -> None:
 
 
 def free_bytes() -> int:
-    """What can still be taken of shared memory."""
+    """Bytes of shared memory that are still free."""
     there = os.statvfs(FOLDER)
     return there.f_bavail * there.f_frsize
 

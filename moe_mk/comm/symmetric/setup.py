@@ -107,7 +107,7 @@ class Opening:
             self.memory = attach(self.name, self.shape.total_bytes)
 
     def tried(self, make: Callable[[], X]) -> tuple[X | None, str]:
-        """What was made, or the problem in words."""
+        """The result of `make`, or the problem in words."""
         try:
             return make(), ""
         except unless_signalled(*self.problems) as problem:
