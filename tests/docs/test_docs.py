@@ -29,6 +29,13 @@ def test_every_block_states_what_it_is(page: Path) -> None:
 
 
 @pages
+def test_a_page_has_at_most_300_lines_and_4000_words(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= (80 if page.name == "README.md" else 300)
+    assert len(text.split()) <= 4000
+
+
+@pages
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
