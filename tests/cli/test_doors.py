@@ -25,7 +25,7 @@ VERBS = {
     *"run explain place doctor schema make-checkpoint convert derive inspect-checkpoint inspect".split(),
     *"certify chaos bench tune compile bisect demo waits fit".split(),
     *(f"plan {verb}" for verb in "exchange tables held-out relay volumes paths timeline".split()),
-    "trace check",
+    *("trace check", "trace replay"),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """

@@ -1,4 +1,4 @@
-"""The verbs of `moe-mk trace`: check a routing record."""
+"""The verbs of `moe-mk trace`: check, replay."""
 
 from __future__ import annotations
 
@@ -50,3 +50,19 @@ def check_command(
     from moe_mk.lab.cli.screen import Screen
 
     return check(Screen(), CheckOrder(record, checkpoint, other, inputs, layers, top_k), as_json=as_json)
+
+
+@trace_verbs.command("replay", epilog="Example: moe-mk trace replay build/tiny-ds3")
+@with_exit_code
+def replay_command(
+    checkpoint: Annotated[Path, typer.Argument(help="an FP8 checkpoint of a small DeepSeek-V3, see 07_train_tiny.py")],
+    sequences: Annotated[int, typer.Option(min=1, max=LARGEST, help="sequences that are generated")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="tokens of each sequence")] = 128,
+    seed: Annotated[int, typer.Option(help="seed of the tokens")] = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Measure KL between rollout and trainer in other number formats, with and without replayed experts."""
+    from moe_mk.lab.cli.replay import ReplayOrder, replay
+    from moe_mk.lab.cli.screen import Screen
+
+    return replay(Screen(), ReplayOrder(checkpoint, sequences, tokens, seed), as_json=as_json)
