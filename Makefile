@@ -50,7 +50,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest newest hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest newest hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -226,6 +226,11 @@ $(WHEEL_INSTALLED): | $(INSTALLED)
 sanitize: venv  ## run the native kernels under the sanitizers
 	@echo "sanitize  kernels"
 	@$(BIN)/python tools/sanitize_kernels.py
+
+bench-cpu: venv  ## every instruction set of this processor by format and rows, which is chosen; under 10 minutes, on an idle machine
+	@echo "bench     benchmarks/results/processors"
+	@$(BIN)/python benchmarks/processor.py --json "$$($(BIN)/python benchmarks/processor.py --file)"
+	@$(BIN)/python tools/results.py
 
 # GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
 bench-amx: venv  ## the experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM

@@ -61,6 +61,8 @@ PROCESSORS = {
 SIZES = ("experts", "hidden", "inter")
 NOT_SHOWN = re.compile(r" --note '[^']*'| --into \S+")
 """Of recorded commands."""
+WITHIN = 1.05
+"""How much slower than the best the chosen instruction set may be."""
 OTHERS = {
     "vllm": "vLLM",
     "zentorch": "zentorch",
@@ -152,6 +154,8 @@ in one process. The first column has the number of the command below the table; 
 *moe_mk FORMAT* is the wall time of a call in ms. A row *X / moe_mk FORMAT* is the time of X divided by that of `moe_mk`
 with weights of that format in the same run: above 1, `moe_mk` is faster. The kernels of llama.cpp (ggml, the faster
 variant of each block) are compared in processor time, all others in wall time. An empty cell was not measured.
+Sections *instruction sets* are from `make bench-cpu`: a cell is a format and a number of rows of each expert, *of best*
+the time of the fastest instruction set over that of the one which is chosen by itself.
 [Kernels](kernels.md) describes the kernels, [performance](performance.md) what else was measured.
 """
 
@@ -189,7 +193,7 @@ def processors_page(results: Path) -> str:
             markdown([("run", "tokens:", *tokens), *rows]),
             f"\n```text\n{commands}\n```\n",
         ]
-    return "\n".join([*lines, *_placements(results)]) + "\n"
+    return "\n".join([*lines, *_instruction_sets(results), *_placements(results)]) + "\n"
 
 
 def _read(results: Path, name: str) -> dict[str, Any]:
@@ -216,9 +220,9 @@ def _comparisons_of(path: Path) -> Iterator[Comparison]:
                 continue
             for case, (sequences, prompt, new) in run["cases"].items():
                 count = sequences * (new if new > 1 else prompt)
-                rates = [count / median(timed[name][case]) for name in (own, alone)]
+                own_rate, alone_rate = (count / median(timed[name][case]) for name in (own, alone))
                 ratios = tuple(map(truediv, timed[alone][case], timed[own][case]))
-                yield Comparison(path.stem, run["model"], own, alone, case, *rates, ratios)
+                yield Comparison(path.stem, run["model"], own, alone, case, own_rate, alone_rate, ratios)
 
 
 def _dates(runs: Iterable[Mapping[str, Any]]) -> str:
@@ -247,9 +251,9 @@ def _layer_rows(number: int, run: Mapping[str, Any], tokens: Sequence[int]) -> I
             continue
         own = f"moe_mk {form.removeprefix('grouped_mm ')}"
         own = own if own in wall else "moe_mk fp8"
-        times, ours = (cpu, cpu[own]) if project == "ggml" else (wall, wall[own])
-        variants = [times[each] for each in (name, f"{name} repacked") if each in times]
-        ratios = [_ratio(variants, ours, count) for count in tokens]
+        clock = cpu if project == "ggml" else wall
+        variants = [clock[each] for each in (name, f"{name} repacked") if each in clock]
+        ratios = [_ratio(variants, clock[own], count) for count in tokens]
         yield size, f"{OTHERS[project]} {form} / {own}", *ratios
 
 
@@ -277,6 +281,39 @@ def _times(run: Mapping[str, Any], clock: str) -> dict[str, dict[int, float]]:
             measured = line.get("states", {"all": line})["all"]
             found.setdefault(name.replace("ours", "moe_mk"), {})[case["rows"]] = measured[clock]
     return found
+
+
+def cells_table(run: Mapping[str, Any]) -> str:
+    """A row for each cell: milliseconds by instruction set, and the chosen one against its limits."""
+    isas = list(dict.fromkeys(isa for cell in run["cells"] for isa in cell["wall_ms"]))
+    rows: list[Sequence[object]] = [
+        ("format", "rows", *(f"{isa}, ms" for isa in isas), "chosen", "of best", "of limit")
+    ]
+    for cell in run["cells"]:
+        limit = max(("of_read", "of read"), ("of_peak", "of peak"), key=lambda each: cell[each[0]])
+        ms = [f"{cell['wall_ms'][isa]:.3g}" if isa in cell["wall_ms"] else "" for isa in isas]
+        of_limit = f"{cell[limit[0]]:.2f} {limit[1]}"
+        rows.append((cell["format"], cell["rows"], *ms, cell["chosen"], f"{cell['of_best']:.2f}", of_limit))
+    return markdown(rows)
+
+
+def chosen_well(run: Mapping[str, Any]) -> str:
+    """How often the chosen instruction set is within 5 % of the best one, and where it is not."""
+    slow = [cell for cell in run["cells"] if cell["of_best"] * WITHIN < 1]
+    worst = ", ".join(f"{c['format']} at {c['rows']} rows {c['of_best']:.2f}" for c in slow)
+    within = len(run["cells"]) - len(slow)
+    stated = f"Chosen within {WITHIN - 1:.0%} of the best in {within} of {len(run['cells'])} cells"
+    return f"{stated}{': ' * bool(worst)}{worst}."
+
+
+def _instruction_sets(results: Path) -> Iterator[str]:
+    """A table for each processor that benchmarks/processor.py has measured: every instruction set in every cell."""
+    for path in sorted((results / "processors").glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        yield f"## Instruction sets: {run['processor']}, {run['model']}\n"
+        yield f"{run['threads']} threads, torch {run['versions']['torch']}, {run['date']}. {run['instruction sets']}.\n"
+        yield cells_table(run)
+        yield f"\n{chosen_well(run)}\n\n```text\n{run['command']}\n```\n"
 
 
 def _placements(results: Path) -> Iterator[str]:
