@@ -30,6 +30,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "tune": ("cpu_native", *SIZES, "--dry-run"),
     "compile": ("{new}", "--out", "{new}"),
     "bisect": ("reference", "reference", "--tokens", "2", *SIZES),
+    "judge": ("{trace}",),
     "waits": ("{trace}",),
     "demo": ("no_such_host",),
     "plan layout": ("ep",),

@@ -23,7 +23,7 @@ from tests.cli.conftest import Invoke
 DOORS = ("app", "checkpoint_verbs", "predictions", "trace_verbs", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert derive inspect-checkpoint inspect".split(),
-    *"certify chaos bench tune compile bisect demo waits fit".split(),
+    *"certify chaos bench tune compile bisect judge demo waits fit".split(),
     *(f"plan {verb}" for verb in "exchange tables held-out relay volumes paths timeline".split()),
     *("trace check", "trace replay"),
 }

@@ -97,7 +97,7 @@ def test_activations_by_hand(activation: str) -> None:
         "gelu_tanh": 0.75 * (1 + math.tanh(math.sqrt(2 / math.pi) * (1.5 + 0.044715 * 1.5**3))),
         "relu2": 2.25,
     }
-    assert float(dense._ACTIVATIONS[activation](torch.tensor(1.5))) == pytest.approx(by_hand[activation], rel=1e-6)
+    assert float(dense.ACTIVATIONS[activation](torch.tensor(1.5))) == pytest.approx(by_hand[activation], rel=1e-6)
 
 
 def test_scales_belong_to_blocks() -> None:

@@ -1,4 +1,4 @@
-"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, waits, demo."""
+"""The verbs that test and measure backends: certify, chaos, bisect, judge, bench, tune, compile, waits, demo."""
 
 from __future__ import annotations
 
@@ -225,6 +225,23 @@ def bisect_command(
         one, other, ranks, tokens, experts, top_k, hidden, intermediate, weights, activations, dtype, seed, exact
     )
     return bisect_backends(Screen(), order, as_json=as_json)
+
+
+@workbench.command("judge", epilog="Example: moe-mk judge layer3.safetensors --html verdict.html")
+@with_exit_code
+def judge_command(
+    cases: Annotated[list[Path], typer.Argument(help="case files; of one layer, each also explains the others")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="the folder of the checkpoint, for cases without weights")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write one page with the error map")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Replay recorded calls of any engine's MoE layer: right within their number formats, or the first wrong stage."""
+    from moe_mk.lab.cli.judge import judge_cases
+    from moe_mk.lab.cli.screen import Screen
+
+    return judge_cases(Screen(), cases, checkpoint, html, as_json=as_json)
 
 
 @workbench.command(

@@ -220,7 +220,7 @@ def dense_layer(
         )
         ids_TK = np.where(is_image_T[:, None], _chosen(biased_TE, config.router, None, None), by_id_TK)
     chosen_TK = _chosen(biased_TE, config.router, table_XK, token_ids_T) if ids_TK is None else ids_TK
-    weights_TK = _weights(scores_TE, chosen_TK, config.router)
+    weights_TK = routing_weights(scores_TE, chosen_TK, config.router)
     if weights.expert_scale_E is not None:
         weights_TK = weights_TK * weights.expert_scale_E.cpu().float().numpy()[np.maximum(chosen_TK, 0)]
     own = x
@@ -256,7 +256,7 @@ def _chosen(
 ) -> NDArray[np.int64]:
     """The experts of each token from the table if the layer has one, else those with the best scores."""
     if table_XK is None:
-        return _best(_kept(biased_TE, router), router.top_k)
+        return best(kept(biased_TE, router), router.top_k)
     if token_ids_T is None or tuple(token_ids_T.shape) != (len(biased_TE),):
         got = "none" if token_ids_T is None else list(token_ids_T.shape)
         raise ShapeError(
@@ -278,8 +278,12 @@ def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: 
     logits = x_TH.double() @ gate_EH.T
     if logit_bias_E is not None:
         logits = logits + logit_bias_E.cpu().double()
-    coarse = x_TH.dtype if router.router_dtype == "model" else torch.float32
-    logits = logits.to(coarse).double()
+    return scores_of(logits, router, x_TH.dtype if router.router_dtype == "model" else torch.float32)
+
+
+def scores_of(logits_TE: Tensor, router: RouterConfig, coarse: torch.dtype) -> tuple[Array, Array]:
+    """What selects, without a bias, and unbiased scores in f32, of logits; both rounded to `coarse`."""
+    logits = logits_TE.to(coarse).double()
     by_logit, kind = router.scoring_func.startswith(("logit_", "masked_")), router.scoring_func.removeprefix("logit_")
     if kind == "masked_softmax":
         scores = torch.stack([_masked_softmax(each) for each in logits]) if len(logits) else logits
@@ -319,7 +323,7 @@ def group_worth(biased_E: Array, router: RouterConfig) -> list[float]:
     return [float(np.sort(group)[::-1][:counted].sum()) for group in groups]
 
 
-def _kept(biased_TE: Array, router: RouterConfig) -> Array:
+def kept(biased_TE: Array, router: RouterConfig) -> Array:
     """Mask all but the best groups of each token."""
     if router.num_expert_group == 1:
         return biased_TE
@@ -331,11 +335,13 @@ def _kept(biased_TE: Array, router: RouterConfig) -> Array:
     return kept_TE
 
 
-def _best(choice_TE: Array, top_k: int) -> NDArray[np.int64]:
+def best(choice_TE: Array, top_k: int) -> NDArray[np.int64]:
+    """The experts with the greatest values of each token, of equal ones the lowest."""
     return np.argsort(-choice_TE, axis=1, kind="stable")[:, :top_k].astype(np.int64)
 
 
-def _weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) -> Array:
+def routing_weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) -> Array:
+    """The weights of chosen experts, without a factor of each expert; 0 for -1."""
     picked = np.where(ids_TK >= 0, np.take_along_axis(scores_TE, np.maximum(ids_TK, 0), axis=1), 0.0)
     if router.renormalize:
         picked = picked / (picked.sum(axis=1, keepdims=True) + 1e-20)
@@ -345,10 +351,10 @@ def _weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) 
 def _mlp(x: Tensor, slot: SlotWeights, model: ModelConfig) -> Tensor:
     up = _affine(x, slot.up_IH, slot.bias("up"))
     if slot.gate_IH is None:
-        hidden = _ACTIVATIONS[model.activation](up)
+        hidden = ACTIVATIONS[model.activation](up)
     else:
         gate = _affine(x, slot.gate_IH, slot.bias("gate"))
-        hidden = _gated(gate, up, model)
+        hidden = gated(gate, up, model)
     return _affine(hidden, slot.down_HI, slot.bias("down"))
 
 
@@ -357,12 +363,13 @@ def _affine(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.cpu().double()
 
 
-def _gated(gate: Tensor, up: Tensor, model: ModelConfig) -> Tensor:
+def gated(gate: Tensor, up: Tensor, model: ModelConfig) -> Tensor:
+    """act(gate) * up with the limits of the model."""
     if model.activation == "situ":
         soft = up if model.swiglu_limit is None else model.swiglu_limit * torch.tanh(up / model.swiglu_limit)
         return soft * model.swiglu_alpha * torch.tanh(gate / model.swiglu_alpha) / (1.0 + torch.exp(-gate))
     if model.swiglu_limit is None:
-        return _ACTIVATIONS[model.activation](gate) * up
+        return ACTIVATIONS[model.activation](gate) * up
     if model.activation == "silu_limit":
         gate = gate / (1.0 + torch.exp(-gate))
         return torch.clamp(gate, max=model.swiglu_limit) * torch.clamp(up, -model.swiglu_limit, model.swiglu_limit)
@@ -372,7 +379,7 @@ def _gated(gate: Tensor, up: Tensor, model: ModelConfig) -> Tensor:
     return gate / (1.0 + torch.exp(-gate)) * up
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda v: v / (1.0 + torch.exp(-v)),
     "gelu": lambda v: 0.5 * v * (1.0 + torch.erf(v / 2.0**0.5)),
     "gelu_tanh": lambda v: 0.5 * v * (1.0 + torch.tanh((2.0 / np.pi) ** 0.5 * (v + 0.044715 * v**3))),

@@ -1,0 +1,94 @@
+"""Figures of `moe-mk judge`, for docs/judge.md.
+
+python -m benchmarks.judge planted    faults planted in a small engine (tests/support): stages and names found
+python -m benchmarks.judge clean      clean cases of that engine in all formats: false alarms
+python -m benchmarks.judge wide       a case of DeepSeek-V3's width (7168 x 2048, FP8, top 8), right and wrong: seconds
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.lab.judge import Case
+from moe_mk.lab.judge.verdict import judge
+
+
+def planted(seeds: Sequence[int]) -> None:
+    """Print the share of planted faults that are found."""
+    from tests.judge.test_faults import found
+    from tests.judge.test_faults import planted as faults
+
+    stages, names, lost, start = 0, 0, [], time.perf_counter()
+    every = list(faults(seeds))
+    for what, layer, fault, stage in every:
+        at, named, verdict = found(layer, fault, stage)
+        stages, names = stages + at, names + named
+        if not (at and named):
+            lost.append(f"{what}: stage {verdict.stage or '?'}, {'right' if verdict.right else verdict.fault}")
+    took = time.perf_counter() - start
+    print(
+        f"{len(every)} planted, {stages} at the right stage, {names} by the right name, {took:.0f} s", *lost, sep="\n  "
+    )
+
+
+def clean(count: int) -> None:
+    """Print false alarms."""
+    from tests.judge.test_verdict import INTERMEDIATE, layer_of
+
+    alarms, start = list[int](), time.perf_counter()
+    for seed in range(count):
+        case = layer_of(seed).case(record=INTERMEDIATE if seed % 4 == 1 else ())
+        if not judge(case).right:
+            alarms.append(seed)
+    print(f"{count} clean cases, {len(alarms)} false alarms {alarms}, {time.perf_counter() - start:.0f} s")
+
+
+def wide() -> None:
+    """Print the seconds of one token of DeepSeek-V3's width."""
+    hidden, inner, top_k, draw = 7168, 2048, 8, torch.Generator().manual_seed(1)
+    parts: dict[str, Any] = {}
+    for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        codes = torch.randn((top_k, rows, columns), generator=draw).clamp(-3.5, 3.5) * 128
+        parts[name] = codes.to(torch.float8_e4m3fn)
+        scales = (0.3 * torch.randn((top_k, rows // 128, columns // 128), generator=draw)).exp() / 128 * columns**-0.5
+        parts[f"{name}_scale"] = scales
+    ids = torch.arange(top_k)[None]
+    case = Case(
+        model=ModelConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=256,
+                          quant={"weights": "fp8_block"}),
+        router=RouterConfig(top_k=top_k, scoring_func="sigmoid", routed_scaling_factor=2.5),
+        x=torch.randn((1, hidden), generator=draw).to(torch.bfloat16), y=torch.zeros((1, hidden), dtype=torch.bfloat16),
+        experts=torch.arange(top_k), topk_ids=ids, topk_weights=torch.full((1, top_k), 2.5 / top_k), **parts,
+    )  # fmt: skip
+    slots, weight = case.slots(), 2.5 / top_k
+    y = torch.zeros(hidden)
+    swapped = torch.zeros(hidden)
+    for slot in slots.values():
+        gate, up, down = (
+            part.dequantize(torch.float32) for part in (slot.gate_IH, slot.up_IH, slot.down_HI) if part is not None
+        )
+        x = case.x[0].float()
+        g, u = gate @ x, up @ x
+        y += weight * (down @ (torch.nn.functional.silu(g) * u))
+        swapped += weight * (down @ (torch.nn.functional.silu(u) * g))
+    for what, output in (("right", y), ("gate and up swapped", swapped)):
+        start = time.perf_counter()
+        verdict = judge(replace(case, y=output[None].to(torch.bfloat16)))
+        print(f"{what}: {time.perf_counter() - start:.1f} s, {'right' if verdict.right else verdict.fault}", flush=True)
+
+
+if __name__ == "__main__":
+    what = sys.argv[1] if len(sys.argv) > 1 else "planted"
+    if what == "wide":
+        wide()
+    elif what == "clean":
+        clean(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
+    else:
+        planted([int(seed) for seed in sys.argv[2:]] or [1])
