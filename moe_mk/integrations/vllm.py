@@ -104,7 +104,7 @@ def enable() -> bool:
 
 
 def differences() -> list[str]:
-    """What this vLLM does not have as it was read: modules, classes, their methods with parameters, fields."""
+    """Lists what this vLLM does not have as it was read: modules, classes, their methods with parameters, fields."""
     missing = [f"{module}.{name}" for module, name in PLUGGABLE if looked_up(module, name) is None]
     for name, wanted in PARAMETERS.items():
         function = looked_up(MOE, *name.split("."))

@@ -145,7 +145,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        """T."""
+        """T, tokens of the call."""
         return int(self.x.shape[0])
 
     @property

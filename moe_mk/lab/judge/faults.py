@@ -63,7 +63,11 @@ class Scene:
         if self.hook == "top-k":
             recorded = self.bench.case.topk_ids
             assert recorded is not None
-            same = torch.tensor([set(a) == set(b) for a, b in zip(value.tolist(), recorded.tolist(), strict=True)])
+            same = torch.tensor(
+                [set(a) == set(b) for a, b in zip(value.tolist(), recorded.tolist(), strict=True)],
+                dtype=torch.bool,
+                device="cpu",
+            )
             return torch.where(self.got > 0, same[:, None], ~same[:, None]).double()
         value = value.sum(0) if self.hook == "w2" else value
         if self.hook in ("w13", "activation", "w2"):

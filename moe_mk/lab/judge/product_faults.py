@@ -37,7 +37,7 @@ NewScales = Callable[[QuantTensor, int, Matrix], Tensor | None]
 
 
 def of_scales(scene: Scene) -> Iterator[Change]:
-    """Scales of weights."""
+    """Scales of weights that are dropped, moved or of another size."""
     bench = scene.bench
     experts = [e for e in distinct(scene.run["experts"]) if e >= 0 and e in bench.slots]
     if not experts or not any(m.has_scales for m in (bench.w13(experts[0]), bench.w2(experts[0]))):
@@ -107,10 +107,16 @@ def _regrouped(scene: Scene, which: tuple[str, ...], detail: str, index: float) 
         scales, k = scales_of(q), q.shape[1]
         right = over_segments(scales, q, width)
         columns = min(q.scheme.block[1], k) if q.scheme.block else k
-        at = (torch.arange(right.shape[1]) * width * index / columns).long().clamp(max=scales.shape[1] - 1)
-        rows = over_segments(torch.arange(scales.shape[0])[:, None].expand(scales.shape).double(), q, width)[
-            :, 0
-        ].long()
+        at = (
+            (torch.arange(right.shape[1], dtype=torch.int64, device="cpu") * width * index / columns)
+            .long()
+            .clamp(max=scales.shape[1] - 1)
+        )
+        rows = over_segments(
+            torch.arange(scales.shape[0], dtype=torch.int64, device="cpu")[:, None].expand(scales.shape).double(),
+            q,
+            width,
+        )[:, 0].long()
         return scales[rows][:, at]
 
     named = "group of another size"

@@ -21,7 +21,7 @@ def of_ids(scene: Scene) -> Iterator[Change]:
     logical = case.physical_to_logical
     if logical is not None:
         table = logical.to(torch.int64)
-        first = torch.zeros(bench.model.num_experts, dtype=torch.int64)
+        first = torch.zeros(bench.model.num_experts, dtype=torch.int64, device="cpu")
         for physical in range(len(table) - 1, -1, -1):
             if table[physical] >= 0:
                 first[table[physical]] = physical
@@ -47,7 +47,7 @@ def of_ids(scene: Scene) -> Iterator[Change]:
 
 
 def _mapped(moved: dict[int, int], experts: int) -> object:
-    table = torch.tensor([moved.get(e, e) for e in range(experts)])
+    table = torch.tensor([moved.get(e, e) for e in range(experts)], dtype=torch.int64, device="cpu")
     return lambda ids: table[ids]
 
 
@@ -102,9 +102,10 @@ def of_order(scene: Scene) -> Iterator[Change]:
     """Rows in another order, rows of other tokens, rows that were not written."""
     bench, run = scene.bench, scene.run
     tokens = bench.tokens
+    every = torch.arange(tokens, dtype=torch.int64, device="cpu")
     if tokens > 1:
-        for name, order in (("by one", torch.arange(tokens).roll(-1)), ("back by one", torch.arange(tokens).roll(1)),
-                            ("reversed", torch.arange(tokens).flip(0))):  # fmt: skip
+        for name, order in (("by one", every.roll(-1)), ("back by one", every.roll(1)),
+                            ("reversed", every.flip(0))):  # fmt: skip
             yield one("order of tokens", "quantise", f"input rows, {name}", _picked(order))
         sorted_N = torch.where(run["top-k"] >= 0, run["top-k"], 1 << 20).flatten().argsort(stable=True)
         for name, order in (("left sorted by expert", sorted_N), ("sorted by expert twice", sorted_N[sorted_N])):
@@ -124,17 +125,17 @@ def of_order(scene: Scene) -> Iterator[Change]:
         sources = scene.want if whole else routed
         got = (scene.got if whole else scene.got - added).nan_to_num(1e30, 1e30, -1e30)
         distance = torch.cdist(got, sources.nan_to_num()) / var[:, None]
-        order = torch.where(wrong, distance.argmin(1), torch.arange(tokens))
+        order = torch.where(wrong, distance.argmin(1), every)
         edge = _edge(scene)
         if edge:
-            zero, again = torch.arange(tokens) >= edge, torch.arange(tokens) % edge
+            zero, again = every >= edge, every % edge
             where = f"from token {bench.case.positions[edge]} on"
             name = "tokens beyond a bucket's edge"
             yield one(name, "weigh-and-sum", f"zero {where}", _zeroed(zero), hook)
             yield one(name, "weigh-and-sum", f"rows of the first tokens {where}", _picked(again), hook)
-        if not torch.equal(order, torch.arange(tokens)):
+        if not torch.equal(order, every):
             is_permutation = len(distinct(order)) == tokens
-            moved = torch.nonzero(order != torch.arange(tokens)).flatten().tolist()
+            moved = torch.nonzero(order != every).flatten().tolist()
             what = ", ".join(f"{bench.case.positions[t]} has that of {bench.case.positions[int(order[t])]}"
                              for t in moved[:4])  # fmt: skip
             name = "order of tokens" if is_permutation else "stale row"
@@ -145,7 +146,7 @@ def of_order(scene: Scene) -> Iterator[Change]:
     yield from _of_other_cases(scene)
     if edge := _edge(scene):
         where = f"unknown values from token {bench.case.positions[edge]} on"
-        rest = torch.arange(tokens) >= edge
+        rest = every >= edge
         yield replace(
             one("tokens beyond a bucket's edge", "weigh-and-sum", where,
                 lambda run, y: torch.where(rest[:, None], scene.got, y), scene.hook), is_pattern=True,
@@ -250,7 +251,7 @@ def _leaks(scene: Scene) -> Iterator[Change]:
     for token in wrong:
         for source in dict.fromkeys((0, bench.tokens - 1, token)):
             x = run["quantise"][source].expand(1, len(hit), -1)
-            used = torch.tensor([hit])
+            used = torch.tensor([hit], dtype=torch.int64, device="cpu")
             act = bench.activation(bench.products(x, used, "w13"))
             rows = bench.products(act, used, "w2")[0]
             left = (scene.got - scene.want)[token]
@@ -269,12 +270,14 @@ def _leaks(scene: Scene) -> Iterator[Change]:
 
 
 def of_sums(scene: Scene) -> Iterator[Change]:
-    """Sums over ranks."""
+    """Sums over ranks that lack one, or have one twice."""
     case, bench = scene.bench.case, scene.bench
     tp, ep = case.tp, case.ep
 
     def times(factors: list[float]) -> After:
-        return lambda run, value: (of_ranks(run) * torch.tensor(factors).double()[:, None, None]).sum(0)
+        return lambda run, value: (
+            of_ranks(run) * torch.tensor(factors, dtype=torch.float64, device="cpu")[:, None, None]
+        ).sum(0)
 
     for name, factor in (("missing", 0.0), ("doubled", 2.0)):
         for rank in range(tp if tp > 1 else 0):
@@ -306,13 +309,13 @@ def of_sums(scene: Scene) -> Iterator[Change]:
 
 
 def _without_bias(run: Run, value: Tensor) -> Tensor:
-    nothing = torch.zeros((*value.shape[:2], run.bench.model.hidden_size), dtype=torch.float64)
+    nothing = torch.zeros((*value.shape[:2], run.bench.model.hidden_size), dtype=torch.float64, device="cpu")
     return value - run.bench.products(nothing, run["experts"][0], "w13")
 
 
 def _summed(name: str, detail: str, factors: list[float], reduced: After) -> Iterator[Change]:
     yield one(name, "reduce", detail, reduced)
-    of_rank = torch.tensor(factors).double()[:, None, None]
+    of_rank = torch.tensor(factors, dtype=torch.float64, device="cpu")[:, None, None]
 
     def recorded(run: Run, value: Tensor) -> Tensor:
         return value * of_rank if len(value) == len(of_rank) else value

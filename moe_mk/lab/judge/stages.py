@@ -80,7 +80,7 @@ class Matrix:
 
     @cached_property
     def values(self) -> Tensor:
-        """(n, k) f64."""
+        """Decoded weights, (n, k) f64."""
         return torch.cat([decoded(q) for q in self.parts])
 
     @cached_property
@@ -119,8 +119,10 @@ def over_segments(scales: Tensor, q: QuantTensor, width: int) -> Tensor:
     assert isinstance(q.scheme, BlockedScheme)
     n, k = q.shape
     rows, columns = (min(side, size) for side, size in zip(q.scheme.sides_of(q), (n, k), strict=True))
-    row_n = (torch.arange(n) // rows).clamp(max=scales.shape[0] - 1)
-    column_s = (torch.arange(-(-k // width)) * width // columns).clamp(max=scales.shape[1] - 1)
+    row_n = (torch.arange(n, dtype=torch.int64, device="cpu") // rows).clamp(max=scales.shape[0] - 1)
+    column_s = (torch.arange(-(-k // width), dtype=torch.int64, device="cpu") * width // columns).clamp(
+        max=scales.shape[1] - 1
+    )
     return scales[row_n][:, column_s]
 
 
@@ -145,7 +147,7 @@ class Bench:
         experts, ep = self.model.num_experts, self.case.ep
         if self.case.expert_map is not None:
             return (self.case.expert_map >= 0).to(torch.int64).argmax(0)
-        return (torch.arange(experts) * ep // experts).clamp(max=ep - 1)
+        return (torch.arange(experts, dtype=torch.int64, device="cpu") * ep // experts).clamp(max=ep - 1)
 
     @property
     def routes(self) -> bool:
@@ -171,7 +173,7 @@ class Bench:
 
     @cached_property
     def shared_added(self) -> tuple[Tensor, Tensor]:
-        """What shared experts add to the tokens of the case, and its variance."""
+        """Output of the shared experts for the tokens of the case, and its variance."""
         return self.of_shared(self.x)
 
     def release(self, matrix: Matrix, which: str) -> None:
@@ -196,7 +198,7 @@ class Bench:
     def products(self, x_TKX: Tensor, used_TK: Tensor, which: str, *, with_bias: bool = True) -> Tensor:
         """(T, K, n): rows times the matrices of the experts that each assignment uses; NaN for unknown experts."""
         wide = self.sizes(which)[0]
-        out = torch.full((*used_TK.shape, wide), float("nan"), dtype=torch.float64)
+        out = torch.full((*used_TK.shape, wide), float("nan"), dtype=torch.float64, device="cpu")
         out[used_TK < 0] = 0.0
         for expert in distinct(used_TK):
             if expert in self.slots:
@@ -240,8 +242,8 @@ class Bench:
     def _segments(self, rows_TKX: Tensor, used_TK: Tensor, which: str) -> tuple[Tensor, Tensor]:
         (n, k), width = self.sizes(which), self.width(which)
         count = -(-k // width)
-        out = torch.full((*used_TK.shape, n, count), float("nan"), dtype=torch.float64)
-        scales = torch.ones((*used_TK.shape, n, count), dtype=torch.float64)
+        out = torch.full((*used_TK.shape, n, count), float("nan"), dtype=torch.float64, device="cpu")
+        scales = torch.ones((*used_TK.shape, n, count), dtype=torch.float64, device="cpu")
         for expert in distinct(used_TK):
             at = used_TK == expert
             if expert not in self.slots:
@@ -257,7 +259,7 @@ class Bench:
         return out, scales
 
     def of_shared(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What shared experts add to each token, and its variance."""
+        """Output of the shared experts for each token, and its variance."""
         slot, model = self.shared_slot, self.model.of_shared()
         assert slot is not None
         parts = (slot.up_IH,) if slot.gate_IH is None else (slot.gate_IH, slot.up_IH)
@@ -379,7 +381,9 @@ def of_slices(bench: Bench, run: Run, w2: Tensor) -> Tensor:
     if bench.case.tp == len(w2):
         return w2
     act, slices = run["activation"], list[Tensor]()
-    for rank, columns in enumerate(torch.arange(act.shape[-1]).tensor_split(bench.case.tp)[:-1]):
+    for rank, columns in enumerate(
+        torch.arange(act.shape[-1], dtype=torch.int64, device="cpu").tensor_split(bench.case.tp)[:-1]
+    ):
         masked = torch.zeros_like(act)
         masked[..., columns] = act[..., columns]
         slices.append(bench.products(masked, run["experts"][1], "w2", with_bias=rank == 0))
@@ -471,7 +475,7 @@ def _product_stage(bench: Bench, run: Run, hook: str) -> tuple[Tensor, Tensor]:
         x = run["activation"]
         var = run.variances["activation"] + rounding_of(x, bench.compute.hidden)
     wide = bench.sizes(hook)[0]
-    value = torch.zeros((*used.shape, wide), dtype=torch.float64)
+    value = torch.zeros((*used.shape, wide), dtype=torch.float64, device="cpu")
     spreads = torch.zeros_like(value)
     for expert in distinct(used):
         if expert >= 0:

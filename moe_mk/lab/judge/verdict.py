@@ -78,7 +78,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `judge` found."""
+    """Result of `judge`."""
 
     right: bool
     checks: tuple[Check, ...]
@@ -317,7 +317,7 @@ def _choice(bench: Bench, run: Run, ids_TK: Tensor) -> tuple[str, str, Tensor, T
     wrong = [
         float(not _chosen(ids.numpy().astype(np.int64), biased[t], bench, tolerance)) for t, ids in enumerate(ids_TK)
     ]
-    got = torch.tensor(wrong, dtype=torch.float64)[:, None]
+    got = torch.tensor(wrong, dtype=torch.float64, device="cpu")[:, None]
     return "top-k", "topk_ids", got, torch.zeros_like(got), torch.full_like(got, _TINY)
 
 
@@ -457,7 +457,7 @@ def _where(scene: Scene, measured: Measured) -> tuple[int, int, int, tuple[tuple
     top_k = ids.shape[1]
     if scene.hook in ("w13", "activation", "w2"):
         token, expert = worst // top_k, int(ids.flatten()[worst])
-        grid = torch.zeros(len(ids), len(experts), dtype=torch.float64)
+        grid = torch.zeros(len(ids), len(experts), dtype=torch.float64, device="cpu")
         for t, row in enumerate(ids.tolist()):
             for k, e in enumerate(row):
                 if e >= 0:

@@ -160,7 +160,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `check` found of one law."""
+    """Result of `check` for one law."""
 
     law: Law
     status: str
@@ -214,7 +214,7 @@ class _Subject:
 
 
 class _Module(torch.nn.Module):
-    """What experts functions of transformers read of a module (`transformers.integrations.moe`, 5.24)."""
+    """Attributes that experts functions of transformers read of a module (`transformers.integrations.moe`, 5.24)."""
 
     has_gate, is_concatenated = True, True
     has_bias = is_transposed = has_post_expert_norm = _is_expert_parallel = False
