@@ -32,6 +32,7 @@ from experts_cpu_stored_peers import Ggml, GgmlExperts, kt_candidates, vllm_cand
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.selfcheck import load
+from moe_mk.lab.judge.recorders import record
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -193,6 +194,19 @@ def child(options: argparse.Namespace) -> None:
             print(json.dumps({"law": law.name}), flush=True)
             (outcome,) = check(peer.fn, peer.experts, top_k=TOP_K, compute=peer.compute, laws=(law,))
             print(json.dumps(stated(outcome)), flush=True)
+            if options.cases is not None and outcome.call is not None and outcome.status == "broken":
+                write_smallest(
+                    peer, outcome, options.cases / f"{options.one}, {law.name}.safetensors".replace(" ", "_")
+                )
+
+
+def write_smallest(peer: Peer, outcome: Outcome, path: Path) -> None:
+    """The smallest call that breaks a law, with the output that the peer has for it."""
+    assert outcome.call is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    call, rounded = outcome.call, "none" if peer.compute is None else "int8"
+    fn = record(peer.fn, path, peer.experts, norm=0.0, activations=rounded)
+    fn(call.x_TH.clone(), call.ids_TK.int(), call.weights_TK.clone())
 
 
 def stated(outcome: Outcome) -> dict[str, Any]:

@@ -183,7 +183,9 @@ def _facts_of_module(path: str, module: nn.Module, quant: Mapping[str, Any]) -> 
 def record_vllm(
     model: nn.Module, folder: str, *, checkpoint: str, activation: str = "silu", norm: float = math.inf, **quant: Any
 ) -> list[str]:
-    """Record the routed experts of a model of vLLM (0.32), eager or compiled, in one rank; the files by layer.
+    """Record the routed experts of a model of vLLM (0.32) with enforce_eager in one rank; the files by layer.
+
+    A compiled graph of a CPU holds the layer itself and calls nothing that could be recorded: no file is written.
 
     Engines repack weights at load, so cases name the checkpoint that has them. Each rank writes `<layer>.rank<n>`;
     `joined` makes one case of them. While ranks record, every call exchanges which tokens are picked.

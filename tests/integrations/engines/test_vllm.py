@@ -394,6 +394,18 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
 @pytest.mark.slow
+@pytest.mark.row(175)
+@pytest.mark.parametrize("options", [["--eager"], ["--tp", "--eager"], ["--ep", "--eager"]], ids=" ".join)
+def test_calls_of_vllm_are_recorded_with_all_ranks(tmp_path: Path, options: list[str]) -> None:
+    (found,) = hosted(tmp_path, "--record", "--alone", *options, "bf16").values()
+    record = found["record"]
+    assert len(record["layers"]) == len({*record["layers"]}) >= 2 and min(record["tokens"]) > 1
+    assert max(record["errors"]) < 0.02, "of bf16 rows"
+
+
+@pytest.mark.timeout(300)  # as long as its process may take
+@pytest.mark.external
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"),
     [

@@ -1,8 +1,9 @@
 """Tiny random models by vLLM with this library, compared with transformers; started as a program of its own.
 
-python vllm_host.py FOLDER [--eager] [--alone] [--int8] [--checkpoint] [--tp] [--ep] [--dp] NAME...
+python vllm_host.py FOLDER [--eager] [--alone] [--record] [--int8] [--checkpoint] [--tp] [--ep] [--dp] NAME...
 
 Names are those of `vllm_models.write`. Prints one JSON line for each model. --alone: by vLLM without this library.
+--record: with case files of the first call of each layer, compared with the experts of transformers.
 --int8: with tokens rounded to INT8; --checkpoint: where the checkpoint states it.
 --tp, --ep: on two ranks, each with a part of every expert, or with half of the experts. --dp: on two engines, each with
 half of the experts and prompts of its own; --second: the other of the two, with one prompt, which ends early.
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,11 @@ def experts_of(model: Any) -> list[tuple[str, int, int, bool]]:
     ]
 
 
-def generate(folder: Path, *, eager: bool, wish: str = "auto", **more: Any) -> tuple[Made, Any]:
+def generate(folder: Path, *, eager: bool, wish: str = "auto", recorded: bool = False, **more: Any) -> tuple[Made, Any]:
     """What it generates, and the experts of each rank."""
     import vllm
 
+    from moe_mk.lab.judge import record_vllm
     from tests.integrations.engines import vllm_host  # by a name that processes of vLLM can import
 
     engine = vllm.LLM(
@@ -45,6 +48,8 @@ def generate(folder: Path, *, eager: bool, wish: str = "auto", **more: Any) -> t
         max_num_batched_tokens=512, **more,
         additional_config={"moe_mk": {"experts": "cpu_native", "activations": wish}},
     )  # fmt: skip
+    if recorded:
+        engine.apply_model(partial(record_vllm, folder=str(folder), checkpoint=folder.name, norm=0.0))
     sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     made = []
     for stated in engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False):
@@ -86,6 +91,23 @@ def compared(model: Any, made: Made) -> dict[str, float]:
             noise = max(noise, float((near - exact).square().mean(-1).sqrt().max()))
         equal += int((exact.argmax(-1) == torch.tensor(tokens)).sum())
     return {"behind": behind, "off": off, "noise": noise, "equal": equal}
+
+
+def of_record(model: Any, folder: Path, options: set[str]) -> dict[str, Any]:
+    """The case files of all layers: how far their outputs are from the experts of transformers, and their tokens."""
+    from moe_mk.lab.judge import joined, read_case
+
+    found: dict[str, Any] = {"layers": [], "tokens": [], "errors": []}
+    for first in sorted(folder.glob("*.rank0.safetensors")):
+        files = sorted(folder.glob(first.name.replace("rank0", "rank*")))
+        sizes = {"ep" if "--ep" in options else "tp": len(files)}
+        case = joined([read_case(file) for file in files], **sizes).checked()
+        experts = model.model.layers[case.layer].mlp.experts
+        wanted = experts(case.x.float(), case.topk_ids, case.topk_weights.float())
+        found["layers"].append(case.layer)
+        found["tokens"].append(case.num_tokens)
+        found["errors"].append(float((case.y.float() - wanted).norm() / wanted.norm()))
+    return found
 
 
 def main(folder: Path, names: list[str], options: set[str]) -> None:
@@ -136,8 +158,10 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
                 more = {"enable_expert_parallel": True}
                 subprocess.Popen(second, env=os.environ | {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"})
             (more["wish"],) = [each[2:] for each in ("--int8", "--checkpoint") if each in options] or ["auto"]
+            more["recorded"] = "--record" in options
             found, ranks = generate(folder / name, eager="--eager" in options, **more)
             facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
+            facts |= {"record": of_record(model, folder / name, options)} if "--record" in options else {}
             print(json.dumps(facts | compared(model, found)), flush=True)
 
 
