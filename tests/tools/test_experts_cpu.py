@@ -18,6 +18,7 @@ from experts_cpu_clock import STEP, settle  # noqa: E402
 from experts_cpu_peers import LARGEST_ERROR, left_out, without_wrong, wrong_results  # noqa: E402
 from experts_cpu_report import GGML, OURS, at_equal_bits, four_bit_goals, goals  # noqa: E402
 from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
+from laws import table  # noqa: E402
 
 from moe_mk.quant.kinds import scheme_of_kind  # noqa: E402
 
@@ -151,3 +152,11 @@ def test_goals_of_four_bit_formats_are_met_or_not_at_equal_bits() -> None:
     assert "our FP8 1.60 times (goal 1.20, met)" in lines[2] and "pure read" not in lines[2]
     table = at_equal_bits(results)
     assert "| tokens | routing | int4 g32 w4a8 |" not in table and "q8 0" in table
+
+
+@pytest.mark.row(176)
+def test_the_page_of_laws_shows_the_results_that_are_here_and_ours_keep_all() -> None:
+    results = json.loads((RESULTS / "laws.json").read_text(encoding="utf-8"))
+    assert table(results) in (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    ours = {each["status"] for name, peer in results["peers"].items() if name.startswith("moe_mk") for each in peer}
+    assert ours == {"kept"}

@@ -49,7 +49,8 @@ def generate(folder: Path, *, eager: bool, wish: str = "auto", recorded: bool = 
         additional_config={"moe_mk": {"experts": "cpu_native", "activations": wish}},
     )  # fmt: skip
     if recorded:
-        engine.apply_model(partial(record_vllm, folder=str(folder), checkpoint=folder.name, norm=0.0))
+        (folder / "cases").mkdir()
+        engine.apply_model(partial(record_vllm, folder=str(folder / "cases"), checkpoint=folder.name, norm=0.0))
     sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     made = []
     for stated in engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False):
@@ -161,7 +162,7 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
             more["recorded"] = "--record" in options
             found, ranks = generate(folder / name, eager="--eager" in options, **more)
             facts = {"name": name, "tokens": [tokens for tokens, _ in found], "calls": dict(calls), "ranks": ranks}
-            facts |= {"record": of_record(model, folder / name, options)} if "--record" in options else {}
+            facts |= {"record": of_record(model, folder / name / "cases", options)} if "--record" in options else {}
             print(json.dumps(facts | compared(model, found)), flush=True)
 
 
