@@ -43,7 +43,7 @@ LIMITS = {
     "core lines": 26_740,
     "library lines": 52_620,
     "test lines": 79_000,
-    "tool and benchmark lines": 10_800,
+    "tool and benchmark lines": 11_000,
     "long files": 0,
     "docstrings without a subject": 255,
     "frames at EP=1": 9,

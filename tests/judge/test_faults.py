@@ -76,6 +76,7 @@ def planted(seeds):
                 yield f"{kind}, {fault}, {seed}", Layer(**FORMATS[kind], seed=seed), fault, stage
 
 
+@pytest.mark.row(175)
 @pytest.mark.parametrize(
     ("seed", "every"),
     [pytest.param(1, 4, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.slow)],

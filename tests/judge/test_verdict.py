@@ -28,6 +28,7 @@ def layer_of(seed):
     )  # fmt: skip
 
 
+@pytest.mark.row(175)
 @pytest.mark.thorough
 def test_clean_cases_of_an_engine_in_bf16_are_right():
     wrong = []

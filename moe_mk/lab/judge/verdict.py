@@ -89,7 +89,7 @@ class Verdict:
     token: int = -1
     """The position in the call of the worst token."""
     expert: int = -1
-    """The expert of the worst row; -1 where it cannot be told apart."""
+    """The expert of the worst row; -1 where no expert can be singled out."""
     block: int = -1
     """Columns [128 block, 128 (block + 1)) of that row."""
     fault: str = NONE
