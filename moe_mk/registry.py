@@ -40,7 +40,7 @@ def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
 def more_backends() -> str:
     """Where further backends are, as the end of a message about a name that is unknown; empty if they are installed."""
     there = find_spec(MORE.replace("-", "_")) is not None
-    return "" if there else f"; further backends are in another distribution [pip install {MORE}]"
+    return "" if there else f"; further backends are in {MORE} [pip install ./contrib/moe_mk_contrib, in a clone]"
 
 
 class Registry(Generic[T]):

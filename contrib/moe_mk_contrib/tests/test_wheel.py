@@ -59,7 +59,7 @@ for settings in ({"prepare_finalize": "mori"}, {"trust": ["mori"]}):
     try:
         oracle.select(Problem(config, device_profile("cpu"), BF16, 16, frozenset()))
     except ConfigError as error:
-        assert "mori" in str(error) and "pip install moe-mk-contrib" in str(error), error
+        assert "mori" in str(error) and "pip install ./contrib/moe_mk_contrib" in str(error), error
     else:
         raise AssertionError(settings)
 """
