@@ -15,6 +15,7 @@ import time
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,6 +28,8 @@ LINGER_S = 1.0
 LOOK_S = 0.1
 """How often a wait looks for itself: an interrupt may have taken the ring that it was for."""
 POLL_S = 0.0005
+BEGIN_S = 1.0
+"""How long a started thread may take to begin: one without memory for its first frame ends without a sign."""
 
 
 class Bell:
@@ -53,7 +56,7 @@ class Bell:
 class Job(Generic[X]):
     """A call that a thread makes, at most once, and its outcome."""
 
-    __slots__ = ("__weakref__", "_bell", "_call", "_owner", "_value", "error", "has_ended")
+    __slots__ = ("__weakref__", "_bell", "_call", "_owner", "_value", "error", "has_ended", "threads")
 
     def __init__(self, call: Callable[[], X], bell: Bell | None = None) -> None:
         """bell: rung when the call has ended; None: one of its own."""
@@ -62,6 +65,7 @@ class Job(Generic[X]):
         self._owner, self._value = dict[str, str](), list[X]()
         self.has_ended = False
         self.error: BaseException | None = None
+        self.threads: Threads | None = None
 
     @classmethod
     def failed(cls, error: BaseException) -> Job[X]:
@@ -95,8 +99,13 @@ class Job(Generic[X]):
         return self.has_ended or self._owner.get("is") == "nothing"
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it ends within so many seconds."""
-        return listen(self._bell, lambda: self.has_ended, limit_s)
+        """Whether it ends within so many seconds; made here if its threads have ended for lack of memory."""
+        return listen(self._bell, self._ends, limit_s)
+
+    def _ends(self) -> bool:
+        if self.threads is not None and not (self.has_ended or self._owner):
+            self.threads.help()
+        return self.has_ended
 
     def result(self) -> X:
         """The result of a call that has ended; raises its exception."""
@@ -141,9 +150,10 @@ class Threads:
         """Run a job as soon as a thread is free. Raises UnsupportedError where the system allows no thread."""
         if self._process != os.getpid():
             self._jobs, self._bell, self._process, self._threads = deque(), Bell(), os.getpid(), []
+        job.threads = self
         self._jobs.append(job)
         self._bell.ring()
-        self._threads = [each for each in self._threads if not each.has_ended]
+        self._threads = [each for each in self._threads if each.is_there]
         if len(self._threads) >= self.count:
             return
         thread = _Thread(self._jobs, self._bell, self.linger_s)
@@ -157,17 +167,42 @@ class Threads:
         else:
             self._threads.append(thread)  # not earlier: one that an interrupt kept from starting must not count
 
+    def help(self) -> None:
+        """Run the next job here if there is no thread for it: all have ended, or have not begun within BEGIN_S."""
+        if self._process != os.getpid() or any(each.is_there for each in self._threads):
+            return
+        try:
+            job = self._jobs.popleft()
+        except IndexError:
+            return
+        _ended(job)
+
     def start(self, call: Callable[[], X]) -> Job[X]:
         """Run a call as soon as a thread is free."""
         self.put(job := Job(call))
         return job
 
 
+def _ended(job: Job[Any]) -> None:
+    """Run a job; it has ended afterwards, also where there was no memory to keep its error as usual."""
+    try:
+        job.run()
+    except BaseException as error:
+        job.error, job.has_ended = error, True
+        raise
+
+
 class _Thread:
     def __init__(self, jobs: deque[Job[Any]], bell: Bell, linger_s: float) -> None:
-        self._jobs, self._bell, self._linger_s, self.has_ended = jobs, bell, linger_s, False
+        self._jobs, self._bell, self._linger_s = jobs, bell, linger_s
+        self.has_begun, self.has_ended, self.since = False, False, now()
+
+    @property
+    def is_there(self) -> bool:
+        return not self.has_ended and (self.has_begun or now() - self.since < BEGIN_S)
 
     def run(self) -> None:
+        self.has_begun = True
         try:
             while self._jobs or self._bell.wait(self._linger_s) or self._is_needed():
                 try:
@@ -176,7 +211,8 @@ class _Thread:
                     continue
                 if self._jobs:
                     self._bell.ring()  # for the next thread: several rings may have been one
-                job.run()
+                with suppress(BaseException):  # which the job keeps
+                    _ended(job)
                 del job
         finally:
             self.has_ended = True

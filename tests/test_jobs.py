@@ -237,3 +237,31 @@ def test_what_a_job_has_used_is_free_once_it_has_ended() -> None:
     while gone() is not None and time.monotonic() < until:
         time.sleep(0.01)
     assert gone() is None
+
+
+def test_calls_are_made_by_their_caller_where_no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread without memory for its first frame ends without running any Python code."""
+    monkeypatch.setattr(jobs, "start_new_thread", lambda run, arguments: 0)
+    monkeypatch.setattr(jobs, "BEGIN_S", 0.05)
+    threads = Threads(2, linger_s=0.1)
+    here = threading.get_ident()
+    assert all_results(threads, [lambda: threading.get_ident()] * 5) == [here] * 5
+    with pytest.raises(ZeroDivisionError):
+        all_results(threads, [lambda: 1 // 0])
+    monkeypatch.undo()
+    time.sleep(0.1)
+    assert all_results(threads, [lambda: threading.get_ident()] * 5) != [here] * 5, "threads begin again"
+
+
+def test_a_call_ends_where_its_error_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(Job[int]):
+        def run(self) -> None:
+            self._owner["is"] = "thread"
+            raise MemoryError
+
+    threads = Threads(1)
+    threads.put(job := Short(lambda: 1))
+    assert job.wait(5.0)
+    with pytest.raises(MemoryError):
+        job.result()
+    assert all_results(threads, [lambda: 2]) == [2], "the thread goes on"

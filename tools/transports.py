@@ -40,8 +40,9 @@ it if `kernel.allow_emulated` is set: slow, on the CPU, for tests. For the handl
 """
 
 MEANING = """\
-**Distribution**: transports of `moe-mk-contrib` come with `pip install ./contrib/moe_mk_contrib` in a clone; `auto` selects them if
-`kernel.trust` has their name or that of the distribution. **Layout** of the received tokens. *rows*: one row per
+**Distribution**: transports of `moe-mk-contrib` come with `pip install ./contrib/moe_mk_contrib` in a
+clone; `auto` selects them if `kernel.trust` has their name or that of the
+distribution. **Layout** of the received tokens. *rows*: one row per
 received token; *grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the
 stage of the experts' output that combine expects: *reduced* is summed over the experts of a rank, *raw* is the output
 of the last GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows. **Has met its

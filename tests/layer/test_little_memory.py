@@ -1,0 +1,87 @@
+"""Calls in a process whose address space ends: an error that states it, and the layer is right again afterwards."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import copy, gc, random, resource, sys, traceback
+
+import torch
+
+from moe_mk import MoEConfig, MoELayer, jobs
+from moe_mk.errors import MoEMKError
+from moe_mk.layer.hot_swap import swap_backends
+
+backend, seed, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+jobs.BEGIN_S = 0.05
+H, I, E, K = 256, 128, 8, 2
+draw, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+matrix = lambda *shape: (torch.randn(*shape, generator=draw) / shape[1] ** 0.5).bfloat16()
+weights = {"gate.weight": matrix(E, H)}
+for e in range(E):
+    weights |= {f"experts.{e}.{name}_proj.weight": matrix(*shape) for name, shape in
+                (("gate", (I, H)), ("up", (I, H)), ("down", (H, I)))}
+model = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "quant": {"weights": "bf16"}}
+config = MoEConfig.parse({"model": model, "router": {"top_k": K}, "kernel": {"experts": backend}}, "settings")
+few, many = matrix(8, H), matrix(8000, H)
+
+def build():
+    return MoELayer(config).load_weights(weights)
+
+def ends_well(error):
+    allocation = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # of torch, on a CPU
+    return isinstance(error, (MoEMKError, MemoryError)) or allocation
+
+layer = build()
+other = "reference"
+verbs = {
+    "build": build,
+    "few": lambda: layer(few),
+    "many": lambda: layer(many),
+    "copy": lambda: copy.deepcopy(layer)(few),
+    "explain": lambda: layer.explain(),
+    "report": lambda: layer.report(),
+    "load": lambda: layer.load_weights(weights),
+    "swap": lambda: swap_backends(layer, few, experts=other),
+    "swap back": lambda: swap_backends(layer, few, experts=backend),
+}
+with torch.no_grad():
+    for verb in verbs.values():  # what is imported at first use is imported
+        verb()
+    right, of_other = build()(few), None
+    swap_backends(layer, few, experts=other)
+    of_other = layer(few)
+    swap_backends(layer, few, experts=backend)
+    ended = 0
+    for _ in range(rounds):
+        name = rng.choice([*verbs])
+        gc.collect()
+        size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (size + int(2 ** rng.uniform(0, 22)), -1))
+        try:
+            verbs[name]()
+        except BaseException as error:
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+            ended += 1
+            if not ends_well(error):
+                traceback.print_exc()
+                sys.exit(f"{name} ended with {type(error).__name__}")
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        y = layer(few)
+        assert torch.equal(y, right) or torch.equal(y, of_other), f"other numbers after {name}"
+print(ended)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu_native", "torch_cpu"])
+def test_a_call_without_memory_ends_in_an_error_and_the_layer_is_right_afterwards(backend: str) -> None:
+    child = [sys.executable, "-W", "ignore", "-c", CHILD, backend, "3", "30"]
+    gives_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=os.environ | gives_back)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) >= 1, "some calls must have met the limit"
