@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ModelOptFp8MoEMethod": ("fp8_tensor", {}),
     "ModelOptNvFp4FusedMoE": ("nvfp4", {}),
     "ModelOptMxFp8FusedMoE": ("mxfp8", {}),
+    "QuarkW8A8Mxfp8MoEMethod": ("mxfp8", {}),
 }  # fmt: skip
 """By the method of vLLM: a format, and the attributes of the method that name it."""
 

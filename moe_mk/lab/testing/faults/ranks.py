@@ -81,7 +81,7 @@ def keep(root: Path, modules: Sequence[str]) -> None:
                 for pid in [pid for pid, place in ranks.items() if place == target]:
                     os.kill(pid, request["signal"])  # not reaped yet, so the number is still its own
     except Exception as problem:
-        (root / "failed").write_text(f"{type(problem).__name__}: {problem}", encoding="utf-8")
+        _write(root / "failed", f"{type(problem).__name__}: {problem}")
     finally:
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
