@@ -341,10 +341,24 @@ def problems_of(mutants: Sequence[Mutant], root: Path, tests: Mapping[str, Seque
 
 
 def tests_of_rows(root: Path) -> dict[str, list[str]]:
-    """By row: the tests that name it, as pytest takes them, without those that need a GPU."""
+    """By row: the tests that name it, as pytest takes them, without those that need a GPU.
+
+    Contrib repeats tests of the core with cases of its own, in files of the same names (`with_cases`).
+    """
     known = {row for rows in read_sections(root / "tests/rows.yaml").values() for row in rows}
     found = find_proofs(root, known)
-    return {row: [f"{proof.path}::{proof.name}" for proof in proofs if not proof.gpu] for row, proofs in found.items()}
+    contrib = {path.name: path for path in (root / "contrib" / "moe_mk_contrib" / "tests").glob("test_*.py")}
+
+    def tests_of(path: str, name: str) -> Iterator[str]:
+        yield f"{path}::{name}"
+        again = contrib.get(Path(path).name)
+        if again is not None and f"\n{name} = with_cases(" in again.read_text(encoding="utf-8"):
+            yield f"{again.relative_to(root)}::{name}"
+
+    return {
+        row: [test for proof in proofs if not proof.gpu for test in tests_of(str(proof.path), proof.name)]
+        for row, proofs in found.items()
+    }
 
 
 def run(mutant: Mutant, copy: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Outcome:
@@ -400,11 +414,13 @@ def _in_child(copy: Path, tests: Sequence[str], output: int) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(copy)
-        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.split(".")[0] in OWN]:
             del sys.modules[name]
-        sys.path[:] = [str(copy), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+        contrib = ROOT / "contrib" / "moe_mk_contrib"
+        own = [str(copy / contrib.relative_to(ROOT)), str(copy)]
+        os.environ |= {"PYTHONPATH": ":".join(own), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        sys.path[:] = [*own, *(p for p in sys.path if p and Path(p).resolve() not in (ROOT, contrib))]
         code = int(pytest.main([*PYTEST, "-m", NOT_RUN, *tests], plugins=[_InOrder(tests)]))
     finally:
         sys.stdout.flush()
