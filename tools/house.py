@@ -62,6 +62,7 @@ LONGER = {
     "moe_mk/weights/expert_weights.py": 505,
     "tests/kernels/native/test_build.py": 519,
     "tests/testing/broken/experts.py": 630,
+    "tools/mutants.py": 513,
 }
 LONG = 250
 """Lines beyond which a module with one importer stays a module."""
