@@ -21,6 +21,7 @@ from tools.pages import between, markdown, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 README, ENGINES_PAGE, PROCESSORS_PAGE = "README.md", "docs/results-engines.md", "docs/results-processors.md"
+INSTRUCTION_SETS_PAGE = "docs/results-instruction-sets.md"
 RESULTS = "benchmarks/results"
 BEGIN, END = "<!-- figures: written by `make features` -->", "<!-- end of figures -->"
 HEAD = ("model, format", "case", "engine tok/s", "+ moe_mk tok/s", "ratio (min..max over rounds)")
@@ -154,8 +155,6 @@ in one process. The first column has the number of the command below the table; 
 *moe_mk FORMAT* is the wall time of a call in ms. A row *X / moe_mk FORMAT* is the time of X divided by that of `moe_mk`
 with weights of that format in the same run: above 1, `moe_mk` is faster. The kernels of llama.cpp (ggml, the faster
 variant of each block) are compared in processor time, all others in wall time. An empty cell was not measured.
-Sections *instruction sets* are from `make bench-cpu`: a cell is a format and a number of rows of each expert, *of best*
-the time of the fastest instruction set over that of the one which is chosen by itself.
 [Kernels](kernels.md) describes the kernels, [performance](performance.md) what else was measured.
 """
 
@@ -193,7 +192,7 @@ def processors_page(results: Path) -> str:
             markdown([("run", "tokens:", *tokens), *rows]),
             f"\n```text\n{commands}\n```\n",
         ]
-    return "\n".join([*lines, *_instruction_sets(results), *_placements(results)]) + "\n"
+    return "\n".join([*lines, *_placements(results)]) + "\n"
 
 
 def _read(results: Path, name: str) -> dict[str, Any]:
@@ -306,11 +305,26 @@ def chosen_well(run: Mapping[str, Any]) -> str:
     return f"{stated}{': ' * bool(worst)}{worst}."
 
 
-def _instruction_sets(results: Path) -> Iterator[str]:
+INSTRUCTION_SETS_INTRODUCTION = """\
+# Results: instruction sets
+
+Written by `make features` from `benchmarks/results/processors`; do not edit. `make bench-cpu` writes the file of a
+processor. A cell is a format and a number of rows of each expert; all instruction sets of the processor take turns in
+it. *of best*: the time of the fastest one over that of the chosen one. *of limit*: of reading the packed weights once,
+or of bare multiply-add instructions (with AVX2 those of f32, which products of INT8 rows exceed), whichever is nearer.
+[Kernels](kernels.md) describes the choice.
+"""
+
+
+def instruction_sets_page(results: Path) -> str:
     """A table for each processor that benchmarks/processor.py has measured: every instruction set in every cell."""
+    return "\n".join([INSTRUCTION_SETS_INTRODUCTION, *_instruction_sets(results)]) + "\n"
+
+
+def _instruction_sets(results: Path) -> Iterator[str]:
     for path in sorted((results / "processors").glob("*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
-        yield f"## Instruction sets: {run['processor']}, {run['model']}\n"
+        yield f"## {run['processor']}, {run['model']}\n"
         yield f"{run['threads']} threads, torch {run['versions']['torch']}, {run['date']}. {run['instruction sets']}.\n"
         yield cells_table(run)
         yield f"\n{chosen_well(run)}\n\n```text\n{run['command']}\n```\n"
@@ -335,6 +349,7 @@ def main() -> int:
     check, results = parser.parse_args().check, ROOT / RESULTS
     text = between((ROOT / README).read_text(encoding="utf-8"), BEGIN, END, "\n" + readme_table(results))
     pages = {README: text, ENGINES_PAGE: engines_page(results), PROCESSORS_PAGE: processors_page(results)}
+    pages[INSTRUCTION_SETS_PAGE] = instruction_sets_page(results)
     stale = [write_or_compare(ROOT, name, text, "figures", check=check) for name, text in pages.items()]
     return int(any(stale))
 

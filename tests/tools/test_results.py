@@ -13,6 +13,7 @@ from tools.results import (
     END,
     ENGINES_PAGE,
     FIRST,
+    INSTRUCTION_SETS_PAGE,
     PROCESSORS,
     PROCESSORS_PAGE,
     README,
@@ -20,10 +21,16 @@ from tools.results import (
     ROOT,
     comparisons,
     engines_page,
+    instruction_sets_page,
     processors_page,
     readme_table,
 )  # fmt: skip
 
+PAGES = {
+    ENGINES_PAGE: engines_page,
+    PROCESSORS_PAGE: processors_page,
+    INSTRUCTION_SETS_PAGE: instruction_sets_page,
+}
 CASES = {"batch 1": (1, 16, 32), "batch 16": (16, 16, 16), "prefill 512": (1, 512, 1)}
 
 
@@ -126,7 +133,7 @@ def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
 
 
 @pytest.mark.row("N24")
-@pytest.mark.parametrize(("page", "written"), [(ENGINES_PAGE, engines_page), (PROCESSORS_PAGE, processors_page)])
+@pytest.mark.parametrize(("page", "written"), PAGES.items())
 def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Path], str]) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == written(ROOT / RESULTS), "run `make features`"
 
