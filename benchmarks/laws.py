@@ -49,7 +49,7 @@ MOST = 2049
 """Tokens of the largest call."""
 BEGIN, END = "<!-- laws -->", "<!-- end of laws -->"
 SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
-"""Formats of ggml whose kernels round tokens in blocks of 256 columns; of the others, of 32."""
+"""Formats in which ggml rounds tokens in blocks of 256 columns; in the others, blocks have 32."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class TransportContext:
     allow_emulated: bool = False
     """Whether an emulation may replace the library, see `external.library.load`."""
     network: str = KernelConfig.model_fields["network"].default
-    """The network whose addresses the built-in network transport listens on, such as 10.0.0.0/24."""
+    """The built-in network transport listens on addresses of this network, such as 10.0.0.0/24."""
     network_link: str = KernelConfig.model_fields["network_link"].default
     """What carries rows between its proxies: a network link, or "auto"."""
 

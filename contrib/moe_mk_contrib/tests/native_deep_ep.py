@@ -74,7 +74,7 @@ def load_wheel(wheel: Path, into: Path) -> types.SimpleNamespace:
 
 
 class _CpuTorch:
-    """torch, whose devices need no waiting for."""
+    """torch without synchronisation of devices."""
 
     def __init__(self, real: Any) -> None:
         self._real, self.cuda = real, types.SimpleNamespace(synchronize=lambda: None)
