@@ -26,7 +26,7 @@ def planted(seeds: Sequence[int]) -> None:
     from tests.judge.test_faults import planted as faults
 
     stages, names, lost, start = 0, 0, [], time.perf_counter()
-    every = list(faults(seeds))
+    every = [each for seed in seeds for each in faults(seed, each_once=False)]
     for what, layer, fault, stage in every:
         at, named, verdict = found(layer, fault, stage)
         stages, names = stages + at, names + named
