@@ -2,6 +2,7 @@
 
 python -m benchmarks.judge planted    faults planted in a small engine (tests/support): stages and names found
 python -m benchmarks.judge clean      clean cases of that engine in all formats: false alarms
+python -m benchmarks.judge transformers    calls of all experts classes of transformers: false alarms, mistakes found
 python -m benchmarks.judge wide       a case of DeepSeek-V3's width (7168 x 2048, FP8, top 8), right and wrong: seconds
 """
 
@@ -11,13 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from moe_mk.config.moe import ModelConfig, RouterConfig
-from moe_mk.lab.judge import Case
+from moe_mk.lab.judge import Case, read_case, record_transformers
 from moe_mk.lab.judge.verdict import judge
+
+MISTAKES = ("order of tokens", "routing weights missing", "experts shifted")
+"""Made by the caller of an experts class of transformers, by the name of the fault."""
 
 
 def planted(seeds: Sequence[int]) -> None:
@@ -48,6 +55,47 @@ def clean(count: int) -> None:
         if not judge(case).right:
             alarms.append(seed)
     print(f"{count} clean cases, {len(alarms)} false alarms {alarms}, {time.perf_counter() - start:.0f} s")
+
+
+def of_transformers() -> None:
+    """Print false alarms for calls of every experts class of transformers, and how many of three mistakes are found.
+
+    The mistakes are made in the caller of the class: rows in another order, no routing weights, experts shifted by one.
+    """
+    from tests.integrations.hf.cases import experts_classes, tiny_call, tiny_experts
+    from tests.judge.test_recorders import Model
+
+    judged, alarms, wrong, found = 0, list[str](), dict.fromkeys(MISTAKES, 0), dict.fromkeys(MISTAKES, 0)
+    for cls, dtype, how in product(
+        experts_classes(), (torch.float32, torch.bfloat16), ("eager", "grouped_mm", "batched_mm")
+    ):
+        model = Model(tiny_experts(cls)).to(dtype)
+        model.layers[0].config._experts_implementation = how
+        if getattr(model.layers[0], "has_post_expert_norm", False):
+            continue
+        for seed in (1, 2):
+            x, ids, weights = tiny_call(9, seed)
+            x, weights = x.to(dtype), weights.to(dtype)
+            with TemporaryDirectory() as folder, torch.no_grad():
+                record_transformers(model, Path(folder), norm=0.0)
+                model(x, ids, weights)
+                case = read_case(Path(folder) / "layers.0.safetensors")
+                shifted = (ids + 1) % case.model.num_experts
+                outputs = model(x, ids, weights).roll(1, 0), model(x, ids, torch.ones_like(weights))
+                outputs += (model(x, shifted, weights),)
+            judged += 1
+            if not judge(case).right:
+                alarms.append(f"{cls.__name__} {how} {dtype}")
+            if how != "eager" or seed != 1:
+                continue
+            for name, y in zip(MISTAKES, outputs, strict=True):
+                verdict = judge(replace(case, y=y))
+                wrong[name] += not verdict.right
+                found[name] += verdict.fault == name
+    made = judged // 6
+    print(f"{judged} calls of transformers, {len(alarms)} false alarms {alarms}")
+    for name in MISTAKES:
+        print(f"{name}: {wrong[name]} of {made} wrong, {found[name]} by name")
 
 
 def wide() -> None:
@@ -88,6 +136,8 @@ if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else "planted"
     if what == "wide":
         wide()
+    elif what == "transformers":
+        of_transformers()
     elif what == "clean":
         clean(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
     else:
