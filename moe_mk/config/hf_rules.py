@@ -16,7 +16,7 @@ from moe_mk.config.keys import is_empty, section_problems
 from moe_mk.config.modules import Block, Module, matcher
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, GROUPS, kind_of
-from moe_mk.quant.kinds import STATIC_KINDS
+from moe_mk.quant.kinds import FORMATS
 
 Said = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
@@ -53,7 +53,7 @@ def scales_of(kind: str, tokens: Any, key: str = "dynamic") -> Found:
     dynamic = None if is_empty(tokens) else tokens.get(key)
     if dynamic not in (None, True, False, "local"):
         return {}, [f"input_activations.{key} is {dynamic!r}"]
-    if dynamic is None or (dynamic and kind not in STATIC_KINDS):
+    if dynamic is None or (dynamic and not FORMATS[kind].static):
         return {}, []
     return {"activation_scales": "static" if dynamic in (False, "local") else "dynamic"}, []
 

@@ -157,8 +157,8 @@ class ModelConfig(Settings):
             )
         if odd:
             raise ValueError(
-                f"{self.quant.weights} weights hold {per_byte} values a byte, which do not divide {', '.join(odd)}; "
-                "use even sizes or another type"
+                f"{self.quant.weights} weights pack {per_byte} values together, which do not divide {', '.join(odd)}; "
+                "use multiples of them or another type"
             )
         return self
 

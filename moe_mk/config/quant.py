@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -10,42 +9,29 @@ from pydantic import Field, field_validator, model_validator
 from moe_mk.config.base import Settings
 from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
-from moe_mk.quant.kinds import PLAIN_KINDS, STATIC_KINDS, WEIGHT_ONLY_KINDS, activation_group, edges_of, scheme_of_kind
+from moe_mk.quant.kinds import FORMATS, PLAIN_KINDS, WEIGHT_ONLY_KINDS, activation_group, edges_of, scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.registry import did_you_mean
 
-Integers = Literal[
-    "int4_g32", "int4_g64", "int4_g128", "int4_row", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int4_row_zp",
-    "int8_g32", "int8_g64", "int8_g128", "int8_row", "int8_g32_zp", "int8_g64_zp", "int8_g128_zp", "int8_row_zp",
-    "int4_g32_affine", "int4_g64_affine", "int4_g128_affine", "int8_g32_affine", "int8_g64_affine", "int8_g128_affine",
-]  # fmt: skip
-Stored = Literal[
-    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
-    Integers, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs",
-]  # fmt: skip
-_ROUNDED: Mapping[str, tuple[str, ...]] = {
-    "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
-    "mxfp8": ("mxfp8",), "mxfp4": ("none", "fp8", "mxfp8", "mxfp4"), "nvfp4": ("nvfp4",),
-    **dict.fromkeys(WEIGHT_ONLY_KINDS, ("none", "int8")),
-}  # fmt: skip
-"""The activation types of each weight type other than "none", the default first."""
+SHARED = ("same", *PLAIN_KINDS, "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", *GROUPED)
 
 
 class QuantConfig(Settings):
     """How the checkpoint stores the experts."""
 
-    weights: Stored = "bf16"
+    weights: str = Field(default="bf16", json_schema_extra={"enum": [*FORMATS.built_in]})
+    """A name of `moe_mk.quant.kinds.FORMATS`."""
     block: tuple[int, int] = (128, 128)
     """(rows, columns) of a weight that share a scale, for fp8_block and int8_block; the other types have their own."""
     scale: Literal["float32", "ue8m0"] = "float32"
     """Of fp8_block, and of FP8 activations with mxfp4."""
-    down: Stored | None = None
+    down: str | None = Field(default=None, json_schema_extra={"enum": [*FORMATS.built_in, None]})
     """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
-    shared: Literal[
-        "same", "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", Integers
-    ] = "same"  # fmt: skip
+    shared: str = Field(default="same", json_schema_extra={"enum": [*SHARED]})
     """The type of shared experts: that of the routed ones, or another one; FP8 blocks of `block` with `scale`."""
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "mxfp4", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
@@ -69,16 +55,30 @@ class QuantConfig(Settings):
             raise ValueError("both sides must be positive")
         return block
 
+    @field_validator("weights", "down")
+    @classmethod
+    def _of_experts(cls, kind: str | None) -> str | None:
+        if kind is not None and kind not in FORMATS:
+            raise ValueError(f"no type of experts is called {kind!r}{did_you_mean(kind, tuple(FORMATS))}")
+        return kind
+
+    @field_validator("shared")
+    @classmethod
+    def _of_shared(cls, shared: str) -> str:
+        if shared not in SHARED:
+            raise ValueError(f"shared experts cannot be stored as {shared!r}{did_you_mean(shared, SHARED)}")
+        return shared
+
     @model_validator(mode="after")
     def _types_fit(self) -> Self:
-        mixed = (*WEIGHT_ONLY_KINDS, "mxfp4", *PLAIN_KINDS)
-        if self.down is not None and not {self.weights, self.down} <= set(mixed):
+        if self.down is not None and not (FORMATS[self.weights].mixes and FORMATS[self.down].mixes):
+            mixed = [kind for kind, each in FORMATS.items() if each.mixes]
             raise ValueError(f"down={self.down!r} with {self.weights!r}: only {', '.join(mixed)} can be mixed")
         return self
 
     @model_validator(mode="after")
     def _activations_fit(self) -> Self:
-        possible = ("none", *_ROUNDED.get(self.weights, ()))
+        possible = ("none", *FORMATS[self.weights].rounds)
         if self.activations not in ("auto", *possible):
             raise ValueError(
                 f"activations={self.activations!r} do not go with {self.weights} weights; "
@@ -86,7 +86,7 @@ class QuantConfig(Settings):
             )
         if self.gptq_v2 and not self.weights.endswith("_zp"):
             raise ValueError(f"gptq_v2 is about zero points, which {self.weights} weights do not have; drop it")
-        if self.input_scale is not None and self.weights not in STATIC_KINDS:
+        if self.input_scale is not None and not FORMATS[self.weights].static:
             raise ValueError(f"input_scale={self.input_scale} means nothing for {self.weights} weights; drop it")
         if self.hidden_scale is not None and (self.input_scale is None or self.weights == "nvfp4"):
             raise ValueError(
@@ -97,7 +97,7 @@ class QuantConfig(Settings):
     @property
     def may_be_int8(self) -> bool:
         """Whether the weights go with INT8 activations."""
-        return "int8" in _ROUNDED.get(self.weights, ())
+        return "int8" in FORMATS[self.weights].rounds
 
     @property
     def is_fp8(self) -> bool:
@@ -137,7 +137,7 @@ class QuantConfig(Settings):
 
     def rounded_to(self, activations: str) -> QuantScheme | None:
         """The scheme of a type of activations; None for the layer's own dtype."""
-        habit = _ROUNDED.get(self.weights, ("none",))[0]
+        habit = (*FORMATS[self.weights].rounds, "none")[0]
         rounded = habit if activations == "auto" else activations
         if rounded == "none":
             return None

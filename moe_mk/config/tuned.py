@@ -20,9 +20,8 @@ from moe_mk.config.shipped import config_folder
 from moe_mk.errors import ConfigError
 from moe_mk.files import read_json
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
-from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
-from moe_mk.quant.microscaling import MXFP4, MXFP8
-from moe_mk.quant.nvfp4 import NVFP4
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.kinds import FORMATS, KINDS
 from moe_mk.quant.tensor import QuantScheme
 
 LOGGER = logging.getLogger(__name__)
@@ -33,9 +32,9 @@ MALFORMED = (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionE
 P = TypeVar("P")
 Value = int | bool | str
 Candidate = Mapping[str, Value]
-WEIGHTS: Mapping[str, QuantScheme] = {
-    "fp8": FP8_128x128, "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
-}  # fmt: skip
+WEIGHTS: Mapping[str, QuantScheme] = {"fp8": FP8_128x128} | {
+    kind: FORMATS[kind].scheme for kind in KINDS if kind == FORMATS[kind].scheme.family
+}
 ACTIVATIONS: Mapping[str, QuantScheme] = {"fp8": FP8_1x128, "int8": INT8_TOKEN}
 """By the names of the options of `moe-mk tune`; "plain" is the layer's dtype in both."""
 

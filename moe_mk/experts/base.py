@@ -24,7 +24,7 @@ from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import without_autocast
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import AFFINE, GROUPED
-from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, WEIGHT_ONLY_KINDS
+from moe_mk.quant.kinds import FORMATS, KINDS, PLAIN_KINDS, WEIGHT_ONLY_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
@@ -49,6 +49,9 @@ class ExpertsTraits(Traits):
     """The supported token layouts, best first, each with the stage of its output."""
     weights: frozenset[str]
     """Supported weight formats: "plain", or a value of model.quant.weights such as "fp8_block"."""
+    decodes: bool = False
+    """Whether weights are read through their scheme (`QuantTensor.dequantize`), so that number formats of other
+    distributions are supported as well."""
     mixed_weights: bool = False
     """Whether the down projection may have another of these formats than gate and up (model.quant.down)."""
     computes: tuple[str, ...]
@@ -232,7 +235,8 @@ def reasons_of_traits(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
 def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     model, reasons = problem.config.model, []
     held = {model.quant.kind, model.quant.kind if model.quant.down is None else model.quant.down}
-    if not held <= {*traits.weights, *(PLAIN_KINDS if "plain" in traits.weights else ())}:
+    read = {*traits.weights, *(PLAIN_KINDS if "plain" in traits.weights else ())}
+    if not held <= read and not (traits.decodes and held.isdisjoint(FORMATS.built_in)):
         stored = problem.weights.name if model.quant.down is None else " and ".join(sorted(held))
         reasons.append(Reason("weights", f"reads {_kinds(traits.weights)} weights, the experts are {stored}"))
     elif len(held) > 1 and not traits.mixed_weights:

@@ -31,6 +31,7 @@ class ReferenceExperts(FusedExperts):
         kinds=DEVICES,
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        decodes=True,
         mixed_weights=True,
         weight_only_computes=("int8", "plain"),
         computes=("fp8", "int8", "mxfp8", "mxfp4", "nvfp4", "plain"),

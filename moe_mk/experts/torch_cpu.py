@@ -61,6 +61,7 @@ class TorchCpuExperts(FusedExperts):
         kinds=frozenset({"cpu"}),
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        decodes=True,
         mixed_weights=True,
         computes=("plain",),
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),

@@ -109,7 +109,7 @@ class EngineWeights:
             quant["scale"] = "ue8m0"
         return {
             "hidden_size": hidden,
-            "moe_intermediate_size": inner * scheme.per_byte,
+            "moe_intermediate_size": scheme.logical_columns(inner),
             "num_experts": experts,
             "activation": self.activation,
             "swiglu_limit": self.limit,

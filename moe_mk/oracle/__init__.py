@@ -1,7 +1,9 @@
 """Backend selection: chooses a transport and an experts backend, and records the reasons against all others."""
 
+from types import ModuleType
+
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, expect_kind
+from moe_mk.errors import expect_kind
 from moe_mk.oracle import formats
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, Oracle
@@ -9,13 +11,18 @@ from moe_mk.oracle.decide import decide, libraries_of
 from moe_mk.oracle.trust import is_named
 from moe_mk.oracle.verdict import Decision, Verdict
 
-fp8 = gguf = int8 = int_wna16 = mxfp4 = mxfp8 = nvfp4 = unquantized = formats
+
+def __getattr__(name: str) -> ModuleType:
+    """`oracle.fp8`, and so on for every built-in oracle."""
+    if name in formats.BUILT_IN:
+        return formats
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def select(problem: Problem) -> Decision:
     """Decide with the oracle of the problem's quantisation type; one that `kernel.trust` names comes first.
 
-    Raises ConfigError if no oracle serves the type, UnsupportedError with all reasons if no pair is eligible.
+    Raises UnsupportedError with all reasons if no pair is eligible.
     """
     expect_kind("problem", problem, Problem)
     stored = problem.config.model.quant.weights
@@ -23,10 +30,10 @@ def select(problem: Problem) -> Decision:
     for name in sorted(allowed, key=ORACLES.is_foreign, reverse=True):
         if stored in ORACLES[name].stored:
             return decide(problem, ORACLES[name])
-    raise ConfigError(f"no oracle serves experts stored as {stored!r}; registered: {', '.join(ORACLES)}")
+    return decide(problem, formats.declared(stored, {stored}))  # a number format of another distribution
 
 
 __all__ = [
-    "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide", "fp8", "gguf",
-    "int8", "int_wna16",    "libraries_of", "mxfp4", "mxfp8", "nvfp4", "select", "unquantized",
+    "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide",
+    "libraries_of", "select",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, divided, spread
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
+"""Dtypes of the scales of FP8 and INT8 in files."""
 WHOLE = 2**31 - 1
 """A block side that is as long as the matrix."""
 
@@ -37,10 +39,15 @@ class Element:
     step: float
     """Spacing of adjacent values at zero."""
     per_byte: int = 1
-    """Values in one byte of a tensor."""
+    """Values that share whole elements of a tensor, along a row."""
+    elements: int = 1
+    """Elements that they share: 1; 3 bytes for four values of six bits."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """f32 numbers to the nearest values, ties to even, saturating; NaN becomes the format's NaN, if it has one."""
+        """f32 numbers to the nearest values, ties to even, saturating; NaN becomes the format's NaN, if it has one.
+
+        Derived classes pack other numbers of bits.
+        """
         if self.per_byte == 2:
             return e2m1.pack(e2m1.encode(x))
         x = x.clamp(-self.largest, self.largest)
@@ -77,9 +84,18 @@ class BlockedScheme(QuantScheme):
         """The dtypes in which scales are held: that of the scheme, unless it keeps those of the checkpoint."""
         return (self.scale_dtype,)
 
+    stored_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = SCALE_DTYPES
+    """The dtypes of scales in files and in engines, which are converted to one of `scale_dtypes`."""
+
     @property
     def per_byte(self) -> int:
         return self.element.per_byte
+
+    def held_columns(self, columns: int) -> int:
+        return columns * self.element.elements // self.per_byte
+
+    def logical_columns(self, held: int) -> int:
+        return held * self.per_byte // self.element.elements
 
     has_global_scale: ClassVar[bool] = False
     """Whether the matrix has an additional global f32 scale."""
@@ -97,7 +113,7 @@ class BlockedScheme(QuantScheme):
     def value_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the tensor that holds the values of (rows, columns)."""
         self.expect_even(columns)
-        return rows, columns // self.per_byte
+        return rows, self.held_columns(columns)
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Bytes of values, of one scale per block (partial ones included), and of the global scale."""
@@ -139,7 +155,9 @@ class BlockedScheme(QuantScheme):
     def expect_even(self, columns: int) -> None:
         """Raise ShapeError if the columns do not fill whole bytes."""
         if columns % self.per_byte:
-            raise ShapeError(f"{self.name} holds {self.per_byte} values a byte; {columns} columns must be even")
+            shared = "a byte" if self.element.elements == 1 else f"in {self.element.elements} bytes"
+            remedy = "be even" if self.per_byte == 2 else f"be a multiple of {self.per_byte}"
+            raise ShapeError(f"{self.name} holds {self.per_byte} values {shared}; {columns} columns must {remedy}")
 
 
 def expected_error(element: Element, scale_of_amax: float, values_in_block: int) -> float:

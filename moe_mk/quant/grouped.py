@@ -44,7 +44,7 @@ class Grouped(BlockedScheme):
     rows: int = 1
     has_biases: bool = False
     family = "wna16"
-    scale_dtype, scale_dtypes = torch.bfloat16, SCALE_DTYPES
+    scale_dtype, scale_dtypes, stored_scale_dtypes = torch.bfloat16, SCALE_DTYPES, SCALE_DTYPES
     """Scales that are computed here are bf16; those of checkpoints keep their dtype."""
 
     @property

@@ -2,35 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_block import weight_scheme
+from moe_mk.quant.fp8_block import FP8_128x128, weight_scheme
 from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
-from moe_mk.quant.int8 import INT8_CHANNEL, Int8Block
+from moe_mk.quant.int8 import INT8_CHANNEL, INT8_128x128, Int8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.registry import did_you_mean
+from moe_mk.registry import Records, did_you_mean
 from moe_mk.shapes import divisors_of
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """A number format of stored experts: one value of model.quant.weights, under which it is registered.
+
+    Another distribution adds one by an entry point of `moe_mk.number_formats`.
+    """
+
+    scheme: QuantScheme
+    """Of weights; of fp8_block and int8_block that with blocks of 128 x 128."""
+    rounds: tuple[str, ...] = ()
+    """Types of activations (model.quant.activations) that go with it, the usual one first; empty: the layer's dtype
+    alone."""
+    oracle: str = ""
+    """The oracle that selects its backends; empty: that of the name of the format."""
+    static: bool = False
+    """Whether checkpoints may have static activation scales."""
+    mixes: bool = False
+    """Whether down projections may have it while gate and up have another one, and the other way round."""
+
 
 PLAIN_KINDS = ("bf16", "fp16", "fp32")
 BLOCK_KINDS = ("fp8_block", "int8_block")
-STATIC_KINDS = ("fp8_tensor", "fp8_channel", "nvfp4")
-"""Formats that support static activation scales."""
-_FIXED: Mapping[str, QuantScheme] = {
-    "bf16": BF16, "fp16": FP16, "fp32": FP32, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR,
-    "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
-}  # fmt: skip
 WEIGHT_ONLY_KINDS = (*GROUPED, *GGUF)
 """Integers in groups and blocks of GGUF, of which activations are not rounded unless the settings say so."""
-KINDS = (*PLAIN_KINDS, *BLOCK_KINDS, *(kind for kind in _FIXED if kind not in PLAIN_KINDS))
-"""All others."""
+_WEIGHT_ONLY = ("none", "int8")
+FORMATS: Records[StoredFormat] = Records(
+    StoredFormat,
+    "moe_mk.number_formats",
+    {
+        **{
+            kind: StoredFormat(scheme, oracle="unquantized", mixes=True)
+            for kind, scheme in zip(PLAIN_KINDS, (BF16, FP16, FP32), strict=True)
+        },
+        # In blocks, channels or whole matrices; activations in FP8 as the checkpoint states, or in the layer's dtype.
+        "fp8_block": StoredFormat(FP8_128x128, ("fp8",), "fp8"),
+        "fp8_channel": StoredFormat(FP8_CHANNEL, ("fp8",), "fp8", static=True),
+        "fp8_tensor": StoredFormat(FP8_TENSOR, ("fp8",), "fp8", static=True),
+        # Symmetric with a scale a channel or a block: W8A8 with a scale a token, or weight-only W8A16.
+        "int8": StoredFormat(INT8_CHANNEL, ("int8",)),
+        "int8_block": StoredFormat(INT8_128x128, ("int8",), "int8"),
+        # e4m3 weights and activations with an E8M0 scale for 32.
+        "mxfp8": StoredFormat(MXFP8, ("mxfp8",)),
+        # Four bits with an E8M0 scale for 32 (gpt-oss, DeepSeek-V4); activations in MXFP8 or the layer's dtype.
+        "mxfp4": StoredFormat(MXFP4, ("none", "fp8", "mxfp8", "mxfp4"), mixes=True),
+        # Four bits with FP8 scales for 16 under one f32 scale; activations alike or in the layer's dtype.
+        "nvfp4": StoredFormat(NVFP4, ("nvfp4",), static=True),
+        # Of 4 or 8 bits with a scale, and optionally a zero point, for a group of columns (GPTQ, AWQ). Checkpoints
+        # define no activations; `kernel.activations = int8` asks for integer products (W4A8, W8A8).
+        **{kind: StoredFormat(scheme, _WEIGHT_ONLY, "int_wna16", mixes=True) for kind, scheme in GROUPED.items()},
+        # Codes, scales and minima are adjacent.
+        **{kind: StoredFormat(scheme, _WEIGHT_ONLY, "gguf", mixes=True) for kind, scheme in GGUF.items()},
+    },
+)
+"""Every number format by its name in model.quant.weights."""
+KINDS = tuple(kind for kind in FORMATS.built_in if kind not in WEIGHT_ONLY_KINDS)
+"""All built-in ones but the weight-only ones."""
 
 
 def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: bool = False) -> QuantScheme:
@@ -42,10 +88,9 @@ def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: boo
         return weight_scheme(block, ue8m0=ue8m0)
     if kind == "int8_block":
         return Int8Block(f"int8_{block[0]}x{block[1]}", *block)
-    for schemes in (_FIXED, GROUPED, GGUF):
-        if kind in schemes:
-            return schemes[kind]
-    raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, (*KINDS, *WEIGHT_ONLY_KINDS))}")
+    if kind in FORMATS:
+        return FORMATS[kind].scheme
+    raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, tuple(FORMATS))}")
 
 
 LARGEST_ACTIVATION_GROUP = 128

@@ -28,6 +28,7 @@ class Microscaled(BlockedScheme):
     rows: int = 1
     columns: int = GROUP
     scale_dtype = torch.float8_e8m0fnu
+    stored_scale_dtypes = torch.float8_e8m0fnu, torch.uint8
 
     @property
     def family(self) -> str:

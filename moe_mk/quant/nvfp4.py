@@ -32,6 +32,7 @@ class Nvfp4(BlockedScheme):
     rows: int = 1
     columns: int = GROUP
     family, element, scale_dtype = "nvfp4", E2M1, torch.float8_e4m3fn
+    stored_scale_dtypes = (torch.float8_e4m3fn,)
 
     @property
     def has_global_scale(self) -> bool:  # type: ignore[override]

@@ -22,7 +22,7 @@ class QuantScheme(ABC):
 
     @property
     def per_byte(self) -> int:
-        """Values that share one element of the tensor that holds them, along a row: 2 for four-bit formats."""
+        """Values along a row that share whole elements of the tensor that holds them: 2 for four-bit formats."""
         return 1
 
     def held_columns(self, columns: int) -> int:

@@ -176,7 +176,11 @@ def transposed(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expect
 
 
 def expect_not_transposed(
-    w13: Tensor, w2: Tensor, halves: int, per_byte: int = 1, names: tuple[str, str] = ("w13", "w2")
+    w13: Tensor,
+    w2: Tensor,
+    halves: int,
+    logical_columns: Callable[[int], int] = int,
+    names: tuple[str, str] = ("w13", "w2"),
 ) -> None:
     """Raise ShapeError, naming both stacks, where either has the axes of (L, in, out)."""
     if w13.dim() != 3 or w2.dim() != 3:
@@ -184,7 +188,7 @@ def expect_not_transposed(
 
     def sides(tensor: Tensor, swapped: bool) -> tuple[int, int]:  # values that share a byte are inputs
         a, b = tensor.shape[1:]
-        return (b, a * per_byte) if swapped else (a, b * per_byte)
+        return (b, logical_columns(a)) if swapped else (a, logical_columns(b))
 
     def fits(swaps: tuple[bool, bool]) -> bool:
         (rows, hidden), (outputs, inner) = map(sides, (w13, w2), swaps)
@@ -195,7 +199,7 @@ def expect_not_transposed(
     if not found:
         return
     shown = " and ".join(f"{name} {list(t.shape)}" for name, t in zip(names, (w13, w2), strict=True))
-    square = [name for name, t in zip(names, (w13, w2), strict=True) if t.shape[1] == t.shape[2] * per_byte]
+    square = [name for name, t in zip(names, (w13, w2), strict=True) if t.shape[1] == logical_columns(t.shape[2])]
     doubt = f"; {square[0]} is square, so that its shape does not show whether it is as well" if square else ""
     raise ShapeError(
         f"{shown}: stored transposed, as (experts, in, out): {' and '.join(found)}{doubt}; pass both as "

@@ -25,7 +25,7 @@ from moe_mk.quant.wire import as_bytes
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect, expect_dense
 from moe_mk.weights.completeness import expect_not_transposed
-from moe_mk.weights.layer_spec import ORDERS, VALUE_DTYPES, scale_dtypes
+from moe_mk.weights.layer_spec import ORDERS, VALUE_DTYPES
 from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.scan import Contents
 from moe_mk.weights.source import in_memory, is_mapped
@@ -144,7 +144,7 @@ class ExpertWeights:
         scheme = _scheme_of_engine(quant, block, w2, w2_scale)
         _expect_order(order, scheme)
         halves = 2 if gated else 1
-        expect_not_transposed(w13, w2, halves, scheme.per_byte)
+        expect_not_transposed(w13, w2, halves, scheme.logical_columns)
         slots, hidden = int(w2.shape[0]), int(w2.shape[1]) if w2.dim() == 3 else -1
         inner = scheme.logical_columns(int(w2.shape[-1]))
         down = _stack_of_engine("w2", (w2, w2_scale, w2_global_scale, w2_zeros), scheme, (slots, hidden, inner), 1)
@@ -382,7 +382,7 @@ def _stack_of_engine(
         return QuantTensor(values.view(torch.uint8) if values.dtype is torch.int8 else values, None, scheme)
     tall, wide = scheme.scale_shape(rows, columns)
     talls = [halves * tall] if scheme.rows != WHOLE or halves == 1 else [halves, 1]
-    scales = _scales_of_engine(f"{name}_scale", scales, scale_dtypes(scheme), slots, talls, wide)
+    scales = _scales_of_engine(f"{name}_scale", scales, scheme.stored_scale_dtypes, slots, talls, wide)
     if scales.dtype is torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     zeros = _zeros_of_engine(f"{name}_zeros", zeros, scales, scheme)
@@ -485,7 +485,7 @@ def _expect_edges(q: QuantTensor, start: int, length: int) -> None:
     packed, end = q.scheme.per_byte, start + length
     if q.scheme.family not in ("wna16", "gguf"):
         assert start % packed == 0 == length % packed, (
-            f"{start} and {length} must be even: {packed} values share a byte"
+            f"{start} and {length} must be multiples of {packed}: so many values are packed together"
         )
         return
     assert q.scheme.block is not None

@@ -13,7 +13,7 @@ import torch
 
 from moe_mk.config.quant import QuantConfig
 from moe_mk.errors import WeightError
-from moe_mk.quant.kinds import STATIC_KINDS
+from moe_mk.quant.kinds import FORMATS
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import Part, Role, local_names, recognise
@@ -82,7 +82,7 @@ def has_input_scales(source: TensorSource, layer: int, prefix: str | None = None
 
 def calibrates(quant: QuantConfig) -> bool:
     """Whether activations of a format may have static scales."""
-    return quant.weights in STATIC_KINDS and quant.activations != "none"
+    return FORMATS[quant.weights].static and quant.activations != "none"
 
 
 def scales_contradict(quant: QuantConfig, has_scales: bool) -> str:

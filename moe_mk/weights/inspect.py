@@ -16,7 +16,7 @@ from moe_mk.config.hf_rules import stores_whole_zeros
 from moe_mk.errors import ConfigError, WeightError, unless_signalled
 from moe_mk.files import read_json
 from moe_mk.quant.grouped import GROUPED, GROUPS, Grouped, grouped, kind_of
-from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
+from moe_mk.quant.kinds import BLOCK_KINDS, FORMATS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems, read_entries, recognise_block, some
 from moe_mk.weights.gguf_source import GgufSource, open_source
@@ -240,11 +240,11 @@ def _guess(parts: dict[Part, TensorEntry], convention: Convention, block: tuple[
     elif plain_dtype is torch.float8_e4m3fn and scheme.per_byte == 2 and shared is not None:
         theirs = {replace(part, role=Role.EXPERT): e for part, e in parts.items() if part.role is Role.SHARED}
         shared_scheme = _scheme(plain_dtype, shared.shape, theirs, block)
-    per_byte = (shared_scheme or scheme).per_byte
-    width = shared.shape[1] * per_byte if shared is not None and len(shared.shape) == 2 else 0
+    wide = (shared_scheme or scheme).logical_columns
+    width = wide(shared.shape[1]) if shared is not None and len(shared.shape) == 2 else 0
     biased = any(part.role is Role.EXPERT and part.extra == "bias" for part in parts)
     spec = LayerSpec(
-        num_experts, hidden, shape[-1] * scheme.per_byte, scheme, int(width > 0), width, has_expert_bias=biased,
+        num_experts, hidden, scheme.logical_columns(shape[-1]), scheme, int(width > 0), width, has_expert_bias=biased,
         shared_scheme=shared_scheme, stacks_transposed=turned, latent_size=None if latent is None else shape[-2],
         **_named(parts),
     )  # fmt: skip
@@ -385,9 +385,7 @@ def _scheme(
 
 def kind_of_scheme(scheme: quant.QuantScheme) -> str:
     """The value of `model.quant.weights` for a scheme; empty if there is none."""
-    if scheme.family in ("wna16", "gguf"):
-        return scheme.name
-    for kind in KINDS:
+    for kind in FORMATS:
         if scheme_of_kind(kind, scheme.block or (128, 128)) == scheme:
             return kind
     return ""

@@ -186,7 +186,7 @@ class LayerReader:
         values = values.flatten(1) if values.dim() == 3 else values
         values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
         scale_name, scales = self._open(replace(part, extra="scale"), row)
-        tall, wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
+        tall, wide = scheme.scale_shape(values.shape[0], scheme.logical_columns(values.shape[1]))
         if part.projection == "gate_up" and scheme.rows != WHOLE:
             tall = 2 * scheme.scale_shape(values.shape[0] // 2, 1)[0]
         scales = in_memory(scales).T if turned and scheme.columns != WHOLE else scales

@@ -11,10 +11,9 @@ from moe_mk.errors import ConfigError
 from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.grouped import GROUPS, Grouped
-from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
 from moe_mk.quant.kinds import edges_of, legal_tp_sizes
 from moe_mk.weights.names import Convention, Part, Role
-from moe_mk.weights.packed_layouts import FLOATS, INTEGERS, SCALE_DTYPES, WORD, is_of_mlx, packed_shapes
+from moe_mk.weights.packed_layouts import FLOATS, INTEGERS, WORD, is_of_mlx, packed_shapes
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: rows of gate and up alternate."""
@@ -275,7 +274,7 @@ class _Matrices:
             return [Expected(part, (*stack, *sides), dtypes), *self._bias(part, stack, rows)]
         assert isinstance(scheme, BlockedScheme)
         n, k = scheme.value_shape(rows, columns)
-        group = scheme.columns // scheme.per_byte
+        group = scheme.held_columns(scheme.columns)
         apart = ((*stack, n, k // group, group),) if self.convention.blocks_apart and k % group == 0 else ()
         whole = scheme.per_byte == 1 and self.convention.holds(part.role, "plain")
         named = replace(part, extra="plain") if whole else part
@@ -313,7 +312,7 @@ class _Matrices:
             if scheme.columns != WHOLE:
                 of_rows = turned, ()
             shape, shorter = ((), ((1,), stack, shape)) if scheme.rows == WHOLE else of_rows
-        tensors_of_part = [Expected(replace(part, extra="scale"), shape, scale_dtypes(scheme), shorter)]
+        tensors_of_part = [Expected(replace(part, extra="scale"), shape, scheme.stored_scale_dtypes, shorter)]
         if scheme.has_global_scale:
             tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
         if self.convention.holds(part.role, "input"):
@@ -330,12 +329,3 @@ class _Matrices:
         of_stack = (stack, (*stack, 1), (*stack, 1, 1)) if stack else ()
         also = (*of_stack, (), (1,), (1, 1))
         return Expected(replace(part, extra=extra), shape, FLOATS[::-1], also, optional)
-
-
-def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:
-    """Dtypes of the scales of a scheme in files and in engines."""
-    if isinstance(scheme, Grouped):
-        return GROUP_SCALES
-    if scheme.family in ("mxfp8", "mxfp4"):
-        return torch.float8_e8m0fnu, torch.uint8
-    return (torch.float8_e4m3fn,) if scheme.family == "nvfp4" else SCALE_DTYPES

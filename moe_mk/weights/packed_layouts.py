@@ -40,7 +40,6 @@ from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.wire import as_bytes
 
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 """Rows of AWQ by the position of their nibble."""
 WORD = 32

@@ -24,6 +24,7 @@ from moe_mk.config.moe import ResidencyConfig
 from moe_mk.errors import ConfigError
 from moe_mk.layer.settings import for_ranks, with_sizes
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant.kinds import FORMATS
 from tests.config.test_keys import BASES, full, outcome, read
 
 BASE = {
@@ -69,7 +70,7 @@ def candidates(annotation: Any, now: Any) -> Iterator[Any]:
     elif annotation is float:
         yield from (each for each in (0.25, 2.5, 8.0) if each != now)
     elif annotation is str:
-        yield from ("reference", "lru", "10.0.0.0/24")
+        yield from (each for each in ("reference", "lru", "10.0.0.0/24", *FORMATS.built_in) if each != now)
     elif annotation is not NoneType and "Path" in str(annotation):
         yield Path("/there")
     elif get_origin(annotation) is tuple:

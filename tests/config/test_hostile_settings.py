@@ -93,7 +93,7 @@ def test_more_experts_than_anybody_asks_for_by_name_are_refused() -> None:
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("size", ["hidden_size", "moe_intermediate_size"])
 def test_two_values_a_byte_need_even_sizes(weights: str, size: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{weights} weights hold 2 values a byte, which do not divide {size}=257"):
+    with pytest.raises(ConfigError, match=rf"{weights} weights pack 2 values together, which do not divide {size}=257"):
         MoEConfig.parse(config(**{f"model__{size}": 257}, model__quant={"weights": weights}), "here")
 
 

@@ -113,6 +113,19 @@ def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
     assert 0.0 < float(stated[1]) < 8**0.5 * 2**-8
 
 
+STORED = """
+import moe_mk
+model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "mxfp6_e3m2"}}
+config = moe_mk.MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "a test")
+print(moe_mk.MoELayer(config).explain().chosen.experts, config.model.quant.weight_scheme.num_bytes(128, 256))
+"""
+
+
+def test_its_number_format_is_a_value_of_the_settings(with_plugin: Run) -> None:
+    done = with_plugin("-W", "ignore", "-c", STORED)
+    assert done.stdout.split() == ["torch_cpu", str(128 * (256 * 3 // 4 + 256 // 32))], done.stderr
+
+
 SELECTS = """
 import sys, moe_mk
 model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "bf16"}}

@@ -213,7 +213,7 @@ def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: Checkpoi
         _write_strips(file, weight, _strips(random, weight.name, weight.shape, 1))
     else:
         assert isinstance(scheme, BlockedScheme)
-        n, k = weight.shape[0], weight.shape[1] * scheme.per_byte
+        n, k = weight.shape[0], scheme.logical_columns(weight.shape[1])
         # The scale of a whole matrix requires all of its values.
         together = n if WHOLE in scheme.block[:1] or scheme.has_global_scale else scheme.rows
         strips = _strips(random, weight.name, (n, k), together)

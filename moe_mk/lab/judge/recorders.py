@@ -26,7 +26,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations.hf.modules import facts_of, is_experts
 from moe_mk.lab.judge.casefile import Case, write_case
 from moe_mk.lab.testing.laws import interface_of
-from moe_mk.quant.kinds import KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
+from moe_mk.quant.kinds import FORMATS, scheme_of_kind
 from moe_mk.weights.expert_weights import ExpertWeights
 
 MOST_TOKENS = 64
@@ -92,7 +92,7 @@ def _rows(stack: Tensor, at: Tensor) -> Tensor:
 def facts_of_experts(experts: ExpertWeights, activation: str = "silu", **quant: Any) -> dict[str, Any]:
     """The fields of a case that stacked experts give. quant: further settings of `model.quant`."""
     slots, hidden, inner = experts.w2.shape
-    kinds = [kind for kind in (*KINDS, *WEIGHT_ONLY_KINDS) if scheme_of_kind(kind) == experts.scheme]
+    kinds = [kind for kind in FORMATS if scheme_of_kind(kind) == experts.scheme]
     if not kinds:
         raise UnsupportedError(f"{experts.scheme.name} cannot be recorded", ["it is none of the types of model.quant"])
     model = ModelConfig(
