@@ -141,21 +141,20 @@ ENGINES_INTRODUCTION = """\
 # Results: engines
 
 Written by `make features` from `benchmarks/results/engines_*.json`; do not edit. Tokens per second of whole engines
-with and without `moe_mk`, on random models of real width with the first layers of the official ones. Each section is
-one run, in which the engines take turns; figures of different sections are not comparable. *ratio*: the speed with
-`moe_mk` over that without in the same round, median over the rounds; it is not the quotient of the two medians.
-[Engines](engines.md#tokens-per-second) describes the measurement.
+on random models of real width with the first layers of the official ones, in each run in turns; figures of different
+runs are not comparable. A cell: without `moe_mk`, with it, and the ratio of the two in the same round, median
+(min..max) over the rounds, which is not the quotient of the two medians. [Engines](engines.md#tokens-per-second)
+describes the measurement.
 """
 PROCESSORS_INTRODUCTION = """\
 # Results by processor
 
-Written by `make features` from `benchmarks/results/experts_*.json`; do not edit. One layer of routed experts: E experts
-of hidden x intermediate size, top-8, uniform routing, on two threads. All implementations of a run are called in turn
-in one process. The first column has the number of the command below the table; columns are the tokens of a call. A row
-*moe_mk FORMAT* is the wall time of a call in ms. A row *X / moe_mk FORMAT* is the time of X divided by that of `moe_mk`
-with weights of that format in the same run: above 1, `moe_mk` is faster. The kernels of llama.cpp (ggml, the faster
-variant of each block) are compared in processor time, all others in wall time. An empty cell was not measured.
-[Kernels](kernels.md) describes the kernels, [performance](performance.md) what else was measured.
+Written by `make features` from `benchmarks/results/experts_*.json`; do not edit. One layer of E routed experts of
+hidden x intermediate size, top-8, uniform routing, two threads; all implementations of a run take turns in one
+process. Columns are the tokens of a call. *moe_mk FORMAT*: wall time of a call in ms. *X / moe_mk FORMAT*: the time
+of X divided by that of `moe_mk` with weights of that format; above 1, `moe_mk` is faster. ggml (llama.cpp; the faster
+variant of each block) is compared in processor time, all others in wall time. Empty: not measured.
+[Kernels](kernels.md) describes the kernels.
 """
 
 
@@ -172,10 +171,20 @@ def engines_page(results: Path) -> str:
         lines += [
             f"\n## {name.removeprefix('engines_').replace('_', ' ')}\n",
             f"{'; '.join((*facts, run['date'], _versions([run])))}. Peak memory: {', '.join(peaks)}.\n",
-            markdown([HEAD, *(each.row() for each in rows)]),
+            markdown(_by_case(rows)),
             f"\n```text\n{run['command']}\n```",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _by_case(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
+    """The table of one run: a row for each pair of engines, a column for each case."""
+    cases = list(dict.fromkeys(each.case for each in rows))
+    pairs: dict[str, dict[str, str]] = {}
+    for name, case, alone, own, ratio in (each.row() for each in rows):
+        pairs.setdefault(name.partition(", ")[2], {})[case] = f"{alone}, {own}: {ratio}"
+    yield "format, compared with", *cases
+    yield from ((pair, *(cells.get(case, "") for case in cases)) for pair, cells in pairs.items())
 
 
 def processors_page(results: Path) -> str:
@@ -184,14 +193,16 @@ def processors_page(results: Path) -> str:
     for processor, names in PROCESSORS.items():
         runs = [_read(results, name) for name in names]
         tokens = sorted({case["rows"] for run in runs for case in run["cases"]})
-        rows = [row for number, run in enumerate(runs, 1) for row in _layer_rows(number, run, tokens)]
-        commands = "\n".join(NOT_SHOWN.sub("", run["command"]) for run in runs)
-        lines += [
-            f"## {processor}\n",
-            f"{runs[0]['device']}, torch {runs[0]['versions']['torch']}.\n",
-            markdown([("run", "tokens:", *tokens), *rows]),
-            f"\n```text\n{commands}\n```\n",
-        ]
+        lines += [f"## {processor}\n", f"{runs[0]['device']}, torch {runs[0]['versions']['torch']}.\n"]
+        for run in runs:
+            tokens = sorted({case["rows"] for case in run["cases"]})
+            shape = run["shape"]
+            sizes = (shape.get(name) or shape[letter] for name, letter in zip(SIZES, "EHI", strict=True))
+            head = "E={}, {}x{}".format(*sizes)
+            lines += [
+                markdown([(head, *tokens), *_layer_rows(run, tokens)]),
+                f"\n```text\n{NOT_SHOWN.sub('', run['command'])}\n```\n",
+            ]
     return "\n".join([*lines, *_placements(results)]) + "\n"
 
 
@@ -235,15 +246,12 @@ def _versions(runs: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(dict.fromkeys([c["version"] for c in each] + torch))
 
 
-def _layer_rows(number: int, run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple[str, ...]]:
+def _layer_rows(run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Our times in ms, then those of others over ours in the same format, or in FP8 where it was not measured."""
-    shape = run["shape"]
-    experts, hidden, inter = (shape.get(name) or shape[letter] for name, letter in zip(SIZES, "EHI", strict=True))
-    size = f"{number}: E={experts}, {hidden}x{inter}"
     wall, cpu = _times(run, "wall_ms"), _times(run, "cpu_ms")
     for name, times in wall.items():
         if name.startswith("moe_mk"):
-            yield size, f"{name}, ms", *(_milliseconds(times.get(count)) for count in tokens)
+            yield f"{name}, ms", *(_milliseconds(times.get(count)) for count in tokens)
     for name in wall:
         project, _, form = name.partition(" ")
         if project not in OTHERS or "repacked" in form or "eager" in form:
@@ -253,7 +261,7 @@ def _layer_rows(number: int, run: Mapping[str, Any], tokens: Sequence[int]) -> I
         clock = cpu if project == "ggml" else wall
         variants = [clock[each] for each in (name, f"{name} repacked") if each in clock]
         ratios = [_ratio(variants, clock[own], count) for count in tokens]
-        yield size, f"{OTHERS[project]} {form} / {own}", *ratios
+        yield f"{OTHERS[project]} {form} / {own}", *ratios
 
 
 def _milliseconds(time: float | None) -> str:
@@ -283,17 +291,17 @@ def _times(run: Mapping[str, Any], clock: str) -> dict[str, dict[int, float]]:
 
 
 def cells_table(run: Mapping[str, Any]) -> str:
-    """A row for each cell: milliseconds by instruction set, and the chosen one against its limits."""
-    isas = list(dict.fromkeys(isa for cell in run["cells"] for isa in cell["wall_ms"]))
-    rows: list[Sequence[object]] = [
-        ("format", "rows", *(f"{isa}, ms" for isa in isas), "chosen", "of best", "of limit")
-    ]
+    """A row for each format and a column for each number of rows: ms, the instruction set, and the nearer limit."""
+    counts = list(dict.fromkeys(cell["rows"] for cell in run["cells"]))
+    formats: dict[str, dict[int, str]] = {}
     for cell in run["cells"]:
         limit = max(("of_read", "of read"), ("of_peak", "of peak"), key=lambda each: cell[each[0]])
-        ms = [f"{cell['wall_ms'][isa]:.3g}" if isa in cell["wall_ms"] else "" for isa in isas]
-        of_limit = f"{cell[limit[0]]:.2f} {limit[1]}"
-        rows.append((cell["format"], cell["rows"], *ms, cell["chosen"], f"{cell['of_best']:.2f}", of_limit))
-    return markdown(rows)
+        several = len(cell["wall_ms"]) > 1
+        times = ", ".join(f"{isa} " * several + f"{ms:.3g}" for isa, ms in cell["wall_ms"].items())
+        chosen = f"; {cell['chosen']} chosen, {cell['of_best']:.2f} of best" * several
+        formats.setdefault(cell["format"], {})[cell["rows"]] = f"{times}{chosen}: {cell[limit[0]]:.2f} {limit[1]}"
+    rows = ((name, *(cells.get(count, "") for count in counts)) for name, cells in formats.items())
+    return markdown([("rows of an expert", *counts), *rows])
 
 
 def chosen_well(run: Mapping[str, Any]) -> str:
@@ -309,10 +317,10 @@ INSTRUCTION_SETS_INTRODUCTION = """\
 # Results: instruction sets
 
 Written by `make features` from `benchmarks/results/processors`; do not edit. `make bench-cpu` writes the file of a
-processor. A cell is a format and a number of rows of each expert; all instruction sets of the processor take turns in
-it. *of best*: the time of the fastest one over that of the chosen one. *of limit*: of reading the packed weights once,
-or of bare multiply-add instructions (with AVX2 those of f32, which products of INT8 rows exceed), whichever is nearer.
-[Kernels](kernels.md) describes the choice.
+processor. A cell is a format and a number of rows of each expert: milliseconds of each instruction set, in turns, and
+the chosen one's share of a limit: of reading the packed weights once, or of bare multiply-add instructions (with AVX2
+those of f32, which products of INT8 rows exceed), whichever is nearer. *of best*: the time of the fastest one over
+that of the chosen one. [Kernels](kernels.md#instruction-sets) describes the choice.
 """
 
 

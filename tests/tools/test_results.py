@@ -19,6 +19,7 @@ from tools.results import (
     README,
     RESULTS,
     ROOT,
+    cells_table,
     comparisons,
     engines_page,
     instruction_sets_page,
@@ -111,17 +112,21 @@ def test_the_readme_shows_every_case_that_is_slower_and_compares_like_with_like_
 def test_the_page_of_engines_has_the_command_and_all_cases_of_each_run(results: Path) -> None:
     page = engines_page(results)
     assert page.count("run engines") == len({run for run, _, _ in FIRST})
-    assert len(rows_of(page, "a-model, bf16, vLLM with zentorch")) == 2 * len(CASES)
+    zentorch = rows_of(page, "bf16, vLLM with zentorch")
+    assert len(zentorch) == 2 and all(len(row) == 1 + len(CASES) for row in zentorch)
+    # 32 new tokens in a median of 4 s alone and of 2 s with moe_mk.
+    assert ["bf16, vLLM, AVX2", "8.0, 16.0: 1.00 (0.50..2.00)"] in [row[:2] for row in rows_of(page, "AVX2")]
     # Six pairs in the same format with 3 cases each: those of DeepSeek take 4 s with moe_mk and 3 alone.
     assert "In 3 of 18 comparisons" in page
 
 
 def test_layers_are_compared_in_the_same_format_where_it_was_measured(results: Path) -> None:
     page = processors_page(results)
-    four = rows_of(page, "E=8, 64x32", "ggml q4 0 / moe_mk q4 0")
-    assert four and all(row[2] == "1.50" for row in four)  # its better variant, 6 ms to 4
+    assert rows_of(page, "E=8, 64x32")[0] == ["E=8, 64x32", "1"]
+    four = rows_of(page, "ggml q4 0 / moe_mk q4 0")
+    assert four and all(row[1:] == ["1.50"] for row in four)  # its better variant, 6 ms to 4
     (bf16,), (fp8,) = rows_of(page, "vLLM bf16 / moe_mk bf16"), rows_of(page, "vLLM fp8 / moe_mk fp8")
-    assert bf16[3] == "1.50" and fp8[3] == "3.00" and bf16[2] == ""
+    assert bf16[1:] == ["1.50"] and fp8[1:] == ["3.00"]  # columns are the tokens of this run
     assert rows_of(page, "vLLM bf16 / moe_mk fp8", "1.00") and not rows_of(page, "eager")
     assert rows_of(page, "moe_mk fp8, ms", "150") and rows_of(page, "large", "30")
 
@@ -142,3 +147,13 @@ def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Pa
 def test_the_readme_shows_the_results_that_are_here() -> None:
     text = (ROOT / README).read_text(encoding="utf-8")
     assert between(text, BEGIN, END, "\n" + readme_table(ROOT / RESULTS)) == text, "run `make features`"
+
+
+def test_a_cell_names_instruction_sets_only_where_there_are_several() -> None:
+    one = {"format": "bf16", "rows": 1, "wall_ms": {"AVX2": 10.0}, "chosen": "AVX2", "of_best": 1.0}
+    limits = {"of_read": 0.5, "of_peak": 0.25}
+    two = one | {"rows": 4, "wall_ms": {"AVX2": 10.0, "AMX": 8.0}, "of_best": 0.8, "of_read": 0.1}
+    table = cells_table({"cells": [one | limits, limits | two]})
+    assert rows_of(table, "bf16") == [
+        ["bf16", "10: 0.50 of read", "AVX2 10, AMX 8; AVX2 chosen, 0.80 of best: 0.25 of peak"]
+    ]
