@@ -1,11 +1,10 @@
 """Every tile that tuning may select is compiled for sm_90 as it is launched: no spills, and no more work than recorded.
 
-python tests/kernels/triton/test_candidates_sm90.py     compiles all, and writes compiled.json and the table of the docs
+python tests/kernels/triton/test_candidates_sm90.py     compiles all, and writes compiled.json
 """
 
 import json
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
 from tests.kernels.triton.sm90_gemms import by_hand, is_after_3_6, w2_of, w13_of
 
 FILE = Path(__file__).parent / "compiled.json"
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
-BEGIN, END = "<!-- compiled_tiles: begin -->", "<!-- compiled_tiles: end -->"
 SLACK = 1.05
 """Of the instructions of a step, for another patch release of the compiler."""
 STEPS_AFTER_3_6 = {(Tile(32, True, 4, 4), "w2"): 181}
@@ -68,33 +65,15 @@ def test_a_candidate_keeps_to_its_budget(tile: Tile) -> None:
         assert built["store"] >= budget["store"], "rows are stored at least as widely as before"
 
 
-def test_every_candidate_is_recorded_without_spills_and_the_docs_have_the_table() -> None:
+def test_every_candidate_is_recorded_without_spills() -> None:
     assert list(recorded()) == [name(tile) for tile in CANDIDATES]
     assert all(gemm["spills"] == 0 for tile in recorded().values() for gemm in tile.values())
-    assert PAGE.read_text(encoding="utf-8") == with_table(PAGE.read_text(encoding="utf-8"), table(recorded()))
-
-
-def table(tiles: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    head = ["tile", "registers", "spills", "shared memory", "instructions per step", "products per step", "row stores"]
-    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for tile, gemms in tiles.items():
-        w13, w2 = gemms["w13"], gemms["w2"]
-        cells = [f"{w13[key]} / {w2[key]}" for key in ("registers", "spills", "shared", "step", "products", "store")]
-        units = ["", "", " B", "", "", " B"]
-        rows.append("| " + " | ".join([tile, *map("".join, zip(cells, units, strict=True))]) + " |")
-    return "\n".join(rows)
-
-
-def with_table(page: str, text: str) -> str:
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
     tiles = {name(tile): found(tile) for tile in CANDIDATES}
     lines = ",\n".join(f" {json.dumps(tile)}: {json.dumps(gemms)}" for tile, gemms in tiles.items())
     FILE.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(tiles)), encoding="utf-8")
 
 
 if __name__ == "__main__":
