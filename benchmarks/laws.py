@@ -1,7 +1,7 @@
-"""Which laws of a kernel of experts other projects' kernels keep on this machine: the table of docs/judge.md.
+"""Which laws of a kernel of experts other projects' kernels keep on this machine: the table of docs/laws.md.
 
     python benchmarks/laws.py --vllm vllm --zentorch zentorch --kt kt --ggml ggml --json benchmarks/results/laws.json
-    python benchmarks/laws.py --kt kt --only kt-kernel --cases build/laws --into docs/judge.md
+    python benchmarks/laws.py --kt kt --only kt-kernel --cases build/laws --into docs/laws.md
 
 peers/README.md states how to get the other projects; what is not there is left out. Every peer has eight experts with
 the magnitudes of trained layers in its format, and runs `moe_mk.lab.testing.laws.check` law by law in a process of its
@@ -11,10 +11,11 @@ own: a law in which that process dies or does not return is broken too, and the 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -249,19 +250,34 @@ WORDS = {"kept": "yes", "broken": "**no**", "refused": "error", "died": "**dies*
 
 
 def table(results: dict[str, Any]) -> str:
-    """Peers by laws, then what is broken."""
-    names = [law.name for law in OF_CALLS]
-    lines = [f"| kernel | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
-    notes = []
+    """The laws, the kernels that keep all of them, and for each other kernel what it does not keep."""
+    kept = []
+    departures: dict[str, list[str]] = {}
+    absent: dict[str, list[str]] = {}
     for peer, outcomes in results["peers"].items():
-        by_law = {each["law"]: each for each in outcomes}
-        if "" in by_law:
-            notes.append(f"- {peer}: not run, {by_law['']['message']}")
-            continue
-        lines.append(f"| {peer} | {' | '.join(WORDS[by_law[name]['status']] for name in names)} |")
-        notes += [f"- {peer}, {each['law']}: {each['message']}" for each in outcomes if each["status"] != "kept"]
+        if unable := [each["message"] for each in outcomes if each["law"] == ""]:
+            absent.setdefault(unable[0], []).append(peer)
+        elif departed := "; ".join(_departure(each) for each in outcomes if each["status"] != "kept"):
+            departures.setdefault(departed, []).append(peer)
+        else:
+            kept.append(peer)
     libraries = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    return "\n".join([*lines, "", f"{libraries}; {results['device']['processor']}; `{results['command']}`", "", *notes])
+    lines = [
+        f"Laws: {', '.join(law.name for law in OF_CALLS)}. All are kept by {'; '.join(kept)}.\n",
+        "| kernel | laws that it does not keep |",
+        "| --- | --- |",
+        *(f"| {'; '.join(names)} | {departed} |" for departed, names in departures.items()),
+        "",
+        *(f"Not run, {why}: {', '.join(names)}." for why, names in absent.items()),
+        f"\n{libraries}; {results['device']['processor']}; `{results['command']}`",
+    ]
+    return "\n".join(lines)
+
+
+def _departure(outcome: Mapping[str, Any]) -> str:
+    """A law that is not kept: the verdict, and the message or the signal."""
+    message = re.sub(r"^.*, (signal \d+), after \d+ s$", r"\1", outcome["message"])
+    return f"{outcome['law']} {WORDS[outcome['status']]}: {message}"
 
 
 def versions_of(options: argparse.Namespace) -> dict[str, str]:
