@@ -50,7 +50,7 @@ class UnsupportedError(MoEMKError, RuntimeError):
         super().__init__("\n  - ".join((what, *self.reasons)))
 
     def __str__(self) -> str:
-        """What was requested and every reason, one a line, wrapped if standard error is a terminal."""
+        """Return what was requested and every reason, one per line, wrapped if standard error is a terminal."""
         width = terminal_width(sys.stderr)
         lines = (self.what, *(f"  - {reason}" for reason in self.reasons))
         return "\n".join(wrapped(shortened(line), width, hanging=4) for line in lines)

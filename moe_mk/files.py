@@ -51,12 +51,12 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
-    """What a JSON file holds. Raises OSError or ValueError."""
+    """Return the contents of a JSON file. Raises OSError or ValueError."""
     return parse_json(read_bytes(path, most_bytes))
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds; plain values only. Raises OSError or ValueError."""
+    """Return the contents of a YAML file; plain values only. Raises OSError or ValueError."""
     text = read_bytes(path, YAML_BYTES).decode("utf-8")
     try:
         return yaml.load(text, _BoundedLoader)  # a SafeLoader

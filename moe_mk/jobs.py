@@ -42,7 +42,7 @@ class Bell:
         self._lock.acquire()
 
     def ring(self) -> None:
-        """Never waits."""
+        """Wake the thread; never waits."""
         try:
             self._lock.release()
         except unless_signalled(RuntimeError):

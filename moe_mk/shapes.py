@@ -108,7 +108,7 @@ def _reason_against(tensor: torch.Tensor, traced: bool) -> str:
 
 
 def divisors_of(number: int) -> list[int]:
-    """What divides a positive number, ascending; O(sqrt(number))."""
+    """Return the divisors of a positive number, ascending; O(sqrt(number))."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 

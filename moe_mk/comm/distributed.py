@@ -71,7 +71,7 @@ class DistributedCommunicator(Communicator):
     def all_to_others(
         self, received: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
     ) -> Flight[None]:
-        """Straight into `received`."""
+        """Exchange rows with the other ranks, written directly into `received`."""
         self._count_sent(phase, rows, send)
         staged = self._stage(rows)
         arrival = received if received.device == staged.device else torch.empty_like(received, device=staged.device)

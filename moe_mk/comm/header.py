@@ -66,7 +66,7 @@ class Header:
     """Those that came with the header."""
 
     def packed(self) -> bytearray:
-        """256 bytes."""
+        """Return the header as 256 bytes."""
         process = self.process
         who = (0, 0, 0) if process is None else (process.number, int(process.started), process.namespace)
         text = self.text.encode()[:TEXT_BYTES]

@@ -44,7 +44,7 @@ class Settings(BaseModel, metaclass=_Constructor):
         raise ConfigError(f"{type(self).__name__} is frozen; make a copy with {name} changed: config.with_({name}=...)")
 
     def __delattr__(self, name: str) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError: settings are frozen."""
         raise ConfigError(f"{type(self).__name__} is frozen; {name} cannot be deleted")
 
     @field_validator("*")

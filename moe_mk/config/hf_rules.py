@@ -135,7 +135,7 @@ def _of_layer(role: str, layer: int, of_modules: Mapping[Module, dict[str, Any]]
 
 
 def _some(numbers: list[int]) -> str:
-    """Numbers in short."""
+    """Format a list of numbers in short."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 

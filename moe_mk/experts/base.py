@@ -143,7 +143,7 @@ class ExpertsContext:
 
 
 class FusedExperts(ABC):
-    """One compute backend."""
+    """A compute backend: multiplies the rows of this rank by its experts."""
 
     traits: ClassVar[ExpertsTraits]
 
@@ -178,7 +178,7 @@ class FusedExperts(ABC):
         return ""
 
     def numerics(self, weights: Weights) -> str:
-        """What the bits of results depend on that is chosen on this machine, and the setting that pins it; "": nothing.
+        """Name the choice of this machine on which bits depend, and the setting that pins it; "" without one.
 
         weights: as returned by `relayout`. Ranks whose texts differ raise CommError.
         """

@@ -102,7 +102,7 @@ class HostRecords:
         return range(0)
 
     def read(self, expert: int, record: memoryview) -> None:
-        """Copy a record."""
+        """Copy the record of an expert from the store."""
         record[:] = memory_of(self.records_EB[expert])
 
 

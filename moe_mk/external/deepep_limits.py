@@ -1,4 +1,4 @@
-"""What the DeepEP family of libraries can be asked for, as data: shapes its kernels are built for, and buffer sizes.
+"""Limits of the DeepEP family of libraries, as data: shapes for which kernels are built, and buffer sizes.
 
 Pure functions, so that a plan can be made where no library is. At run time a library's own size hint is used.
 Source: deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP), nixl_ep (ai-dynamo/nixl) and UCCL-EP (uccl-project/uccl), as read
@@ -130,5 +130,5 @@ def elastic_bytes(max_tokens: int, hidden: int, top_k: int, ranks: int, *, fp8: 
 
 
 def up_to(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round a number up to the next multiple."""
     return -(-number // multiple) * multiple

@@ -112,7 +112,7 @@ def is_profile_here(profile: DeviceProfile) -> bool:
 
 
 def describe(device: torch.device) -> str:
-    """What a person calls the device."""
+    """Return the name of a device for messages."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     file = Path("/proc/cpuinfo")

@@ -50,7 +50,7 @@ from moe_mk.weights.packed_layouts import FLOATS
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One experts module."""
+    """Report on one experts module of a model."""
 
     path: str
     cls: str

@@ -94,7 +94,7 @@ def _matrix(kernel: Any, layer: Any) -> QuantTensor:
 
 
 def _packed_integers(kernel: Any, layer: Any) -> QuantTensor:
-    """The same of integers in groups, packed along the inputs as in GPTQ or compressed-tensors."""
+    """Return the weights of a layer in integers in groups, packed along the inputs as in GPTQ or compressed-tensors."""
     words, scales = (getattr(layer, name) for name in (kernel.w_q_name, kernel.w_s_name))
     parts = {
         "": ("weight", words.detach() if words.input_dim == 1 else words.detach().t()),

@@ -218,7 +218,7 @@ class ExpertMap:
 
     @property
     def num_physical(self) -> int:
-        """P, replicas counted."""
+        """Return P, the number of physical experts, replicas counted."""
         return sum(map(len, self.experts_of_rank))
 
     @property
@@ -262,7 +262,7 @@ class ExpertMap:
         return tuple(rank for rank, experts in enumerate(self.experts_of_rank) for _ in experts)
 
     def shares_of(self, expert: int) -> list[float]:
-        """What part of an expert's tokens each of its replicas takes, in the order of `physical_of_logical`."""
+        """Return the part of an expert's tokens of each of its replicas, in the order of `physical_of_logical`."""
         replicas = self.physical_of_logical[expert]
         return [1.0 / len(replicas) if self.shares is None else self.shares[p] for p in replicas]
 

@@ -346,7 +346,7 @@ class _Outgoing:
 
 @PREPARE_FINALIZE.register("all_to_all_p2p")
 class AllToAllByMessages(AllToAll):
-    """The same rows in the same order, each exchange as W - 1 messages sent and W - 1 received."""
+    """`AllToAll` with each exchange as W - 1 messages sent and W - 1 received."""
 
     traits: ClassVar[TransportTraits] = replace(
         AllToAll.traits,

@@ -94,7 +94,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class LinkChoice:
-    """What carries rows between the proxies of a transport that has them."""
+    """The link that carries rows between the proxies of a transport."""
 
     name: str
     because: str
@@ -180,7 +180,7 @@ Multiply = Callable[[Tokens], ExpertOutput]
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a transport makes one call of a whole layer of."""
+    """Parts of a layer from which a transport builds one native call."""
 
     experts: PreparedExperts
     """Of this rank, on received rows."""
@@ -197,7 +197,7 @@ class LayerParts:
 
 
 class PrepareFinalize(ABC):
-    """One communication backend."""
+    """A communication backend: sends tokens to the ranks of their experts, and returns the sums."""
 
     traits: ClassVar[TransportTraits]
     collectives: ClassVar[int] = 2
@@ -259,7 +259,7 @@ class PrepareFinalize(ABC):
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
-        """What one call moves under uniform routing, for the plan.
+        """Return the rows that one call moves under uniform routing, for the plan.
 
         By default a row for each distinct other rank of a token, a sum back from each, and `collectives`; where it
         `relays` between nodes, a row for each distinct other node, and there for each distinct other rank.
@@ -301,7 +301,7 @@ class PrepareFinalize(ABC):
 
     @classmethod
     def link(cls, problem: Problem) -> LinkChoice | None:
-        """What carries rows between proxies; None for transports without, and where no rank needs one."""
+        """Return the link between proxies; None for transports without, and where no rank needs one."""
         del problem
         return None
 
@@ -357,14 +357,14 @@ class PrepareFinalize(ABC):
         return num_tokens * self.context.top_k * self.context.share
 
     def expected_in_window(self, num_tokens: int) -> float | None:
-        """The same where only the device has the other ranks' numbers: this rank's number stands for each of them.
+        """`expected_of_tokens` where other ranks' token counts are on the device: assumes this rank's count for each.
 
         None for a rank without tokens, which may receive any number.
         """
         return self.expected_of_tokens(num_tokens * self.context.comm.size) or None
 
     def expected_of_rows(self, num_rows: int) -> float:
-        """The same of received rows, each of a token that has at least one expert on this rank."""
+        """Return the expected assignments of received rows, each of a token with an expert on this rank."""
         return self.expected_of_tokens(num_rows) / self._share_with_experts if self.context.num_slots else 0.0
 
     @cached_property

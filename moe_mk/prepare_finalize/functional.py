@@ -72,7 +72,7 @@ class DistributeOptions:
 
 @dataclass(frozen=True)
 class DistributePlan:
-    """What a call takes at most, worst routing."""
+    """Maximum sizes of a call, with the worst routing."""
 
     rows: int
     """Rows that one rank may get."""
@@ -82,7 +82,7 @@ class DistributePlan:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What dispatch returns, by the names of the operator's outputs. N rows lie expert by expert, by source inside."""
+    """Result of dispatch, by the names of the operator's outputs. N rows lie expert by expert, by source inside."""
 
     expand_x: Tensor
     """(N, H), in the dtype of x or int8."""

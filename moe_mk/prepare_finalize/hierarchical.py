@@ -90,7 +90,7 @@ class Held:
         return from_bytes(tails_XB, torch.int32)
 
     def writer(self, row_X: Tensor, counts: Sequence[int]) -> Write:
-        """What writes held rows of these numbers, ascending inside the rows of each rank. counts: rows by rank."""
+        """Return a writer of held rows of these numbers, ascending inside the rows of each rank. counts: by rank."""
         if sum(map(len, self.pieces)) * sum(self.pieces[0].widths) < SMALL_BYTES:
             whole = joined(self.pieces)
             return lambda to, span: to.put(whole, row_X[span])
@@ -217,7 +217,7 @@ class Hierarchical(PrepareFinalize):
     def _dispatch_relayed(
         self, pieces: Sequence[Rows], legs: Sequence[Leg]
     ) -> Flight[tuple[list[DispatchHandle], list[Rows]]]:
-        """Both levels: while a piece crosses, the one before it is handed on."""
+        """Dispatch over both levels: while a piece crosses nodes, the one before it is relayed."""
         handles, arrived = [], []
         crossing = _begun(self._cross(pieces[0], legs[0]))
         yield InFlight("dispatch")

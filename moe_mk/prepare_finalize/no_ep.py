@@ -48,7 +48,7 @@ class NoEP(PrepareFinalize):
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
-        """Nothing."""
+        """Return an empty volume: nothing is sent."""
         return Volume(0, 0, 0)
 
     @classmethod

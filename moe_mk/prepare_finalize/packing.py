@@ -67,7 +67,7 @@ def packed_row_bytes(wire: QuantScheme, hidden_size: int, top_k: int) -> int:
 
 
 def pack(x_RH: QuantTensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-    """(R, B) uint8."""
+    """Pack rows with their ids and weights into (R, B) uint8."""
     return torch.cat((encode_rows(x_RH), as_bytes(ids_RK), as_bytes(weights_RK)), dim=1)
 
 

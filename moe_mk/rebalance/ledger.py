@@ -67,7 +67,7 @@ class Ledger:
         return made
 
     def placed(self, maps: Sequence[ExpertMap]) -> Ledger:
-        """The same machines with placements that a caller has chosen, with as many slots a rank as the longest needs.
+        """Return a ledger with placements that a caller has chosen, with as many slots a rank as the longest needs.
 
         While experts are lost, no slot is given up.
         """

@@ -206,7 +206,7 @@ class Migration:
 
 
 def moves_of(ledger: Ledger, message: PlanMessage) -> dict[int, LayerMoves]:
-    """What each layer must receive, by layer, in ranks of the group and slots of those ranks.
+    """Return the moves of each layer, in ranks of the group and slots of those ranks.
 
     Near sources first, in rounds without two transfers at one rank.
     """

@@ -209,7 +209,7 @@ class Regrouping:
         yield from self.peers.decide(self.peers.gather(0, PHASE), commit, accepts=bool)
 
     def _rows(self) -> Flight[Rows]:
-        """What every rank holds, layer by layer."""
+        """Gather the experts of every rank, layer by layer."""
         own = [layer.expert_map.local_to_global(layer.ep.rank) for layer in self.layers]
         texts = yield from self.peers.gather_texts(json.dumps(own), PHASE)
         of_rank = [json.loads(text.splitlines()[0]) for text in texts]

@@ -86,12 +86,12 @@ class AsyncResult(Generic[X]):
 
 
 def prepare_async(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) -> AsyncResult[Tokens]:
-    """Start a dispatch."""
+    """Start a dispatch; returns a handle to wait for."""
     return AsyncResult(_ended_on_all_ranks(transport, transport.prepare(x_TH, routing)))
 
 
 def finalize_async(transport: PrepareFinalize, output: ExpertOutput, tokens: Tokens) -> AsyncResult[Tensor]:
-    """Start a combine."""
+    """Start a combine; returns a handle to wait for."""
     return AsyncResult(_ended_on_all_ranks(transport, transport.finalize(output, tokens)))
 
 

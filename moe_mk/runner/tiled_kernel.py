@@ -107,7 +107,7 @@ P = ParamSpec("P")
 
 
 def with_modes_of_caller(job: Callable[P, X]) -> Callable[P, X]:
-    """The same job for another thread, under autograd's modes of this one: they belong to a thread."""
+    """Return the job for another thread, under autograd's modes of this one, which belong to a thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def with_modes(*args: P.args, **kwargs: P.kwargs) -> X:

@@ -98,7 +98,7 @@ class TileRecord:
         self.events.append(Event(step, what, now()))
 
     def intervals(self) -> list[Interval]:
-        """What has begun and ended, sorted by begin. A transfer lasts from its issue until it is received."""
+        """Return the steps that have ended, sorted by begin. A transfer lasts from its issue until it is received."""
         found: dict[str, list[int]] = {}
         for place, event in enumerate(self.events):
             found.setdefault(event.step.transfer, []).append(place)
@@ -184,7 +184,7 @@ class TilePlan:
 
     @cached_property
     def workers(self) -> Mapping[Worker, tuple[Step, ...]]:
-        """The same steps by worker; workers without steps are left out."""
+        """Return the steps by worker; workers without steps are left out."""
         steps_of: dict[Worker, list[Step]] = {}
         for step in self.order:
             steps_of.setdefault(WORKERS[step.kind], []).append(step)

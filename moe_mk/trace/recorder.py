@@ -32,7 +32,7 @@ class Span:
 
 
 class _Open(local):
-    """What is open in one thread."""
+    """Open spans of one thread."""
 
     def __init__(self) -> None:
         self.own: list[list[float]] = []
@@ -101,7 +101,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class WorkMeter:
-    """What native calls of a layer count themselves: how often each of some stages has run, and on how many rows."""
+    """Counters that native calls of a layer keep: how often each of some stages has run, and on how many rows."""
 
     stages: tuple[tuple[str, type, int], ...]
     """The stage, the class of the object and the bytes of a row, in the order of `LayerWork` of csrc/exchange.h."""
@@ -113,11 +113,11 @@ class WorkMeter:
 
     @cached_property
     def _before(self) -> list[int]:
-        """What was read before: calls of another thread may count meanwhile, so nothing is set back."""
+        """Return the counts read before: calls of another thread may count meanwhile, so nothing is reset."""
         return [0] * (2 * len(self.stages))
 
     def read(self) -> Iterator[tuple[str, type, int, int]]:
-        """What is new since the last time: stage, class, bytes, runs."""
+        """Yield the counts since the last call: stage, class, bytes, runs."""
         before, after = self._before[:], self.words[:]
         self._before[:] = after
         new = [a - b for a, b in zip(after, before, strict=True)]
@@ -135,7 +135,7 @@ class Ledger:
 
     @property
     def entries(self) -> Mapping[tuple[str, type], Entry]:
-        """What has run, in the order in which it first did."""
+        """Return the stages that have run, in the order in which they first did."""
         for meter in self._meters:
             for stage, who, num_bytes, runs in meter.read():
                 self.ran(stage, who, num_bytes, runs)

@@ -141,14 +141,14 @@ def entry_problems(entries: Mapping[str, TensorEntry], expected: Mapping[str, Ex
 
 
 def wrong_shape(name: str, entry: TensorEntry, want: Expected) -> str:
-    """What is wrong with the shape of a tensor; "" if nothing is."""
+    """Describe a wrong shape of a tensor; "" for a right one."""
     if entry.shape in (want.shape, *want.also):
         return ""
     return f"{name} is {list(entry.shape)}, expected {list(want.shape)}"
 
 
 def wrong_dtype(name: str, entry: TensorEntry, want: Expected) -> str:
-    """What is wrong with the dtype of a tensor; "" if nothing is."""
+    """Describe a wrong dtype of a tensor; "" for a right one."""
     if entry.dtype in want.dtypes:
         return ""
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in want.dtypes)

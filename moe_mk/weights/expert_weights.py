@@ -47,7 +47,7 @@ class SlotBiases:
         return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SlotBiases:
-        """The same with each bias changed."""
+        """Return the biases with a function applied to each."""
         return SlotBiases(None if self.gate_I is None else change(self.gate_I), change(self.up_I), change(self.down_H))
 
 
@@ -85,7 +85,7 @@ class SlotWeights:
         return *(t for q in self.matrices.values() for t in q.tensors), *(self.biases.tensors if self.biases else ())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SlotWeights:
-        """The same with each of its tensors changed."""
+        """Return the expert with a function applied to each of its tensors."""
         gate_IH = None if self.gate_IH is None else self.gate_IH.changed(change)
         biases = None if self.biases is None else self.biases.changed(change)
         return SlotWeights(gate_IH, self.up_IH.changed(change), self.down_HI.changed(change), biases)
@@ -226,7 +226,7 @@ class MappedExpertWeights:
         return self.slots[index].changed(in_memory) if self.of_file else self.slots[index]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> MappedExpertWeights:
-        """The same with each of their tensors changed; replicas stay one."""
+        """Return the weights with a function applied to each tensor; replicas stay one."""
         made = {id(slot): slot.changed(change) for slot in self.slots}
         return replace(self, slots=tuple(made[id(slot)] for slot in self.slots))
 
@@ -243,7 +243,7 @@ class ReleasedSlots(Sequence[SlotWeights]):
         return self.num_slots
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Raises UnsupportedError."""
+        """Raise UnsupportedError: mapped weights have no stacked tensor."""
         raise UnsupportedError(
             f"the experts of {self.whose} were released in the format of the checkpoint",
             ["load them again to move experts, or to copy or pickle the layer"],

@@ -51,7 +51,7 @@ class GgufSource(FileSource):
 
     @property
     def files(self) -> list[Path]:
-        """All parts."""
+        """Return the paths of all parts."""
         return [*self._headers]
 
     def _find_files(self) -> dict[str, Path]:

@@ -86,7 +86,7 @@ def calibrates(quant: QuantConfig) -> bool:
 
 
 def scales_contradict(quant: QuantConfig, has_scales: bool) -> str:
-    """What a configuration states of the scales of activations that the tensors contradict; "" for nothing."""
+    """Describe how tensors contradict a configuration's scales of activations; "" where they do not."""
     static = calibrates(quant)
     if (static and quant.activation_scales != "dynamic") if has_scales else quant.activation_scales != "static":
         return ""

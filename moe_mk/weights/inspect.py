@@ -182,7 +182,7 @@ def describe_block(
 
 
 def _named(parts: dict[Part, TensorEntry]) -> dict[str, Any]:
-    """What a layer has by the names of its tensors."""
+    """Return the features of a layer that the names of its tensors show."""
     found = {
         "has_gate_bias": Part(Role.BIAS), "has_logit_bias": Part(Role.LOGIT_BIAS),
         "has_shared_gate": Part(Role.SHARED_GATE), "has_latent_norm": Part(Role.LATENT, "norm"),
@@ -254,7 +254,7 @@ def _guess(parts: dict[Part, TensorEntry], convention: Convention, block: tuple[
 
 
 def _guess_packed(parts: dict[Part, TensorEntry], convention: Convention, quantization: dict[str, object]) -> LayerSpec:
-    """The same of packed integers, from the gate and the projections of the first expert."""
+    """Guess the specification of packed integers, from the gate and the projections of the first expert."""
     router = parts.get(Part(Role.ROUTER))
     experts = [part.expert for part in parts if part.role is Role.EXPERT and part.expert is not None]
     first = None if convention.stacked or convention.fused else min(experts, default=0)

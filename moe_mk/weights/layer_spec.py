@@ -29,7 +29,7 @@ VALUE_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What a layer has in addition to the matrices of its experts."""
+    """Parts of a layer in addition to the matrices of its experts."""
 
     has_gate_bias: bool = False
     has_logit_bias: bool = False
@@ -61,7 +61,7 @@ class Features:
 
     @property
     def features(self) -> dict[str, Any]:
-        """Those of a derived class, by name."""
+        """Return the features of a derived class, by name."""
         return {each.name: getattr(self, each.name) for each in fields(Features)}
 
 

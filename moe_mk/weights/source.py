@@ -161,7 +161,7 @@ class Copies:
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """As `in_memory`."""
+        """Return a tensor as a source, see `in_memory`."""
         copy = in_memory(tensor)
         if copy is not tensor:
             self._copied[copy.untyped_storage()._cdata] = tensor, copy
@@ -362,7 +362,7 @@ class SafetensorsSource(FileSource):
 
 
 def _instead(folder: Path) -> str:
-    """What a folder without safetensors holds instead of them, and the remedy; "" for nothing that is known."""
+    """Describe what a folder holds in place of safetensors, and the remedy; "" for nothing that is known."""
     pickles = sorted(file.name for end in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{end}"))
     if pickles:
         return (
@@ -450,7 +450,7 @@ class RenamedSource(SafetensorsSource):
     def _named(
         self, names: TensorNames, key: str, part: str | TensorPart, name: str, rest: str
     ) -> Iterator[tuple[str, _View]]:
-        """What a tensor holds of a part, by the name that it gets. rest: what may follow the part's path."""
+        """Yield the views of a tensor that belong to a part, by name. rest: what may follow the part's path."""
         path = part if isinstance(part, str) else part.tensor
         pattern = (
             re.escape(names.prefix + path).replace(r"\{N\}", r"(?P<N>\d{1,9})").replace(r"\{e\}", r"(?P<e>\d{1,9})")

@@ -37,7 +37,7 @@ def _check_form(frame: Frame) -> None:
 
 
 def no_step(step: Step, key: tuple[int, int]) -> None:
-    """Notes nothing."""
+    """Ignore a step of the exchange."""
 
 
 @dataclass

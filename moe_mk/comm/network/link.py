@@ -68,7 +68,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Close the link and free its resources."""
 
     @property
     def wants_to_send(self) -> bool:

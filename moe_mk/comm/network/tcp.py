@@ -52,7 +52,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class TcpPipe(Pipe):
-    """A connected socket."""
+    """A pipe over a connected TCP socket."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)

@@ -59,7 +59,7 @@ class Words(ABC):
 
     @abstractmethod
     def load(self, at: int) -> int:
-        """Load with acquire."""
+        """Load a flag with acquire semantics."""
 
     @abstractmethod
     def fence(self) -> None:

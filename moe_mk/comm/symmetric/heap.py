@@ -51,7 +51,7 @@ StartWaiting = Callable[[str, int, str], Waiting]
 
 
 def aligned(num_bytes: int, to: int = PAGE_BYTES) -> int:
-    """The next multiple."""
+    """Round a number of bytes up to the next multiple of `to`."""
     return -(-num_bytes // to) * to
 
 

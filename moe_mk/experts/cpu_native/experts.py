@@ -249,7 +249,7 @@ class CpuNativeExperts(FusedExperts):
         return "; ".join(str(each) for each in (self._parameters, self.choice, threads) if each)
 
     def numerics(self, weights: Weights) -> str:
-        """The instruction set."""
+        """Return the name of the instruction set."""
         assert isinstance(weights, PackedExpertWeights)
         chosen = choice(self.native, weights.w13.layout.format, self.mode.quantize)
         return f"{chosen.isa.name} (kernel.instruction_set pins it)"

@@ -53,7 +53,7 @@ class RecordLayout:
         return aligned(sum(-(-count * dtype.itemsize // LINE) * LINE for count, dtype in parts))
 
     def matrices(self, records_SB: Tensor, row_of_E: Tensor | None = None) -> tuple[PackedMatrix, PackedMatrix]:
-        """Both projections as views of records. row_of_E: the record of each expert; None: they are in order."""
+        """Return w13 and w2 as views of records. row_of_E: the record of each expert; None: they are in order."""
         start, found = 0, []
         for layout in (self.layout13, self.layout2):
             views: list[Tensor | None] = []
@@ -67,7 +67,7 @@ class RecordLayout:
         return found[0], found[1]
 
     def facts(self) -> dict[str, str]:
-        """What a store must have been written with."""
+        """Return the facts with which a store must have been written."""
         return {"w13": str(self.layout13), "w2": str(self.layout2), "biased": str(self.biased)}
 
 
@@ -113,7 +113,7 @@ class NativeCache(Cache):
         return RecordMemory(self.native, on_huge_pages(self.pool.num_bytes // self.record_bytes, self.record_bytes))
 
     def room(self, expert: int, slot: int) -> Tensor:
-        """The slot."""
+        """Return the memory of a slot for an expert."""
         return self.records_SB[slot]
 
 
@@ -145,7 +145,7 @@ class PagedExperts(PackedExpertWeights):
         self, native: Native, mode: ExpertsMode, x_RH: Tensor, scales_RX: Tensor | None, ids_RK: Tensor,
         weights_RK: Tensor | None, out_RH: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """What `ExpertsCall` returns for resident experts, bit for bit. Raises StoreError."""
+        """Return the sums of `ExpertsCall` for resident experts, bit for bit. Raises StoreError."""
         shared, threads, (rows, top_k), hidden = (
             self.shared,
             torch.get_num_threads(),

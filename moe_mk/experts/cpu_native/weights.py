@@ -120,7 +120,7 @@ class PackedExpertWeights:
         self, native: Native, mode: ExpertsMode, x_RH: Tensor, scales_RX: Tensor | None, ids_RK: Tensor,
         weights_RK: Tensor | None, out_RH: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """What `ExpertsCall` returns."""
+        """Return the sums of an `ExpertsCall` with these weights, (R, H)."""
         return self.call(native, mode)(x_RH, scales_RX, ids_RK, weights_RK, out_RH, torch.get_num_threads())
 
     @property

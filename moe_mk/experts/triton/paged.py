@@ -173,7 +173,7 @@ class PagedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Return the bytes of the slots on the device."""
         return self.stack.num_bytes
 
     @property

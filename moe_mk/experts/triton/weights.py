@@ -335,7 +335,7 @@ def spare_of(num_slots: int) -> int:
 
 
 def joined(routed: Weights, shared: Weights) -> Weights | None:
-    """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
+    """Join routed and shared experts, if formats agree and the routed ones have a spare slot, which is overwritten."""
     if not isinstance(routed, PackedWeights) or not isinstance(shared, PackedWeights | ExpertWeights):
         return None
     is_same = routed.format == shared.format if isinstance(shared, PackedWeights) else routed.scheme == shared.scheme

@@ -1,4 +1,4 @@
-"""What calls of the buffer are given and return: settings, configs, events, handles, and blocks of received rows."""
+"""Arguments and results of calls of the buffer: settings, configs, events, handles, and blocks of received rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Received = tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, "Dispat
 
 @dataclass(frozen=True)
 class BufferSettings:
-    """What the network engine must know and DeepEP's constructor has no argument for."""
+    """Settings of the network engine for which DeepEP's constructor has no argument."""
 
     max_num_tokens: int = 4096
     """Maximum number of tokens per rank in a normal dispatch; the same on all ranks."""
@@ -89,7 +89,7 @@ class EventOverlap:
 
 @dataclass
 class DispatchHandle:
-    """What `combine` and a repeated `dispatch` need of a normal dispatch."""
+    """State of a normal dispatch for `combine` and for a repeated `dispatch`."""
 
     transport: OneSidedNetwork
     routing: Routing
@@ -105,7 +105,7 @@ class DispatchHandle:
 
 @dataclass
 class LowLatencyHandle:
-    """What `low_latency_combine` needs of a dispatch."""
+    """State of a dispatch for `low_latency_combine`."""
 
     transport: OneSidedNetwork
     ids_TK: Tensor
@@ -118,7 +118,7 @@ class LowLatencyHandle:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a low-latency dispatch returns: a padded block of rows for each local expert."""
+    """Result of a low-latency dispatch: a padded block of rows for each local expert."""
 
     values_LSH: Tensor
     scales_LSX: Tensor | None

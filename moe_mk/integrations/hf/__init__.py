@@ -1,1 +1,1 @@
-"""What `moe_mk.integrations.transformers` is made of: one file a question."""
+"""Parts of `moe_mk.integrations.transformers`."""

@@ -65,7 +65,7 @@ class Parts:
         return held if isinstance(held, Tensor) else self.buffers.get(BIAS)
 
     def gate_arguments(self) -> tuple[Tensor, ...]:
-        """What the block passes to its gate besides the tokens."""
+        """Return the arguments that the block passes to its gate in addition to the tokens."""
         held = self.buffers.get(BIAS)
         return () if held is None else (held,)
 
@@ -233,7 +233,7 @@ def _route_in_f32(parts: Parts, x_TH: Tensor) -> Routing | None:
 
 
 def _routing_reasons(ours: Routing, theirs: Routing | None) -> list[str]:
-    """What is different in the routing of the probes."""
+    """List the differences in the routing of the probes."""
     if theirs is None:
         return ["its gate does not return logits, and weights and ids of the chosen experts"]
     (our_ids, our_order), (ids, order) = ours.ids_TK.long().sort(dim=1), theirs.ids_TK.long().sort(dim=1)

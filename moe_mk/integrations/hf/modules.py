@@ -49,7 +49,7 @@ class Act:
     limit: float | None = None
 
     def settings(self) -> dict[str, object]:
-        """Keys of `MoEConfig.model`."""
+        """Return the settings as keys of `MoEConfig.model`."""
         limits = {"swiglu_limit": self.limit, "swiglu_alpha": self.alpha} if self.limit is not None else {}
         return {"activation": self.name, **limits}
 

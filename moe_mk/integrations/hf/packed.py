@@ -79,7 +79,7 @@ class PackedReport:
 
     @property
     def bf16_bytes(self) -> int:
-        """What they would occupy in bf16."""
+        """Return the bytes of the same experts in bf16."""
         return sum(module.bf16_bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
 
 
 def _report(path: str, module: nn.Module, layer: MoELayer, facts: LayerFacts) -> PackedModule:
-    """What one loaded layer holds, after the copy in the layout of the checkpoint was freed where there are two."""
+    """Report formats and bytes of a loaded layer, after a second copy in the checkpoint's layout was freed."""
     try:
         layer.release_weights()
         mapped = False

@@ -100,7 +100,7 @@ class ModuleExperts(FusedExperts):
 
 
 def _matrices(weights: Weights, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both matrices of an expert, gate and up in the order the module holds them."""
+    """Return both matrices of an expert, gate and up in the order the module holds them."""
     if isinstance(weights, ExpertWeights):
         return weights.w13[slot].dequantize(dtype), weights.w2[slot].dequantize(dtype)
     expert = weights.slot(slot)

@@ -77,13 +77,13 @@ def model_of(config: PretrainedConfig, **settings: Any) -> nn.Module:
 
 
 def first_line(problem: BaseException) -> str:
-    """What a class raised, in one line, without the advice that follows it."""
+    """Return the message of an exception in one line, without the advice that follows it."""
     first, *rest = str(problem).splitlines() or [""]
     return f"{type(problem).__name__}: {first}{' ' + rest[0].strip() if rest and first.endswith(':') else ''}"
 
 
 def _builders(config: PretrainedConfig) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What builds a model of a configuration: causal models, other whole models, then parts of models."""
+    """Yield functions that build a model, by name: causal models, other whole models, then parts of models."""
     yield AutoModelForCausalLM.__name__, AutoModelForCausalLM.from_config
     name, found = type(config).__module__.replace(".configuration_", ".modeling_"), []
     if name.startswith("transformers.models.") and find_spec(name) is not None:

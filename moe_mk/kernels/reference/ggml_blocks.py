@@ -82,7 +82,7 @@ class SixBits(Bits):
 
 @dataclass(frozen=True)
 class BlockType:
-    """One block format."""
+    """A block format of GGUF."""
 
     number: int
     """Of ggml's enumeration, as in files."""

@@ -31,7 +31,7 @@ def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.d
 
 
 def exact_scores(router_logits: Tensor, scores_TE: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:
-    """The same scores in f64, for weights that are within one ulp of f32; those of `expert_scores` if they are rounded.
+    """Return scores in f64, for weights within one ulp of f32; those of `expert_scores` if they are rounded.
 
     An f32 softmax is up to 24 ulps off: exp of a difference that was rounded, by half an ulp of a number of size 16.
     """

@@ -166,7 +166,7 @@ class Experts:
 
     @property
     def inner(self) -> int:
-        """I."""
+        """Return I, the intermediate size of this shard."""
         return self.w13[0].shape[1] // (2 if self.gated else 1)
 
     @property
@@ -210,7 +210,7 @@ def experts_in_waves(
     x: Scaled, ids_RK: Tensor, weights_RK: Tensor | None, experts: Experts, waves: Iterable[Tensor], tile: Tile,
     empty: Empty, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `experts_rows` returns, where not all experts are there at a time; without weights the rows (R * K, H).
+    """`experts_rows` where not all experts are in memory at a time; without weights the rows (R * K, H).
 
     ids_RK: -1: dropped, others may be any number. waves: the slots, int32 (R, K), of the assignments that are
     multiplied next, -1: of the others; what is in these slots must stay there until the next one is asked for.
@@ -274,7 +274,7 @@ def _both(
 
 
 def _kernels(tile: Tile, experts: Experts, hidden: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs of the engine of a tile, and ours for what it does not compute."""
+    """Return both GEMMs of the engine of a tile, or ours for those that it does not compute."""
     first, second = ENGINES[tile.engine].gemms(experts, hidden)
     return first or partial(grouped_w13, gated=experts.gated), second or grouped_w2
 

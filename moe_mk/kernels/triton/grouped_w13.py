@@ -106,7 +106,7 @@ def scaled_sums(
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Both sums of FP8 times FP8: every product of 128 terms gets the scales of its row and of its block.
+    """Sum gate and up of FP8 times FP8: every product of 128 terms gets the scales of its row and of its block.
 
     w_blocks_ptr: f32 scales of 128 x 128 weights. w_scales_ptr: with mxfp4, the shifts of groups below them.
     """
@@ -149,7 +149,7 @@ def unscaled_sums(
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Both sums where rows have no scales of groups: every format but FP8 times FP8."""
+    """Sum gate and up where rows have no scales of groups: every format but FP8 times FP8."""
     PACKED: tl.constexpr = packs(FORMAT)
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
     before = expert * rows_an_expert

@@ -93,7 +93,7 @@ def unscaled_sum(
     total, h, w, w_scales_ptr, first, expert, row, width, steps,
     STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Every other format."""
+    """Sum the products of every format but FP8 times FP8."""
     PACKED: tl.constexpr = packs(FORMAT)
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
     low, high = scale_codes(w_scales_ptr, expert, 0, steps, row, width, GROUPS, FORMAT)

@@ -119,7 +119,7 @@ def soft_limit(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def hidden_of(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr):
-    """Both sums of the first product to a value of the second, in f32: `activation` of kernels/reference/activation.py.
+    """Compute a hidden value from the sums of gate and up, in f32: `activation` of kernels/reference/activation.py.
 
     LIMIT: the gate is clamped from above and up from both sides; 0: no clamp. NaN stays NaN.
     """

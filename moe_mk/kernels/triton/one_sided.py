@@ -65,7 +65,7 @@ class Windows:
 
     @property
     def sums_at(self) -> int:
-        """Where sums begin."""
+        """Return the offset in bytes at which sums begin."""
         return self.rows_at + self.size * self.max_rows * self.row_bytes
 
     @property

@@ -72,7 +72,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Target:
-    """What Triton 3.6 makes of the grouped GEMMs for one architecture. A test compiles them and compares."""
+    """The grouped GEMMs as Triton 3.6 compiles them for one architecture. A test compiles and compares them."""
 
     name: str
     spilling: tuple[int, ...] = ()

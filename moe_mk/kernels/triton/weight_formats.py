@@ -258,7 +258,7 @@ def multiply(x, w, SWAP: tl.constexpr, total=None):
 
 @triton.jit
 def pinned(total):
-    """The same values behind a barrier: an accumulator is finished before the next product starts.
+    """Put a barrier behind an accumulator, which is finished before the next product starts.
 
     NOTE: otherwise ptxas 12.8 sinks the additions below the next product, and spills the pending products. The move is
     eliminated from the code.

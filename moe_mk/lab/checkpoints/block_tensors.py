@@ -32,14 +32,14 @@ class Mlp:
     down: Tensor
 
     def __call__(self, x: Tensor, act: Act) -> Tensor:
-        """What the MLP computes of x."""
+        """Compute the MLP of x with an activation."""
         gate = None if self.gate is None else x @ self.gate.T
         h: Tensor = activation(act.name, gate, x @ self.up.T, alpha=act.alpha, limit=act.limit)
         return h @ self.down.T
 
 
 class Sizes(NamedTuple):
-    """Of a block."""
+    """Numbers of experts and the hidden size of a block."""
 
     experts: int
     """With weights, routed ones."""

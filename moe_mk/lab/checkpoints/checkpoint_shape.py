@@ -119,7 +119,7 @@ class CheckpointShape:
         return named.get(self.quant, self.quant)
 
     def layer_spec(self) -> LayerSpec:
-        """What a reader must expect of each layer."""
+        """Return the specification of a layer that a reader must expect."""
         scheme = weight_scheme(self.block) if self.quant == "fp8" else self.scheme
         return LayerSpec(
             self.num_experts,

@@ -113,7 +113,7 @@ def _alike(blocks: Mapping[int, tuple[nn.Module, Sequence[PretrainedConfig]]]) -
 
 
 def _configs(model: nn.Module, path: str, layer: int) -> Iterator[PretrainedConfig]:
-    """What the block of a layer may have been built from: the configurations of the modules that it is in."""
+    """Yield the configurations from which the block of a layer may have been built: those of the modules around it."""
     words = path.split(".")
     for end in range(len(words), -1, -1):
         config = getattr(model.get_submodule(".".join(words[:end])), "config", None)

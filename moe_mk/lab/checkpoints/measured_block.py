@@ -1,4 +1,4 @@
-"""What a small block computes: the settings of a layer, and the tensors that it has.
+"""Measure a small block: the settings of the layer that it computes, and its tensors.
 
 Tensors are recognised by their shapes, whatever their names. Experts are set so that a token's output shows the
 activation, then so that it shows the routing weight of every expert; the settings that reproduce both are checked

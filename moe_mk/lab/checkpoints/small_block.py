@@ -52,7 +52,7 @@ def readings_of(
 
 @dataclass(frozen=True)
 class Origin:
-    """What the block of a layer is built from."""
+    """The block of a layer, and the configuration from which it is built."""
 
     like: nn.Module
     """The block itself, on the meta device."""
@@ -84,7 +84,7 @@ class Origin:
 
 
 def _origin_of(block: nn.Module, configs: Sequence[PretrainedConfig], number: int) -> Origin:
-    """What builds a block with the attributes of this one. Raises UnsupportedError where nothing does."""
+    """Find the arguments that build a block with the attributes of this one. Raises UnsupportedError."""
     own = [value for module in block.modules() for value in vars(module).values()]
     known = {id(each): each for each in (*own, *configs) if isinstance(each, PretrainedConfig)}
     held, refused = described(block), None

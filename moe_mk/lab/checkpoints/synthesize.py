@@ -111,7 +111,7 @@ def write_checkpoint(
 
 
 def recipe_in(directory: str | os.PathLike[str]) -> str | None:
-    """What a checkpoint of `write_checkpoint` in a directory was made of; None without one."""
+    """Return the recipe with which `write_checkpoint` wrote a directory; None without one."""
     root = Path(directory)
     try:
         if (root / FILE).is_file():

@@ -1,4 +1,4 @@
-"""The `moe-mk` command."""
+"""The verbs of the `moe-mk` command."""
 
 from moe_mk.lab.cli.app import app
 

@@ -114,7 +114,7 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
 
 
 def read_earlier(file: Path) -> dict[str, Any]:
-    """What `--out` has written. Raises ConfigError for anything else."""
+    """Read a result of `--out`. Raises ConfigError for anything else."""
     try:
         facts = read_json(file)
         if facts["what"] == "moe-mk bench" and ratios(facts, facts) and not differences(facts, facts):
@@ -126,7 +126,7 @@ def read_earlier(file: Path) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What differs between two results, apart from times."""
+    """List the differences between two results, apart from times."""
     was, now = ({"pair": each["pair"], **each["environment"], **each["layer"]} for each in (before, after))
     return [f"{key}: {was.get(key)} -> {now.get(key)}" for key in sorted(was | now) if was.get(key) != now.get(key)]
 

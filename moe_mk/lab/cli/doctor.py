@@ -85,7 +85,7 @@ def _devices(overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _instruction_sets(overrides: Mapping[str, Any]) -> str:
-    """Those of experts by format; kernels are not compiled for it."""
+    """List the instruction sets of experts by format; compiles no kernels."""
     kernel = load_config("deepseek_v3").with_(**overrides).kernel
     try:
         if not is_compiled(kernel.cache_dir):

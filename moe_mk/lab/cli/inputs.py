@@ -122,7 +122,7 @@ class Batch:
         return Batch(self.x_TH[one], None if self.token_ids_T is None else self.token_ids_T[one])
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Return the batch on a device."""
         return Batch(self.x_TH.to(device), None if self.token_ids_T is None else self.token_ids_T.to(device))
 
 

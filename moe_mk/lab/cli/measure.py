@@ -30,7 +30,7 @@ class StageTimes:
     """Of each batch."""
 
     def for_tokens(self, tokens: Sequence[int]) -> StageTimes:
-        """The same times with the numbers of tokens."""
+        """Return the times with the numbers of tokens."""
         return replace(self, tokens=tuple(tokens))
 
 

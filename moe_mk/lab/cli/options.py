@@ -24,7 +24,7 @@ def shipped(folder: str) -> list[str]:
 
 
 def completing(names: Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """What a shell offers for the beginning of a word."""
+    """Return a completion for shells: the names that begin with a word."""
 
     def offered(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]

@@ -65,7 +65,7 @@ def check(screen: Screen, order: CheckOrder, *, as_json: bool) -> int:
 
 
 def facts_of(checkpoint: Path) -> tuple[MoEConfig, ModelFacts]:
-    """What a checkpoint's records must fit; reads config.json and headers. Raises ConfigError."""
+    """Return the facts that records of a checkpoint must fit; reads config.json and headers. Raises ConfigError."""
     found = layers_of(checkpoint)
     config, stated = config_of(checkpoint, found[0]), read_json(checkpoint / "config.json")
     counts = [part.get("num_hidden_layers") for part in (stated, *stated.values()) if isinstance(part, dict)]
@@ -91,7 +91,7 @@ def only_layers(record: RoutingRecord, facts: ModelFacts, kept: tuple[int, ...])
 def chosen_by_gates(
     checkpoint: Path, config: MoEConfig, facts: ModelFacts, inputs: Path, record: RoutingRecord
 ) -> RoutingRecord:
-    """What the gates of a checkpoint choose from hidden states [R, H] or logits [R, E] named layers.N.hidden_states
+    """Return the choices of the gates from hidden states [R, H] or logits [R, E] named layers.N.hidden_states
     and layers.N.router_logits, where R are the tokens of all sequences. Raises TraceError or WeightError.
     """
     given, lengths = _inputs(inputs, facts)

@@ -104,7 +104,7 @@ def replay(screen: Screen, order: ReplayOrder, *, as_json: bool) -> int:
 
 
 def _dequantized(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint in f32, as transformers loads it without the libraries of its FP8 quantizer."""
+    """Write a checkpoint in f32, as transformers loads it without the libraries of its FP8 quantizer."""
     source, tensors = open_source(checkpoint), dict[str, Tensor]()
     for name in source.names():
         if not name.endswith("_scale_inv"):

@@ -100,7 +100,7 @@ class _Noting(Policy):
 
 @dataclass(frozen=True)
 class PagedSteps:
-    """What the ranks of a layer did in the counted steps: per step, over all ranks."""
+    """Uses, hits and reads of a layer in the counted steps: per step, over all ranks."""
 
     name: str
     uses: list[float]

@@ -1,4 +1,4 @@
-"""The installed version."""
+"""Print the installed version of moe-mk."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Flow:
     phases: dict[str, Tensor] = field(default_factory=dict)
 
     def by_link(self, nodes: Nodes, rank: int, phases: Sequence[str] | None = None) -> dict[str, int]:
-        """What one rank sends over each kind of link."""
+        """Return the bytes that one rank sends over each kind of link."""
         total = dict.fromkeys(LINKS, 0)
         for phase, sent_WW in self.phases.items():
             if phases is None or phase in phases:

@@ -1,4 +1,4 @@
-"""What a fabric does, as data: rates of its two kinds of link, and what has been published of it.
+"""Link profiles: rates of both kinds of link of a fabric, and its published measurements.
 
 moe_mk.lab.plan.links.link_profile("h800_cx7").measured_at("latency", 32).dispatch_us     155.0
 """

@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def remote_gbs(self) -> float:
-        """What really crosses nodes over time."""
+        """Return the bytes that cross nodes, divided by time, in GB/s."""
         return self.remote_bytes / (self.us * BYTES_PER_US)
 
 
@@ -283,7 +283,7 @@ def left_out(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def exchange_of(profile: LinkProfile, row: Measured) -> Exchange:
-    """What a published row measured: by default DeepSeek-V3's layer in the benchmarks of DeepEP and UCCL-EP.
+    """Return the exchange of a published row: by default DeepSeek-V3's in the benchmarks of DeepEP and UCCL-EP.
 
     4096 tokens, four groups and as many experts as divide over the ranks; or 128 tokens of which up to ten of the 1024
     choices are masked.

@@ -40,7 +40,7 @@ PREFETCHES = ("none", "frequent", "table", "gate", "known")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a read and a multiplication take. Rates in bytes per second."""
+    """Rates of reads and of products, in bytes per second."""
 
     expert_bytes: int
     disk: float
@@ -307,7 +307,7 @@ def simulate(
 
 
 def simulate_page_cache(recorded: Recorded, machine: Machine, slots: int) -> Outcome:
-    """The same memory for pages of all layers, evicted least recently used first; reads what is used and no more."""
+    """Simulate a page cache of as much memory for all layers, evicted least recently used first; reads what is used."""
     outcome = Outcome("page cache")
     pages: OrderedDict[tuple[int, int, int], None] = OrderedDict()
     room, rate = slots * len(recorded.steps[0]) * PIECES, machine.faults or machine.disk

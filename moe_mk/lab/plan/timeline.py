@@ -96,7 +96,7 @@ def simulated_link(name: str) -> SimulatedLink:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends another in one piece."""
+    """A message that one rank sends another in one piece."""
 
     number: int
     """From 0, in the order in which messages were recorded."""

@@ -40,7 +40,7 @@ class Relay:
 
     @property
     def ranks(self) -> int:
-        """W."""
+        """Return W, the number of ranks."""
         return self.nodes * self.profile.ranks_per_node
 
     @property
@@ -61,7 +61,7 @@ class Relay:
 
     @property
     def mesh_us(self) -> float:
-        """Full mesh."""
+        """Return the time of a full mesh, in us."""
         return self.mesh_bytes / (self.profile.inter_gbs * BYTES_PER_US)
 
     @property
@@ -78,7 +78,7 @@ class Relay:
 
     @property
     def pipelined_us(self) -> float:
-        """Both levels at once, at best."""
+        """Return the time of the slower level, in us: both run at once, at best."""
         return max(self.legs_us)
 
     @property

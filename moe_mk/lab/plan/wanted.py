@@ -1,4 +1,4 @@
-"""What would make a backend eligible: the smallest sets of changes of settings, packages, sizes and device.
+"""Changes that make a backend eligible: the smallest sets of changes of settings, packages, sizes and device.
 
     moe-mk explain deepseek_v3 --device h200 --ranks 4 --graphs --want deepep_ht
 

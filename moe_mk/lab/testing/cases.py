@@ -51,7 +51,7 @@ class RoutingCase:
 
     @property
     def top_k(self) -> int:
-        """K."""
+        """Return K, the experts per token."""
         return self.routings[0].ids_TK.shape[1]
 
 

@@ -21,7 +21,7 @@ from moe_mk.oracle.trust import CONTRACT, Identity
 
 @dataclass(frozen=True)
 class Passed:
-    """A passed check."""
+    """A check that passed, with its cases."""
 
     check: str
     cases: int
@@ -33,7 +33,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed check."""
+    """A check that failed, with the law that was violated."""
 
     check: str
     law: str

@@ -215,7 +215,7 @@ def _rows(case: RoutingCase, travelled: QuantScheme, dtype: Plain, hidden_size: 
 
 
 def _apart(part: Tensor) -> Tensor:
-    """The same rows in memory with as much between two of them, whose bits are those of NaN."""
+    """Return the rows at twice their distance in memory, with the bits of NaN between them."""
     rows = torch.full((len(part), 2, part[0].nbytes), 0x7F, dtype=torch.uint8, device=part.device)
     made = rows.view(part.dtype).view(len(part), 2, *part.shape[1:])[:, 0]
     return made.copy_(part)

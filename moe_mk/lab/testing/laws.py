@@ -419,7 +419,7 @@ def _smallest(call: Call, test: Test) -> Call:
 
 
 def _at(count: int) -> Tensor:
-    """0, 1, ..."""
+    """Return the numbers 0 to count - 1."""
     return torch.arange(count, dtype=torch.int64, device="cpu")
 
 

@@ -102,7 +102,7 @@ class RankWorld:
         return [cast(R, results[rank]) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill all processes of the group."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -247,7 +247,7 @@ def call_of_transport(
 def outputs_on_processes(
     name: str, num_ranks: int, ranks_per_node: int | None = None, modules: Sequence[str] = ()
 ) -> list[Tensor]:
-    """The same as `outputs_of_transport` in bf16, on real processes over gloo. Raises RankError if any rank fails.
+    """Run `outputs_of_transport` in bf16 on real processes over gloo. Raises RankError if any rank fails.
 
     modules: imported by the processes first.
     """

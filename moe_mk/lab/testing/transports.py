@@ -88,7 +88,7 @@ def fly_dual(world: LockstepWorld, flights: Sequence[tuple[Flight[X], ...]]) -> 
 
 
 def yield_points_of(flight: Flight[X], points: list[str]) -> Flight[X]:
-    """The same flight; records the name of every yield point."""
+    """Run a flight and record the name of every yield point."""
     while True:
         try:
             point = next(flight)

@@ -94,7 +94,7 @@ class VirtualCommunicator(ThreadCommunicator):
 
 @dataclass
 class _Window:
-    """What a card may write of one rank."""
+    """Memory of one rank that a simulated network card may write."""
 
     registered: Tensor
     words: Words

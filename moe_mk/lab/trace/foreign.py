@@ -38,7 +38,7 @@ call too, but allocate as much memory as a number in the file asks for: torch.Fl
 
 
 def read_pt(file: Path) -> object:
-    """What `torch.save` wrote, if it is tensors, numbers, texts and plain containers; raises TraceError."""
+    """Read a file of `torch.save` that holds tensors, numbers, texts and plain containers; raises TraceError."""
     try:
         most = most_bytes_of(file)
         _expect_plain(file, most)
@@ -166,7 +166,7 @@ def signed(ids: Tensor) -> Tensor:
 
 
 def resized(forward: TracedForward, top_k: int) -> TracedForward:
-    """The same forward with rows of another width; -1 and weight 0 fill it up, and only such entries fall away."""
+    """Return a forward with rows of another width; -1 and weight 0 fill it up, and only such entries fall away."""
     ids_TK, weights_TK = forward.ids_TK, forward.weights_TK
     missing = max(top_k - ids_TK.shape[1], 0)
     ids_TK = torch.nn.functional.pad(ids_TK, (0, missing), value=-1)[:, :top_k]

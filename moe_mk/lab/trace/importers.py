@@ -73,7 +73,7 @@ def from_megatron(
 def from_router_tensors(
     tensors: Mapping[str, Tensor], *, num_experts: int | None = None, num_groups: int = 1
 ) -> RoutingTrace:
-    """What routers returned, by names that end in one of KINDS and hold the number of a layer.
+    """Read the outputs of routers, by names that end in one of KINDS and hold the number of a layer.
 
         decoder.layers.3.mlp.router.routing_map   (T, E) bool     and .probs (T, E), which gives the weights
         layer_3.topk_indices                      (T, K) integer  and .topk_weights (T, K)

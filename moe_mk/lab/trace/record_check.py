@@ -28,7 +28,7 @@ LAG, SIGMAS, RUN = 32, 6.0, 8
 
 @dataclass(frozen=True)
 class Report:
-    """What a check has found. A record without findings fits."""
+    """Findings of a check. A record without findings fits."""
 
     basis: str
     """What the record was compared with."""
@@ -175,7 +175,7 @@ def _pairs(record: RoutingRecord, other: RoutingRecord, facts: ModelFacts) -> It
 
 
 def _statistics(record: RoutingRecord, facts: ModelFacts) -> Iterator[Finding]:
-    """What a record shows without a reference."""
+    """Yield the faults that a record shows without a reference."""
     given: list[tuple[RecordedSequence, Tensor]] = []
     for each in record.sequences:
         if each.ids_TXK is not None:

@@ -351,7 +351,7 @@ def holes_of(rec_TXK: Tensor) -> Tensor:
 
 
 def _faults_of(path: Sequence[Segment], pair: SequencePair, own: tuple[int, int]) -> Iterator[tuple[Fault, str]]:
-    """What a path means. own: the rows of the sequence's own reference."""
+    """Yield the faults that a path means. own: the rows of the sequence's own reference."""
     length, here = len(pair.rec_TXK), own[0] + pair.start
     expected = own[1] - here
     unmatched = sum(end - begin for begin, end, state in path if state == NONE)
@@ -389,7 +389,7 @@ def _shift_of(matched: Sequence[tuple[int, int, int]], length: int, here: int, o
 
 
 def _jumps(matched: Sequence[tuple[int, int, int]], pair: SequencePair) -> Iterator[tuple[Fault, str]]:
-    """What is missing or repeated between the parts of a path."""
+    """Yield rows that are missing or repeated between the parts of a path."""
     previous = 0
     for begin, _, state in matched:
         if begin == 0 and state > 0:

@@ -57,7 +57,7 @@ PROBLEMS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Overf
 
 @dataclass(frozen=True)
 class RecordedSequence:
-    """What was recorded of one sequence, as it is: `record_check` finds what does not fit."""
+    """The record of one sequence, unchanged: `record_check` finds faults."""
 
     name: str
     ids_TXK: Tensor | None
@@ -99,7 +99,7 @@ class RoutingRecord:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a record must fit."""
+    """Sizes of a model that a record must fit."""
 
     num_experts: int
     top_k: int
@@ -122,7 +122,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What bare bytes leave out."""
+    """Sizes that bare bytes do not contain."""
 
     num_layers: int | None = None
     top_k: int | None = None

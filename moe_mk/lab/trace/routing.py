@@ -56,7 +56,7 @@ MOST = 2**62
 
 
 def problems_of(facts: TraceFacts, tensors: Mapping[str, Tensor | None]) -> list[str]:
-    """What contradicts itself, or the facts. Dtypes first, then shapes, then values."""
+    """List contradictions of tensors, also with the facts. Dtypes first, then shapes, then values."""
     given = {name: value for name, value in tensors.items() if value is not None}
     return _dtypes(facts, given) or _shapes(facts, given) or _values(facts, given)
 
@@ -184,7 +184,7 @@ class RoutingTrace:
         return _mapped(traces[0], lambda name, _: torch.cat([getattr(each, name) for each in traces]))
 
     def without(self, *, weights: bool = False, token_ids: bool = False) -> RoutingTrace:
-        """The same trace without its weights, or its token ids."""
+        """Return the trace without its weights, or its token ids."""
         return replace(
             self, weights_RK=None if weights else self.weights_RK, token_ids_R=None if token_ids else self.token_ids_R
         )
@@ -426,7 +426,7 @@ class RoutingRecorder:
         self._begun = True
 
     def take(self) -> RoutingTrace:
-        """What was recorded so far, on the host; the recorder starts over with the step it is at."""
+        """Return the records so far, on the host; the recorder starts over with the step it is at."""
         taken, self._forwards = self._forwards, []
         return RoutingTrace.of(self.facts, taken)
 

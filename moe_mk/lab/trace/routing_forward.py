@@ -23,7 +23,7 @@ class TraceError(MoEMKError, ValueError):
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What holds for a whole trace."""
+    """Sizes that hold for a whole trace."""
 
     num_experts: int
     """E, logical."""

@@ -28,7 +28,7 @@ ROWS = 8192
 
 
 class Slotted(Protocol):
-    """What holds experts and shares of all slots [X layers, P]: a plan, or what serves."""
+    """Experts and shares of all slots [X layers, P]: of a plan, or of layers that serve."""
 
     @property
     def phy2log(self) -> Ints:
@@ -59,7 +59,7 @@ def slots_of_map(expert_map: ExpertMap, layers: int) -> tuple[Ints, NDArray[np.f
 
 
 def flows(share_X: Sequence[float] | Doubles, rank_X: Ints, node_W: Ints) -> Doubles:
-    """What part of its tokens of one expert every rank sends to each copy, [W, copies]; rows sum to 1.
+    """Return the part of its tokens of one expert that every rank sends to each copy, [W, copies]; rows sum to 1.
 
     Each rank first fills the copies it holds itself, then those of its node, then all that are left, so that every copy
     takes its share when ranks bring equally many tokens. share_X, rank_X: share and rank of every copy.

@@ -38,7 +38,7 @@ FORMATS: dict[str, tuple[QuantScheme, QuantScheme]] = {"fp8_block": (FP8_128x128
 
 @dataclass(frozen=True)
 class AheadOrder:
-    """What to compile for."""
+    """Configuration, device, ranks and tokens for which to compile."""
 
     config: MoEConfig
     device: DeviceProfile

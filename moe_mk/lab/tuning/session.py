@@ -214,7 +214,7 @@ class Parts:
             self._is_cut = not line.endswith(b"\n")
 
     def get(self, tokens: int, candidate: Candidate) -> Trial | None:
-        """What is known of a candidate."""
+        """Return the trial of a candidate; None before there is one."""
         return self._trials.get(_key(tokens, candidate))
 
     def add(
@@ -275,7 +275,7 @@ OnMeasured = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TuneCase:
-    """What is tuned: one backend on one shape."""
+    """A tuning case: one backend on one shape."""
 
     experts: str
     hidden_size: int
@@ -297,14 +297,14 @@ class TuneCase:
         return self.hidden_size, self.intermediate_size, self.num_slots, self.top_k
 
     def context(self, device: torch.device) -> ExpertsContext:
-        """What the backend is built from, and asked for its space with."""
+        """Return the context from which the backend and its search space are built."""
         sizes = (self.num_slots, self.hidden_size, self.intermediate_size)
         return ExpertsContext(self.dtype, self.compute, "silu", *sizes, device, weights=self.weights, top_k=self.top_k)
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a session ends with."""
+    """The result of a session."""
 
     points: tuple[TunedPoint, ...]
     complete: bool
@@ -408,12 +408,12 @@ class _Session:
         self.parts.add(count, candidate, rounds, failed)
 
     def trials(self, count: int) -> list[Trial]:
-        """What is known at a number of tokens, the built-in choice first where it is known."""
+        """Return the trials at a number of tokens, that of the built-in choice first where there is one."""
         known = (self.parts.get(count, candidate) for candidate in self.spaces[count].candidates)
         return [trial for trial in known if trial is not None]
 
     def points(self) -> tuple[TunedPoint, ...]:
-        """What shall serve, by tokens; only where the built-in choice was measured."""
+        """Return the parameters to use, by tokens; only where the built-in choice was measured."""
         found = [(count, self.trials(count)) for count in sorted(self.spaces)]
         winners = [(count, chosen(trials[0], trials[1:])) for count, trials in found if trials]
         return tuple(TunedPoint(count, dict(winner.parameters), winner.microseconds) for count, winner in winners)

@@ -47,7 +47,7 @@ class CompiledKernel:
 
 
 class CompileOnlyDriver:
-    """What Triton asks its driver, for an NVIDIA GPU that is not there; launches do nothing."""
+    """A driver of Triton for an NVIDIA GPU that is not there; launches do nothing."""
 
     def __init__(self, arch: int, multiprocessors: int) -> None:
         self.target, self.multiprocessors = GPUTarget("cuda", arch, WARP), multiprocessors
@@ -62,7 +62,7 @@ class CompileOnlyDriver:
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        """The default stream."""
+        """Return the default stream, 0."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -74,7 +74,7 @@ class CompileOnlyDriver:
         return None, None, 0, 0, MOST_THREADS
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """A launch."""
+        """Return a launcher that does nothing."""
         return lambda *given: None
 
 

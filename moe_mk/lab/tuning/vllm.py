@@ -27,7 +27,7 @@ VERSION = "triton_version"
 
 @dataclass(frozen=True)
 class VllmTuned:
-    """One file."""
+    """The contents of one tuned file of vLLM."""
 
     num_experts: int
     intermediate_size: int

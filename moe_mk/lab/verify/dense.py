@@ -271,7 +271,7 @@ def _chosen(
 
 
 def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: RouterConfig) -> tuple[Array, Array]:
-    """What selects, without a bias, and unbiased scores in f32.
+    """Return the scores that select, without a bias, and unbiased scores in f32.
 
     router_dtype "model" rounds logits and sigmoid to the dtype of the tokens.
     """
@@ -282,7 +282,7 @@ def _scores(x_TH: Tensor, gate_EH: Tensor, logit_bias_E: Tensor | None, router: 
 
 
 def scores_of(logits_TE: Tensor, router: RouterConfig, coarse: torch.dtype) -> tuple[Array, Array]:
-    """What selects, without a bias, and unbiased scores in f32, of logits; both rounded to `coarse`."""
+    """Return selecting scores without a bias, and unbiased scores in f32, of logits; both rounded to `coarse`."""
     logits = logits_TE.to(coarse).double()
     by_logit, kind = router.scoring_func.startswith(("logit_", "masked_")), router.scoring_func.removeprefix("logit_")
     if kind == "masked_softmax":

@@ -28,7 +28,7 @@ def check_fault(fault: str, scheme: QuantScheme) -> None:
 
 
 def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
-    """The same weights with gate and up exchanged, or with all scales at 1; double-scale does not change weights.
+    """Return weights with gate and up exchanged, or with all scales at 1; double-scale does not change weights.
 
     Raises ConfigError for a fault that cannot be injected into them.
     """
@@ -41,7 +41,7 @@ def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
 
 
 def faulty_router(router: R, fault: str) -> R:
-    """The same router, or with double-scale one whose weights are scaled a second time (by 2 where the factor is 1)."""
+    """Return the router; with double-scale, one whose weights are scaled twice (by 2 where the factor is 1)."""
     if fault != "double-scale":
         return router
     factor = router.routed_scaling_factor

@@ -1,4 +1,4 @@
-"""What a model's own class computes, as settings for the reference: a config.json that is misread shows only there."""
+"""Settings for the reference, measured on a model's own class: they show a config.json that is misread."""
 
 from __future__ import annotations
 

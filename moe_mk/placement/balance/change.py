@@ -1,4 +1,4 @@
-"""What becomes of an old placement: kept, mended or replaced, whichever gains most after paying for its moves.
+"""Keep, mend or replace an old placement, whichever gains most after the cost of its moves.
 
 Mend a placement with few moves: replace a spare copy, drop one, or swap two; whichever pays most per move.
 """

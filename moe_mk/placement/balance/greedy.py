@@ -148,7 +148,7 @@ def _pack_float32(falling: Floats, num_packs: int, per_pack: int) -> tuple[Ints,
 
 
 def _pack_any(falling: Floats, num_packs: int, per_pack: int) -> tuple[Ints, Ints]:
-    """The same steps for any dtype: the sums are kept as they are, full packs are hidden."""
+    """Pack as `_pack_float32` does, for any dtype: the sums are kept as they are, full packs are hidden."""
     num_items, rows = falling.shape
     load, count = np.zeros((rows, num_packs), falling.dtype), np.zeros((rows, num_packs), np.int64)
     pack_at, rank_at = np.empty((num_items, rows), np.int64), np.empty((num_items, rows), np.int64)

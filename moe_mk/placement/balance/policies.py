@@ -42,7 +42,7 @@ _DUST = 1e-9
 
 @dataclass
 class NodeShelf:
-    """What one node holds of each expert, and how much it may hold."""
+    """Pieces of experts on one node, and its capacity."""
 
     room: int  # distinct pieces that can still be filled evenly
     capacity: float  # load at which all nodes finish together
@@ -299,7 +299,7 @@ class Auto(EplbPolicy):
 
 @EPLB_POLICIES.register("compat")
 class Compat(EplbPolicy):
-    """What DeepSeek's EPLB places, slot by slot."""
+    """The placement of DeepSeek's EPLB, slot by slot."""
 
     summary = "DeepSeek's placement, slot by slot"
 

@@ -109,7 +109,7 @@ def fresh(name: Policy, policy: EplbPolicy, request: PlacementRequest) -> SlotPl
 
 
 def _problems(placed: SlotPlacement, request: PlacementRequest) -> list[str]:
-    """What keeps an answer from serving."""
+    """List the errors of a placement that a policy returned."""
     expected, experts = (len(request.load), request.sites.num_slots), request.load.shape[1]
     found = {"experts": np.shape(placed.experts), "shares": np.shape(placed.shares)}
     wrong = [f"{name} have shape {shape}, needed {expected}" for name, shape in found.items() if shape != expected]

@@ -40,7 +40,7 @@ class PlacementRequest:
     """Layers whose whole copies stay below this balance are cut evenly."""
 
     def rows(self, layers: Ints) -> PlacementRequest:
-        """The same for some of the layers."""
+        """Return the request for some of the layers."""
         return replace(self, load=self.load[layers])
 
     def times(self, experts: Ints, shares: Doubles) -> Doubles:

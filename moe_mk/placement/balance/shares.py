@@ -19,7 +19,7 @@ _STIFFNESS = 1e-6
 
 @dataclass(frozen=True)
 class Cost:
-    """What a GPU pays: for every token, and for every expert it must read because at least one token came.
+    """Cost of a GPU: for every token, and for every expert it must read because at least one token came.
 
     per_token=1, per_expert=0 is compute-bound prefill; per_token=0, per_expert=1 is memory-bound decode, where a
     second copy that takes tokens means a second read of the weights (the point made by METRO, arXiv 2512.09277).

@@ -22,7 +22,7 @@ MAX_OPEN_CALLS = 8
 
 
 class LibraryBufferSlot(BufferSlot, Generic[B]):
-    """What a library provides for one call at a time, and the number of the call that uses it."""
+    """A buffer of a library for one call at a time, with the number of the call that uses it."""
 
     def __init__(self, buffer: B) -> None:
         self.buffer, self.call = buffer, 0
@@ -41,7 +41,7 @@ class SlotHandle:
 
 
 class LibraryBufferPool(BufferPool[LibraryBufferSlot[B]], Generic[B]):
-    """What is open of a library over one group, for rows of one geometry."""
+    """Open buffers of a library over one group, for rows of one geometry."""
 
     MAX_OPEN_CALLS = MAX_OPEN_CALLS
 

@@ -1,4 +1,4 @@
-"""What the adapters of communication libraries share: row formats, limits of number formats, calls, expert ids.
+"""Shared code of the adapters of communication libraries: row formats, limits of number formats, calls, expert ids.
 
 `Call` calls a function of a library of which several builds exist. Builds differ in the arguments they accept and in
 their positions, and version strings do not identify them; the signature does.
@@ -207,7 +207,7 @@ class RowKernels(PrepareFinalize):
             return y_TH
 
     def _sent(self, x_TH: Tensor, routing: Routing) -> dict[str, Any]:
-        """What a dispatch of either kind is given. Raises ShapeError for more tokens than there is room for."""
+        """Return the arguments of a dispatch. Raises ShapeError for more tokens than the buffer holds."""
         self.expect_room(x_TH)
         return {
             "x": to_library(self.encode(x_TH), self._hidden),

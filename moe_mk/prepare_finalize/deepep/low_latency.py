@@ -82,7 +82,7 @@ class Surface:
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What combine must be given: the library's handle, and this rank's own ids and weights."""
+    """State of a dispatch for combine: the library's handle, and this rank's own ids and weights."""
 
     library_handle: object
     ids_TK: Tensor

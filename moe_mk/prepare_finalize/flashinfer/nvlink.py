@@ -211,7 +211,7 @@ def routes_of(ids_TK: Tensor, first: int) -> Tensor:
 
 
 def filled_top_k(top_k: int) -> int:
-    """What the kernels are built for that takes so many experts a token."""
+    """Return the smallest top-k for which kernels are built that takes so many experts a token."""
     return next((k for k in TOP_KS if k >= top_k), top_k)
 
 

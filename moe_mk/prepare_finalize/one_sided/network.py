@@ -137,7 +137,7 @@ class OneSidedNetwork(OneSided):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What a proxy has by default, whatever the problem."""
+        """Return the default number of proxy threads, the same for every problem."""
         del problem
         return Budget(cls.traits.comm_unit, ProxySettings.threads, "the default")
 

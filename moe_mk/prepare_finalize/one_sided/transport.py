@@ -203,7 +203,7 @@ class OneSided(PrepareFinalize):
         return reasons_against_heap(context.comm)
 
     def _shape(self, parts: tuple[int, int, int, int]) -> RegionShape:
-        """What layers must have in common to share windows. parts: the fields of `RegionShape`."""
+        """Return the shape that layers must have in common to share windows. parts: the fields of `RegionShape`."""
         return RegionShape(*parts)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -280,7 +280,7 @@ class OneSided(PrepareFinalize):
 
 
 class _SlotCalls(NamedTuple):
-    """What the calls of one layer over one buffer have in common."""
+    """State that is common to the calls of one layer over one buffer."""
 
     calls: ExchangeCalls
     values_RX: Tensor

@@ -206,7 +206,7 @@ class RowExchange:
         return going.rows, [going]
 
     def _counted(self, counts: Sequence[int], here: str) -> list[int]:
-        """What `all_to_others` counts: without this rank's own rows where those belong to another phase."""
+        """Return the counts of `all_to_others`: without this rank's own rows where those belong to another phase."""
         return [0 if here and rank == self.comm.rank else count for rank, count in enumerate(counts)]
 
     def _count(self, here: str, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What rows are made of on the wire: bytes, dtypes, and the arguments with which native kernels write them."""
+"""Formats of rows on the wire: bytes, dtypes, and the arguments with which native kernels write them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class KernelRowFormat:
 
 
 def rounding_of(context: TransportContext) -> Rounding:
-    """What the kernels can make of rows on their way: FP8 by groups of 128 of a token."""
+    """Return the rounding of rows that the kernels support in transit: FP8 by groups of 128 of a token."""
     wire = context.wire
     if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
         return Rounding.NONE

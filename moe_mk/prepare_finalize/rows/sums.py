@@ -36,7 +36,7 @@ class Part:
 
 
 def cut(edges: Sequence[int], parts: Sequence[Part]) -> list[list[Part]]:
-    """What of each part adds to the sums between each edge and the next, counted from there."""
+    """Return, for each part, the rows added in each interval between edges, relative to the interval's start."""
     pieces: list[list[Part]] = [[] for _ in edges[1:]]
     for part in parts:
         edge_X = torch.tensor(edges, dtype=part.row_X.dtype, device=part.row_X.device)

@@ -70,6 +70,6 @@ class Arrival:
 
 
 def host_assert(holds: bool, text: str) -> None:
-    """What a check in a library's C++ does."""
+    """Raise as a failed check in a library's C++ does."""
     if not holds:
         raise RuntimeError(f"Failed: Assertion error '{text}'")

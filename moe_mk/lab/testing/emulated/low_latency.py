@@ -77,7 +77,7 @@ Hook = Callable[[], None]
 
 @dataclass(frozen=True)
 class Build:
-    """What one library's kernels are compiled for."""
+    """Limits for which one library's kernels are compiled."""
 
     hidden: tuple[int, ...]
     max_top_k: int
@@ -86,7 +86,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Shape:
-    """What every rank must say alike in each call."""
+    """Arguments that must be equal on every rank in each call."""
 
     max_tokens: int
     hidden: int

@@ -1,4 +1,4 @@
-"""What a library has not delivered yet: poison until the moment it may be read."""
+"""Tensors that a library has not delivered yet: NaN until they may be read."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Injector:
         signal.signal(signal.SIGUSR2, lambda number, frame: self._cut())
 
     def _flight(self, what: str, make: Callable[..., Flight[Any]], arguments: tuple[Any, ...]) -> Flight[Any]:
-        """The same flight with its points passed; an exception arises in it, or where it is left alone."""
+        """Run a flight and report its points; an exception arises in it, or at the point of the fault."""
         number = self._number(what)
         self.reach(f"before {what}", number)
         flight = make(*arguments)

@@ -1,4 +1,4 @@
-"""What happens in each world of the fault harness, drawn from a seed: ranks, layers, calls, and one fault or none.
+"""Plans of the worlds of the fault harness, drawn from a seed: ranks, layers, calls, and one fault or none.
 
 A plan depends on the seed, the transport and the number of the world alone, so that any world can be repeated.
 """
@@ -48,7 +48,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does wrong, once."""
+    """A fault of one rank, which occurs once."""
 
     kind: str
     point: str
@@ -135,7 +135,7 @@ class World:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What worlds are drawn from."""
+    """Transports, seed and limits from which worlds are drawn."""
 
     transports: tuple[str, ...]
     seed: int = 0

@@ -367,7 +367,7 @@ class _Rank:
 
 
 def _difference(got_TH: Tensor, want_TH: Tensor, error: float) -> str:
-    """What is wrong with an output; empty if it is as near as number formats with this error allow."""
+    """Describe the error of an output; empty if it is as near as number formats with this error allow."""
     if got_TH.shape != want_TH.shape:
         return f"shape {list(got_TH.shape)}, expected {list(want_TH.shape)}"
     distance_T, size_T = (got_TH.double() - want_TH).norm(dim=1), want_TH.norm(dim=1)

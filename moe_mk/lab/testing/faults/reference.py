@@ -111,7 +111,7 @@ class ReferenceLayer:
         return Choice(ids_TK, weights_TK * router.routed_scaling_factor, torch.stack(margins).amin(dim=0))
 
     def expected(self, x_TH: Tensor) -> Tensor:
-        """What the layer should return, in f64."""
+        """Return the expected output of the layer, in f64."""
         choice, x = self.choice(x_TH), x_TH.double()
         y_TH = torch.zeros_like(x)
         for expert in range(self.config.model.num_experts):

@@ -1,4 +1,4 @@
-"""What came of worlds with faults: outcomes by rank and call, tables of them, and JSON."""
+"""Reports of worlds with faults: outcomes by rank and call, tables of them, and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCEPTED = frozenset({"right", "typed error", "own"})
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank saw in one call, or at its end."""
+    """The outcome of one call on one rank, or of its end."""
 
     rank: int
     stage: str
@@ -82,7 +82,7 @@ class WorldResult:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a run."""
+    """Outcomes of all worlds of a run."""
 
     worlds: tuple[WorldResult, ...]
     seconds: float
@@ -157,5 +157,5 @@ class Report:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
+        """Return the report as JSON."""
         return self.summary() | {"worlds": [world.as_dict() for world in self.worlds]}

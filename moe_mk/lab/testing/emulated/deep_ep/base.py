@@ -1,4 +1,4 @@
-"""What V1 buffers of DeepEP and of its drop-ins have alike: set-up, high-throughput kernels, low-latency kernels."""
+"""Base of the V1 buffers of DeepEP and its drop-ins: set-up, high-throughput kernels, low-latency kernels."""
 
 from __future__ import annotations
 

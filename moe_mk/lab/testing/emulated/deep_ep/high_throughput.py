@@ -24,7 +24,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Received:
-    """What a dispatch hands over once it has arrived."""
+    """Rows and metadata of a dispatch once it has arrived."""
 
     x: Tensor
     scales: Tensor | None

@@ -22,7 +22,7 @@ class RoutingMethodType(IntEnum):
 
 
 class ActivationType(IntEnum):
-    """What stands between the two products; Swiglu and Relu2 are imitated."""
+    """The activation between the two products; Swiglu and Relu2 are emulated."""
 
     Gelu = 0
     Relu = 1

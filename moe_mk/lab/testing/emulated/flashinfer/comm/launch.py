@@ -1,4 +1,4 @@
-"""What the launchers of one-sided all-to-all check, and how an id becomes a rank."""
+"""Checks of the launchers of one-sided all-to-all, and the rank of an expert id."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SfLayout(Enum):
 def check_dispatch(
     ids_TK: Tensor, payloads: Sequence[Tensor], top_k: int, num_experts: int, ep_size: int, most: int
 ) -> None:
-    """What the launcher of dispatch asserts."""
+    """Assert the conditions of the launcher of dispatch."""
     check(ids_TK.dtype == torch.int32 and ids_TK.is_contiguous(), "token_selected_experts must be contiguous int32")
     check(ids_TK.dim() == 2 and ids_TK.size(1) == top_k, "token_selected_experts shape mismatch")
     check(top_k in TOP_KS, f"Unsupported top_k {top_k}")

@@ -42,7 +42,7 @@ class TorchDistBackend:
         return self.allgather(data)[root]
 
     def barrier(self) -> None:
-        """Wait for everybody."""
+        """Wait for all ranks."""
         self.allgather(0)
 
     def Split(self, color: int, key: int) -> TorchDistBackend:
@@ -66,7 +66,7 @@ class MnnvlConfig:
 
 
 class Process(threading.local):
-    """What the library keeps once for a whole process: a rank that is a thread has its own."""
+    """State that the library keeps once for a process; here, a rank that is a thread has its own."""
 
     def __init__(self) -> None:
         self.comm: TorchDistBackend | None = None

@@ -114,11 +114,11 @@ class MoeAlltoAll:
         return self._state.eplb_gathered_stats
 
     def checkpoint_prepare(self) -> None:
-        """Not emulated."""
+        """Raise an error: this function is not emulated."""
         raise NotImplementedError("checkpointing is not emulated")
 
     def checkpoint_restore(self, comm_backend: object) -> None:
-        """Not emulated."""
+        """Raise an error: this function is not emulated."""
         raise NotImplementedError("checkpointing is not emulated")
 
     def dispatch(

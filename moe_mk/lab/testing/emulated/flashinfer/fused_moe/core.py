@@ -67,7 +67,7 @@ def cutlass_fused_moe(
     profile_ids: list[int] | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> list[Tensor]:
-    """Both GEMMs over the chosen experts of this rank, weighed and summed: [(N, H) in output_dtype]."""
+    """Compute both GEMMs over the chosen experts of this rank, weighted and summed: [(N, H) in output_dtype]."""
     _refuse_what_is_not_imitated(
         min_latency_mode=min_latency_mode, use_w4_group_scaling=use_w4_group_scaling,
         use_packed_weights=use_packed_weights, use_wfp4afp8_humming=use_wfp4afp8_humming,

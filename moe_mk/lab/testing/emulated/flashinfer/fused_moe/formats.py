@@ -1,4 +1,4 @@
-"""What `cutlass_fused_moe` takes for each type of weights, checked as strictly as the library's binding checks it.
+"""Arguments of `cutlass_fused_moe` for each type of weights, checked as strictly as the library's binding checks it.
 
 The type follows from the dtypes of weights and rows and from the flags, as in the library. Scales are taken by their
 place in the list: a list in another order has other shapes or dtypes and is refused.

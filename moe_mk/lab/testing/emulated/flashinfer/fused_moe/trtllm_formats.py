@@ -1,4 +1,4 @@
-"""What the TRT-LLM kernels take for each type of weights, checked as strictly as their launcher checks it.
+"""Arguments of the TRT-LLM kernels for each type of weights, checked as strictly as their launcher checks it.
 
 Every order of rows and columns is undone here by its own rule, so that weights in another order give other numbers.
 """
@@ -43,7 +43,7 @@ class Rows:
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def wide(self, token_X: Tensor, expert: int) -> Tensor:
-        """Up, then gate."""
+        """Return the first product with its bias: up, then gate."""
         made = self.x[token_X] @ self.first(expert).T
         if self.behind is not None:
             made = (made.reshape(len(made), 2, -1) * self.behind[0][expert]).flatten(1)
