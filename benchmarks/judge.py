@@ -127,9 +127,10 @@ def wide() -> None:
         y += weight * (down @ (torch.nn.functional.silu(g) * u))
         swapped += weight * (down @ (torch.nn.functional.silu(u) * g))
     for what, output in (("right", y), ("gate and up swapped", swapped)):
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         verdict = judge(replace(case, y=output[None].to(torch.bfloat16)))
-        print(f"{what}: {time.perf_counter() - start:.1f} s, {'right' if verdict.right else verdict.fault}", flush=True)
+        took = f"{time.perf_counter() - start:.1f} s, {time.process_time() - busy:.1f} s of processors"
+        print(f"{what}: {took}, {'right' if verdict.right else verdict.fault}", flush=True)
 
 
 if __name__ == "__main__":

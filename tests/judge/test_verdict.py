@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from moe_mk.experts.base import EXPERTS
+from moe_mk.lab.judge import faults
+from moe_mk.lab.judge.stages import Bench
 from moe_mk.lab.judge.verdict import NONE, judge
 from moe_mk.lab.testing.experts import context_of
 from moe_mk.quant.plain import BF16
@@ -97,6 +99,26 @@ def test_a_fault_of_recorded_stages_is_placed_by_token_expert_and_block():
 def test_recorded_stages_place_a_fault_too(fault, stage):
     verdict = judge(Layer(kind="fp8_block", seed=2).case(fault, record=INTERMEDIATE))
     assert verdict.stage == stage and verdict.fault == fault.split(",")[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["gate and up swapped", "scale squared, w2"])
+def test_explanations_of_large_layers_are_tried_on_the_worst_columns_and_a_few_others(fault, monkeypatch):
+    layer, tried = Layer(kind="fp8_block", hidden=1152, inner=128, tokens=2, quantised_rows=True, seed=1), []
+
+    def sampled(case, slots, shared, columns):
+        tried.append(columns)
+        return Bench(case, slots, shared, columns)
+
+    monkeypatch.setattr(faults, "LARGE", 0)
+    monkeypatch.setattr(faults, "Bench", sampled)
+    verdict = judge(layer.case(fault))
+    assert verdict.fault == fault.split(",")[0] and verdict.explanations[0].within
+    assert {(0, 128), (512, 640), (1024, 1152)} <= set(tried[0]) and len(tried) == 1
+    case = layer.case()
+    y = case.y.clone()
+    y[:, 256:384] *= 2.0
+    assert judge(replace(case, y=y)).block == 2 and (256, 384) in tried[1]
 
 
 def test_noise_is_none_of_the_named_faults():

@@ -8,19 +8,19 @@ products in `product_faults`, those of rows, ranks and shared experts in `row_fa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_mk.lab.judge.casefile import Case
-from moe_mk.lab.judge.stages import After, Bench, Run
+from moe_mk.lab.judge.measured import BLOCK, Measured, measure
+from moe_mk.lab.judge.stages import HOOKS, After, Bench, Run, distinct
 from moe_mk.lab.verify.dense import best, kept, routing_weights, scores_of
 
-if TYPE_CHECKING:
-    from moe_mk.lab.judge.verdict import Measured
+LARGE, SAMPLED = 1 << 27, 4
+"""Weights of the experts that were hit beyond which explanations are tried on this many blocks of output columns."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,23 @@ class Scene:
         if self.hook in ("w13", "activation", "w2"):
             value = torch.where((self.run["top-k"] < 0)[..., None], 0.0, value)
         return value
+
+    def sampled(self) -> Scene:
+        """The same with the worst block of output columns and a few others; of small experts, all of them."""
+        bench, hidden, first = self.bench, self.bench.model.hidden_size, HOOKS.index("w2")
+        if HOOKS.index(self.hook) < first or hidden <= SAMPLED * BLOCK:
+            return self
+        if 3 * hidden * bench.model.moe_intermediate_size * len(distinct(self.run["experts"])) <= LARGE:
+            return self
+        worst = int(self.measured.block_RB.nan_to_num(0.0).amax(0).argmax())
+        others = ((at * (hidden // BLOCK - 1)) // (SAMPLED - 2) for at in range(SAMPLED - 1))
+        ranges = tuple((BLOCK * at, min(hidden, BLOCK * (at + 1))) for at in sorted({worst, *others}))
+        small = Bench(bench.case, bench.slots, bench.shared_slot, ranges)
+        cut = small.of_columns
+        values = {hook: cut(v) if HOOKS.index(hook) >= first else v for hook, v in self.run.values.items()}
+        got, want, var = map(cut, (self.got, self.want, self.var))
+        return replace(self, bench=small, run=Run(small, values), got=got, want=want, var=var,
+                       measured=measure(got, want, var))  # fmt: skip
 
     def fits(self, operations: float) -> bool:
         """Whether a search of about this many multiplications is small enough."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moe_mk.config.moe import ModelConfig
 from moe_mk.lab.judge.faults import Change, Scene, one
-from moe_mk.lab.judge.stages import HOOKS, After, Matrix, Run, distinct, over_segments, scales_of
+from moe_mk.lab.judge.matrices import Matrix, over_segments, scales_of
+from moe_mk.lab.judge.stages import HOOKS, After, Run, distinct
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 
@@ -129,14 +130,14 @@ def _with_scales(hook: str, spread: Callable[[QuantTensor, int, Matrix, int], Te
 
     def after(run: Run, value: Tensor) -> Tensor:
         bench = run.bench
-        products, scales = bench.partials(run, hook)
+        products, scales = bench.partials(run, hook), bench.scales(run, hook)
         used, width, changed = run["experts"][0 if hook == "w13" else 1], bench.width(hook), torch.ones_like(scales)
         for expert in distinct(used):
             if expert >= 0 and expert in bench.slots:
                 matrix = bench.w13(expert) if hook == "w13" else bench.w2(expert)
                 if matrix.has_scales:
                     parts = [spread(q, expert, matrix, width) for q in matrix.parts]
-                    changed[used == expert] = torch.cat(parts)
+                    changed[used == expert] = matrix.wanted(torch.cat(parts))
         return shifted(run, hook, value, (products * (changed - scales)).nan_to_num())
 
     return after
@@ -164,7 +165,7 @@ def of_zero_points(scene: Scene) -> Iterator[Change]:
 def _zeros_moved(hook: str, step: int) -> After:
     def after(run: Run, value: Tensor) -> Tensor:
         bench, width = run.bench, run.bench.width(hook)
-        _, scales = bench.partials(run, hook)
+        scales = bench.scales(run, hook)
         rows = bench._rows(run["quantise"], run) if hook == "w13" else run["activation"]
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % width))
         sums = padded.reshape(*padded.shape[:-1], -1, width).sum(-1)
@@ -198,9 +199,9 @@ def of_blocks(scene: Scene) -> Iterator[Change]:
 
 def _block_changed(hook: str, start: int, end: int, factor: float) -> After:
     def after(run: Run, value: Tensor) -> Tensor:
-        products, scales = run.bench.partials(run, hook)
+        products, scales = run.bench.partials(run, hook), run.bench.scales(run, hook)
         part = factor * products[..., start:end] * scales[..., start:end]
-        if value.dim() == part.dim() - 1:
+        if len(value) == 1 or hook == "w13":
             return value + part.sum(-1)
         change = torch.zeros_like(products)
         change[..., start:end] = part
@@ -282,55 +283,67 @@ def _act_of(model: ModelConfig, change: Callable[[Tensor, Tensor], tuple[Tensor,
 def of_quantised_rows(scene: Scene) -> Iterator[Change]:
     """Scales of activations, where the case quantises them."""
     compute = scene.bench.compute
-    if compute.block is None:
+    if compute.block is None or compute.quantize(scene.bench.x[:1].float()).scales is None:
         return
-    rules: dict[tuple[str, str], Callable[[Tensor, QuantScheme], Tensor]] = {
-        ("scale dropped", ""): lambda x, s: _dequantised(x, s, lambda a: torch.ones_like(a)),
-        ("scale squared", ""): lambda x, s: _dequantised(x, s, lambda a: a**2),
-        ("scale transposed", ""): lambda x, s: _dequantised(x, s, lambda a: a.T.reshape(a.shape)),
-        ("scale of another token", "the next one"): lambda x, s: _dequantised(x, s, lambda a: a.roll(-1, 0)),
-        ("scale of another token", "the first one"): lambda x, s: _dequantised(x, s, lambda a: a[:1].expand_as(a)),
-        ("scale of another group", "the first one"): lambda x, s: _dequantised(x, s, lambda a: a[:, :1].expand_as(a)),
-        ("group of another size", "64 instead of 128, read in order"): lambda x, s: _half_groups(x, s, 1),
-        ("group of another size", "64 instead of 128, every second read"): lambda x, s: _half_groups(x, s, 2),
+    rules: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+        ("scale dropped", ""): lambda a: 1.0 / a,
+        ("scale squared", ""): lambda a: a,
+        ("scale transposed", ""): lambda a: a.T.reshape(a.shape) / a,
+        ("scale of another token", "the next one"): lambda a: a.roll(-1, 0) / a,
+        ("scale of another token", "the first one"): lambda a: a[:1] / a,
+        ("scale of another group", "the first one"): lambda a: a[:, :1] / a,
+        ("group of another size", "64 instead of 128, read in order"): lambda a: _half_groups(a, 1),
+        ("group of another size", "64 instead of 128, every second read"): lambda a: _half_groups(a, 2),
     }
     for (name, detail), rule in rules.items():
+        halves = 2 if name == "group of another size" else 1
 
-        def of_x(run: Run, x: Tensor, rule: Callable[[Tensor, QuantScheme], Tensor] = rule) -> Tensor:
-            return rule(x, compute)
+        def of_x(run: Run, x: Tensor, rule: Callable[[Tensor], Tensor] = rule, halves: int = halves) -> Tensor:
+            return x * _ratios(x, compute, 1, rule, halves)
 
-        def of_hidden(run: Run, y: Tensor, rule: Callable[[Tensor, QuantScheme], Tensor] = rule) -> Tensor:
-            act = run["activation"]
-            changed = rule(act.flatten(0, 1), compute.hidden).reshape(act.shape)
-            return run.bench.step("w2", Run(run.bench, run.values | {"activation": changed}))
+        def of_rows(run: Run, h: Tensor, rule: Callable[[Tensor], Tensor] = rule, halves: int = halves) -> Tensor:
+            ratios = _ratios(run["quantise"], compute, scene.bench.width("w13"), rule, halves)[:, None, None]
+            return shifted(run, "w13", h, _scaled(run, "w13") * (ratios - 1.0))
 
-        yield one(name, "quantise", f"rows of x{detail and ', ' + detail}", of_x)
-        yield one(name, "w2", f"hidden rows{detail and ', ' + detail}", of_hidden)
-        both = (("quantise", of_x), ("w2", of_hidden))
-        yield Change(name, "quantise", f"rows of x and hidden rows{detail and ', ' + detail}", both)
+        def of_hidden(run: Run, y: Tensor, rule: Callable[[Tensor], Tensor] = rule, halves: int = halves) -> Tensor:
+            act, width = run["activation"], scene.bench.width("w2")
+            ratios = _ratios(act.flatten(0, 1), compute.hidden, width, rule, halves)
+            return shifted(run, "w2", y, _scaled(run, "w2") * (ratios.reshape(*act.shape[:2], 1, -1) - 1.0))
 
-
-def _dequantised(x: Tensor, scheme: QuantScheme, change: Callable[[Tensor], Tensor]) -> Tensor:
-    q = scheme.quantize(x.float())
-    if q.scales is None:
-        return x
-    scales, right = q.scales.double(), q.dequantize(torch.float32).double()
-    ratio = change(scales) / scales
-    columns = min(scheme.block[1] if scheme.block else x.shape[1], x.shape[1])
-    return right * ratio.repeat_interleave(columns, dim=1)[:, : x.shape[1]]
+        detail = detail and f", {detail}"
+        first = ("quantise", of_x) if scene.hook == "quantise" else ("w13", of_rows)
+        yield Change(name, "quantise", f"rows of x{detail}", (first,))
+        yield one(name, "w2", f"hidden rows{detail}", of_hidden)
+        yield Change(name, "quantise", f"rows of x and hidden rows{detail}", (first, ("w2", of_hidden)))
 
 
-def _half_groups(x: Tensor, scheme: QuantScheme, stride: int) -> Tensor:
-    """Values of groups half as wide, times the scale that a kernel of whole groups reads."""
+def _scaled(run: Run, which: str) -> Tensor:
+    return run.bench.partials(run, which) * run.bench.scales(run, which)
+
+
+def _ratios(x: Tensor, scheme: QuantScheme, width: int, rule: Callable[[Tensor], Tensor], halves: int) -> Tensor:
+    """(n, segments): the factor of each segment of `width` columns of rows with wrong scales.
+
+    halves: 2 for scales of groups half as wide as those of the format, of which there are twice as many.
+    """
     assert scheme.block is not None
-    columns = min(scheme.block[1], x.shape[1])
-    if columns < 2 or x.shape[1] % columns:
-        return x
-    groups = x.reshape(len(x), -1, columns // 2)
-    largest = groups.abs().amax(-1).clamp_min(1e-10)
-    count = x.shape[1] // columns
-    read = largest[:, ::stride][:, :count].repeat_interleave(2, dim=1)
-    return (groups / largest[..., None] * read[..., None]).reshape(x.shape)
+    columns, k = min(scheme.block[1], x.shape[1]) // halves, x.shape[1]
+    if halves == 2 and k % (2 * columns):
+        return torch.ones((len(x), -(-k // width)), dtype=torch.float64, device="cpu")
+    if halves == 2:
+        scales = x.reshape(len(x), -1, columns).abs().amax(-1).clamp_min(1e-10)
+    else:
+        stored = scheme.quantize(x.float()).scales
+        assert stored is not None
+        scales = stored.double()
+    at = torch.arange(-(-k // width), dtype=torch.int64, device="cpu") * width // columns
+    return rule(scales).expand_as(scales)[:, at]
+
+
+def _half_groups(largest: Tensor, stride: int) -> Tensor:
+    """The ratio of the scale that a kernel of whole groups reads to that of the group half as wide."""
+    count = largest.shape[1] // 2
+    return largest[:, ::stride][:, :count].repeat_interleave(2, dim=1) / largest
 
 
 FAMILIES = (of_halves, of_scales, of_zero_points, of_activation, of_quantised_rows)

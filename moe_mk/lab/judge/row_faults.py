@@ -116,7 +116,7 @@ def of_order(scene: Scene) -> Iterator[Change]:
             yield one("order of tokens", "weigh-and-sum", f"rows {name}", _with_rows(unsorted))
     if scene.hook not in ("reduce", "shared"):
         return
-    added = run["shared experts"] if scene.hook == "shared" else torch.zeros_like(bench.x)
+    added = run["shared experts"] if scene.hook == "shared" else torch.zeros_like(scene.want)
     routed, var = scene.want - added, scene.var.mean(-1).sqrt() + 1e-30
     wrong = scene.wrong_T
     for whole, hook in ((False, "reduce"), (True, "shared")):
@@ -165,9 +165,9 @@ def _edge(scene: Scene) -> int:
 def _of_other_cases(scene: Scene) -> Iterator[Change]:
     """Rows of the output of another call."""
     for at, other in enumerate(scene.others):
-        if other.y.shape[1] != scene.got.shape[1] or not other.size:
+        if other.y.shape[1] != scene.bench.case.y.shape[1] or not other.size:
             continue
-        rows = other.y.double().nan_to_num()
+        rows = scene.bench.of_columns(other.y).double().nan_to_num()
         nearest = torch.cdist(scene.got.nan_to_num(), rows).argmin(1)
 
         def after(run: Run, y: Tensor, rows: Tensor = rows, nearest: Tensor = nearest) -> Tensor:
@@ -263,7 +263,7 @@ def _leaks(scene: Scene) -> Iterator[Change]:
                        if used_much and e not in run["top-k"][token].tolist()]  # fmt: skip
             if not foreign or float(factor.min()) < -0.05 * float(factor.abs().max()):
                 continue
-            added = torch.zeros_like(bench.x)
+            added = torch.zeros_like(scene.want)
             added[token] = factor @ rows
             what = f"rows of token {bench.case.positions[source]} are added to {bench.case.positions[token]}"
             yield one("padding leaks", "weigh-and-sum", what, _plus(added), "reduce")
@@ -300,17 +300,12 @@ def of_sums(scene: Scene) -> Iterator[Change]:
         for name, factor in of_rows.items():
 
             def biased(run: Run, rows: Tensor, factor: float = factor) -> Tensor:
-                zero = torch.zeros_like(run["activation"])
-                bias = run.bench.products(zero, run["experts"][1], "w2")
+                bias = run.bench.biases(run["experts"][1], "w2")
                 return torch.cat([rows[:1] + factor * bias, rows[1:]])
 
             yield one(name, "w2", "of w2", biased)
-        yield one("expert bias missing", "w13", "of w13", _without_bias)
-
-
-def _without_bias(run: Run, value: Tensor) -> Tensor:
-    nothing = torch.zeros((*value.shape[:2], run.bench.model.hidden_size), dtype=torch.float64, device="cpu")
-    return value - run.bench.products(nothing, run["experts"][0], "w13")
+        yield one("expert bias missing", "w13", "of w13",
+                  lambda run, value: value - run.bench.biases(run["experts"][0], "w13"))  # fmt: skip
 
 
 def _summed(name: str, detail: str, factors: list[float], reduced: After) -> Iterator[Change]:

@@ -19,8 +19,8 @@ add n/2 roundings of f32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -30,10 +30,10 @@ from torch import Tensor
 from moe_mk.config.moe import ModelConfig
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.judge.casefile import Case
-from moe_mk.lab.verify.dense import ACTIVATIONS, best, decoded, gated, kept, routing_weights, scores_of
-from moe_mk.quant.blocked import BlockedScheme
+from moe_mk.lab.judge.matrices import Matrix, Range, over_segments, scales_of
+from moe_mk.lab.verify.dense import ACTIVATIONS, best, gated, kept, routing_weights, scores_of
 from moe_mk.quant.plain import FP32, plain
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_weights import SlotWeights
 
 STAGES = (
@@ -42,7 +42,6 @@ STAGES = (
 )  # fmt: skip
 HOOKS = (*STAGES[:5], "experts", *STAGES[5:11], "shared experts", "shared")
 """What is computed, in order. experts: whose weights each assignment uses; shared experts: what they add."""
-KEPT = 5 << 28
 Values = dict[str, Tensor]
 After = Callable[["Run", Tensor], Tensor]
 """Changes the value of a hook; earlier values are in the run."""
@@ -64,73 +63,26 @@ class Run:
         first = min(HOOKS.index(hook) for hook, _ in steps)
         run = Run(self.bench, {hook: self.values[hook] for hook in HOOKS[:first] if hook in self.values})
         for hook in HOOKS[first : HOOKS.index(until) + 1]:
-            value = self.bench.step(hook, run)
+            is_known = hook == HOOKS[first] and hook in self.values
+            value = self.values[hook] if is_known else self.bench.step(hook, run)
             for _, after in (step for step in steps if step[0] == hook):
                 value = after(run, value)
             run.values[hook] = value
         return run.values[until]
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """gate above up, or down, of one expert."""
-
-    parts: tuple[QuantTensor, ...]
-    bias: Tensor | None
-
-    @cached_property
-    def values(self) -> Tensor:
-        """Decoded weights, (n, k) f64."""
-        return torch.cat([decoded(q) for q in self.parts])
-
-    @cached_property
-    def codes(self) -> Tensor:
-        """The values without scales, f64; the values themselves in formats without separate scales."""
-        return torch.cat([decoded(_unscaled(q)) for q in self.parts])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(q.shape[0] for q in self.parts), int(self.parts[0].shape[1])
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether scales multiply codes."""
-        return all(q.scales is not None and (q.zeros is None or not q.zeros.is_floating_point()) for q in self.parts)
-
-
-def _unscaled(q: QuantTensor) -> QuantTensor:
-    if q.scales is None or (q.zeros is not None and q.zeros.is_floating_point()):
-        return q
-    return replace(q, scales=torch.ones_like(q.scales, dtype=torch.float32), global_scale=None)
-
-
-def scales_of(q: QuantTensor) -> Tensor:
-    """(tall, wide) f64, with the global scale."""
-    assert q.scales is not None
-    scales = q.scales.to(torch.float32).double()
-    if q.global_scale is not None:
-        above = q.global_scale.double().reshape(-1)
-        scales = scales * above.repeat_interleave(max(1, scales.shape[0] // len(above)))[:, None]
-    return scales
-
-
-def over_segments(scales: Tensor, q: QuantTensor, width: int) -> Tensor:
-    """(n, segments): the scale of each row in each segment of `width` columns."""
-    assert isinstance(q.scheme, BlockedScheme)
-    n, k = q.shape
-    rows, columns = (min(side, size) for side, size in zip(q.scheme.sides_of(q), (n, k), strict=True))
-    row_n = (torch.arange(n, dtype=torch.int64, device="cpu") // rows).clamp(max=scales.shape[0] - 1)
-    column_s = (torch.arange(-(-k // width), dtype=torch.int64, device="cpu") * width // columns).clamp(
-        max=scales.shape[1] - 1
-    )
-    return scales[row_n][:, column_s]
-
-
 class Bench:
     """A case with its weights, ready to be replayed."""
 
-    def __init__(self, case: Case, slots: Mapping[int, SlotWeights], shared: SlotWeights | None) -> None:
-        self.case, self.slots, self.shared_slot = case, dict(slots), shared
+    def __init__(
+        self,
+        case: Case,
+        slots: Mapping[int, SlotWeights],
+        shared: SlotWeights | None,
+        columns: tuple[Range, ...] | None = None,
+    ) -> None:
+        """columns: those of the output that are computed, in multiples of 128; None: all."""
+        self.case, self.slots, self.shared_slot, self.columns = case, dict(slots), shared, columns
         self.model, self.router, self.dtype = case.model, case.router, plain(case.x.dtype)
         self.x, self.tokens = case.x.double(), case.size
         self.compute: QuantScheme = case.model.quant.activation_scheme or self.dtype
@@ -139,7 +91,8 @@ class Bench:
         if case.topk_ids is not None and slots and (lost := sorted(set(_ids(case)) - set(slots))):
             raise ShapeError(f"{len(lost)} experts that were hit have no weights, the first is {lost[0]}")
         self._w13, self._w2 = dict[int, Matrix](), dict[int, Matrix]()
-        self._partials = dict[str, tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]()
+        self._partials = dict[str, tuple[Tensor, Tensor, Tensor]]()
+        self._scales = dict[str, tuple[Tensor, Tensor]]()
         self.rank_of_E = self._ranks()
 
     def _ranks(self) -> Tensor:
@@ -168,7 +121,7 @@ class Bench:
         """down of an expert."""
         if expert not in self._w2:
             slot, bias = self.slots[expert], self.slots[expert].bias("down")
-            self._w2[expert] = Matrix((slot.down_HI,), None if bias is None else bias.double())
+            self._w2[expert] = Matrix((slot.down_HI,), None if bias is None else bias.double(), self.columns)
         return self._w2[expert]
 
     @cached_property
@@ -176,12 +129,9 @@ class Bench:
         """Output of the shared experts for the tokens of the case, and its variance."""
         return self.of_shared(self.x)
 
-    def release(self, matrix: Matrix, which: str) -> None:
-        """Drop the decoded values of a large matrix; those of w2, which most changes read, stay up to KEPT bytes."""
-        matrix.__dict__.pop("codes", None)
-        size = matrix.shape[0] * matrix.shape[1]
-        if size > 1 << 20 and (which == "w13" or 8 * size * len(self._w2) > KEPT):
-            matrix.__dict__.pop("values", None)
+    def of_columns(self, rows: Tensor) -> Tensor:
+        """The columns of output rows that are computed."""
+        return rows if self.columns is None else torch.cat([rows[..., a:b] for a, b in self.columns], -1)
 
     def step(self, hook: str, run: Run) -> Tensor:
         """The value of a hook from earlier ones."""
@@ -200,63 +150,86 @@ class Bench:
         wide = self.sizes(which)[0]
         out = torch.full((*used_TK.shape, wide), float("nan"), dtype=torch.float64, device="cpu")
         out[used_TK < 0] = 0.0
+        for expert, at in self._known(used_TK):
+            matrix = self.w13(expert) if which == "w13" else self.w2(expert)
+            x = x_TKX[at]
+            found = torch.cat([x @ w.T for _, w in matrix.blocks()], -1)
+            out[at] = found if matrix.bias is None or not with_bias else found + matrix.wanted_bias
+        return out
+
+    def biases(self, used_TK: Tensor, which: str) -> Tensor:
+        """(T, K, n): the biases of the experts that each assignment uses, 0 without."""
+        out = torch.zeros((*used_TK.shape, self.sizes(which)[0]), dtype=torch.float64, device="cpu")
+        for expert, at in self._known(used_TK):
+            matrix = self.w13(expert) if which == "w13" else self.w2(expert)
+            out[at] = 0.0 if matrix.wanted_bias is None else matrix.wanted_bias
+        return out
+
+    def _known(self, used_TK: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The used experts that have weights, each with its assignments."""
         for expert in distinct(used_TK):
             if expert in self.slots:
-                matrix = self.w13(expert) if which == "w13" else self.w2(expert)
-                at = used_TK == expert
-                out[at] = x_TKX[at] @ matrix.values.T
-                if matrix.bias is not None and with_bias:
-                    out[at] += matrix.bias
-                self.release(matrix, which)
-        return out
+                yield expert, used_TK == expert
 
     def sizes(self, which: str) -> tuple[int, int]:
         """(n, k) of w13 or w2."""
-        wide = self.model.moe_intermediate_size
-        return (wide * (1 + self.model.gated), self.model.hidden_size) if which == "w13" else (
-            self.model.hidden_size, wide
-        )  # fmt: skip
+        wide, hidden = self.model.moe_intermediate_size, self.model.hidden_size
+        if which == "w13":
+            return wide * (1 + self.model.gated), hidden
+        return hidden if self.columns is None else sum(b - a for a, b in self.columns), wide
 
     def width(self, which: str) -> int:
         """Columns of a segment in `partials`: what scales and blocks that kernels skip are multiples of."""
-        columns = self.sizes(which)[1]
-        return 16 if columns <= 256 or self.model.quant.weights == "nvfp4" else 32 if columns <= 2048 else 64
+        columns, compute = self.sizes(which)[1], self.compute if which == "w13" else self.compute.hidden
+        width = 16 if columns <= 256 or self.model.quant.weights == "nvfp4" else 32 if columns <= 2048 else 64
+        return width if compute.block is None else min(width, compute.block[1] // 2)
 
-    def partials(self, run: Run, which: str) -> tuple[Tensor, Tensor]:
-        """Products of segments of columns with codes (T, K, n, segments), and the scales (T, K, n, segments or 1).
+    def partials(self, run: Run, which: str) -> Tensor:
+        """Products of segments of columns with codes (T, K, n, segments).
 
-        Their product summed over segments is the value of the stage without bias.
+        Their product with `scales` summed over segments is the value of the stage without bias. The first ones, those
+        of the replay without changes, are kept.
         """
         rows, used = (run["quantise"], run["experts"][0]) if which == "w13" else (run["activation"], run["experts"][1])
         known = self._partials.get(which)
-        if known is None or known[0] is not rows or known[1] is not used:
-            held = self._rows(rows, run) if which == "w13" else rows
-            known = self._partials[which] = rows, used, self._segments(held, used, which)
-        return known[2]
+        if known is not None and known[0] is rows and torch.equal(known[1], used):
+            return known[2]
+        found = self._segments(self._rows(rows, run) if which == "w13" else rows, used, which)
+        self._partials.setdefault(which, (rows, used, found))
+        return found
+
+    def scales(self, run: Run, which: str) -> Tensor:
+        """(T, K, n, segments): the scale of each part of a product; 1 in formats without separate scales."""
+        used, width = run["experts"][0 if which == "w13" else 1], self.width(which)
+        known = self._scales.get(which)
+        if known is None or not torch.equal(known[0], used):
+            n, k = self.sizes(which)
+            scales = torch.ones((*used.shape, n, -(-k // width)), dtype=torch.float64, device="cpu")
+            for expert, at in self._known(used):
+                matrix = self.w13(expert) if which == "w13" else self.w2(expert)
+                if matrix.has_scales:
+                    found = [over_segments(scales_of(q), q, width) for q in matrix.parts]
+                    scales[at] = matrix.wanted(torch.cat(found))
+            known = self._scales[which] = used, scales
+        return known[1]
 
     def _rows(self, x_TH: Tensor, run: Run) -> Tensor:
         """(T, K, H): the row of each assignment."""
         rows = x_TH[:, None].expand(-1, self.router.top_k, -1)
         return rows * run["weights"][..., None] if self.router.weight_on_input else rows
 
-    def _segments(self, rows_TKX: Tensor, used_TK: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    def _segments(self, rows_TKX: Tensor, used_TK: Tensor, which: str) -> Tensor:
         (n, k), width = self.sizes(which), self.width(which)
         count = -(-k // width)
         out = torch.full((*used_TK.shape, n, count), float("nan"), dtype=torch.float64, device="cpu")
-        scales = torch.ones((*used_TK.shape, n, count), dtype=torch.float64, device="cpu")
-        for expert in distinct(used_TK):
-            at = used_TK == expert
-            if expert not in self.slots:
-                out[at] = 0.0 if expert < 0 else float("nan")
-                continue
+        out[used_TK < 0] = 0.0
+        for expert, at in self._known(used_TK):
             matrix = self.w13(expert) if which == "w13" else self.w2(expert)
-            x = torch.nn.functional.pad(rows_TKX[at], (0, count * width - k)).reshape(-1, count, width)
-            w = torch.nn.functional.pad(matrix.codes, (0, count * width - k)).reshape(-1, count, width)
-            out[at] = torch.einsum("asx,nsx->ans", x, w)
-            if matrix.has_scales:
-                scales[at] = torch.cat([over_segments(scales_of(q), q, width) for q in matrix.parts])
-            self.release(matrix, which)
-        return out, scales
+            x, found = _split(rows_TKX[at], count, width), list[Tensor]()
+            for _, w in matrix.blocks(unscaled=True):
+                found.append(torch.einsum("asx,nsx->ans", x, _split(w, count, width)))
+            out[at] = torch.cat(found, 1)
+        return out
 
     def of_shared(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Output of the shared experts for each token, and its variance."""
@@ -266,7 +239,7 @@ class Bench:
         biases = [b.double() for b in (slot.bias("gate"), slot.bias("up")) if b is not None]
         down = slot.bias("down")
         first = Matrix(parts, torch.cat(biases) if biases else None)
-        second = Matrix((slot.down_HI,), None if down is None else down.double())
+        second = Matrix((slot.down_HI,), None if down is None else down.double(), self.columns)
         stated = self.model.quant.shared_scheme is not None
         compute = (self.model.quant.shared_activations or self.dtype) if stated else self.compute
         h, var = self.product_var(x_TH, rounding_of(x_TH, compute), first)
@@ -280,12 +253,16 @@ class Bench:
 
     def product_var(self, x: Tensor, var: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor]:
         """x @ W^T with its variance."""
-        w, u = matrix.values, self.dtype.relative_rms
-        y = x @ w.T + (0.0 if matrix.bias is None else matrix.bias)
-        is_decoded = matrix.parts[0].scheme.block is not None
-        inner = var + x**2 * ((u**2 if is_decoded else 0.0) + FP32.relative_rms**2 * (x.shape[-1] / 2 + 1))
+        u, is_decoded = self.dtype.relative_rms, matrix.parts[0].scheme.block is not None
         # Variances in f32: half of the memory, and no digit of them matters.
-        return y, (inner.float() @ w.float().square_().T).double() + (u * y) ** 2
+        inner = (var + x**2 * ((u**2 if is_decoded else 0.0) + FP32.relative_rms**2 * (x.shape[-1] / 2 + 1))).float()
+        found, spreads = list[Tensor](), list[Tensor]()
+        for _, w in matrix.blocks():
+            found.append(x @ w.T)
+            spreads.append(inner @ w.float().square_().T)
+        y = torch.cat(found, -1)
+        y = y if matrix.wanted_bias is None else y + matrix.wanted_bias
+        return y, torch.cat(spreads, -1).double() + (u * y) ** 2
 
     def activation_var(self, h: Tensor, var: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
         """The activation with its variance: differences over one standard deviation of gate and of up."""
@@ -301,6 +278,11 @@ class Bench:
             one, other = (self.activation(h + sign * step, model) - a for sign in (1, -1))
             total += torch.maximum(one.abs(), other.abs()) ** 2
         return a, total + 2 * (self.dtype.relative_rms * a) ** 2
+
+
+def _split(rows: Tensor, count: int, width: int) -> Tensor:
+    """(n, count, width): columns in segments, the last one filled up with 0."""
+    return torch.nn.functional.pad(rows, (0, count * width - rows.shape[-1])).reshape(-1, count, width)
 
 
 def distinct(tensor: Tensor) -> list[int]:
@@ -417,7 +399,7 @@ def _reduce(bench: Bench, run: Run) -> Tensor:
 
 
 def _shared_experts(bench: Bench, run: Run) -> Tensor:
-    return torch.zeros_like(bench.x) if bench.shared_slot is None else bench.shared_added[0]
+    return torch.zeros_like(run["reduce"]) if bench.shared_slot is None else bench.shared_added[0]
 
 
 def _output(bench: Bench, run: Run) -> Tensor:
@@ -482,7 +464,6 @@ def _product_stage(bench: Bench, run: Run, hook: str) -> tuple[Tensor, Tensor]:
             at = used == expert
             matrix = bench.w13(expert) if hook == "w13" else bench.w2(expert)
             value[at], spreads[at] = bench.product_var(x[at], var[at], matrix)
-            bench.release(matrix, hook)
     if hook == "w13":
         return value, spreads
     if bench.case.rank_out is None:

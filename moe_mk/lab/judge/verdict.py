@@ -1,9 +1,4 @@
-"""The verdict on a case: right within the limits of its number formats, or the first stage that departs, and why.
-
-A stage departs where the recorded value is farther from the replayed one than `ALL_TOKENS` standard deviations in root
-mean square over all rows, `ONE_TOKEN` over one row, or `ONE_BLOCK` over 128 columns of a row: a uniform rounding error
-never exceeds sqrt(3) standard deviations, and limits of rows and tokens are those of `moe_mk.oracle.expected_error`.
-"""
+"""The verdict on a case: right within the limits of its number formats, or the first stage that departs, and why."""
 
 from __future__ import annotations
 
@@ -20,13 +15,12 @@ from torch import Tensor
 from moe_mk.lab.judge import faults, product_faults, row_faults
 from moe_mk.lab.judge.casefile import Case
 from moe_mk.lab.judge.faults import Change, Scene
+from moe_mk.lab.judge.measured import Check, Measured, measure
 from moe_mk.lab.judge.stages import HOOKS, STAGES, After, Bench, Run, gate_first, variance
 from moe_mk.lab.verify.compare import could_choose
-from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_weights import SlotWeights
 
-BLOCK, ONE_BLOCK = 128, 4.0
 EXPLAINED = 0.99
 """The share of the squared error that an explanation removes where what is left is not within the limits."""
 NONE = "none of these"
@@ -36,27 +30,6 @@ EQUAL = 1.05
 """The ratio of what two explanations leave up to which they are equally good."""
 MOST_PAIRS, MOST_VARIANTS = 4, 2
 """Single explanations that are combined with all others, and variants of a fault and stage that are combined."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """The comparison of one recorded tensor with the replay."""
-
-    stage: str
-    tensor: str
-    """The name in the case file."""
-    rows: int
-    error: float
-    """Relative L2 over all rows."""
-    deviations: float
-    """The error in standard deviations: root mean square over all rows, and of the worst row and block."""
-    worst_row: float
-    worst_block: float
-    wrong_rows: int
-
-    @property
-    def passed(self) -> bool:
-        return self.deviations <= ALL_TOKENS and self.worst_row <= ONE_TOKEN and self.worst_block <= ONE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -114,66 +87,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Deviations of a tensor: of each row (leading axes flattened) and of its blocks of columns."""
-
-    row_R: Tensor
-    block_RB: Tensor
-    squares_R: Tensor
-    variances_R: Tensor
-    judged_R: Tensor
-    error: float
-
-    @property
-    def deviations(self) -> float:
-        total = float(self.variances_R[self.judged_R].sum())
-        gone = float(self.squares_R[self.judged_R].sum())
-        return math.sqrt(gone / total) if total else (0.0 if gone == 0 else math.inf)
-
-    def check(self, stage: str, tensor: str) -> Check:
-        """Compared with the limits."""
-        row, block = (float(each.max()) if each.numel() else 0.0 for each in (self.row_R, self.block_RB))
-        return Check(
-            stage, tensor, int(self.judged_R.sum()), self.error, self.deviations, row, block, int(self.wrong_R.sum())
-        )
-
-    @property
-    def wrong_R(self) -> Tensor:
-        """Rows beyond a limit."""
-        return (self.row_R > ONE_TOKEN) | (self.block_RB > ONE_BLOCK).any(-1)
-
-
-def measure(got: Tensor, want: Tensor, var: Tensor) -> Measured:
-    """Compare (..., X) with the replay. Rows that are not finite in the replay are not judged; NaN in others counts as
-    an infinite error.
-    """
-    got, want, var = (each.reshape(-1, each.shape[-1]).double() for each in (got, want, var))
-    judged = want.isfinite().all(-1)
-    want = torch.where(judged[:, None], want, 0.0)
-    square = torch.where(judged[:, None], torch.nan_to_num((got - want) ** 2, nan=math.inf), 0.0)
-    # Not below a few roundings of f32: the replay's own inputs are no more exact.
-    var = torch.where(judged[:, None], var, 0.0) + (2.0**-22 * want) ** 2
-    columns = _by_block(square)
-    spread = _by_block(var)
-    # A block of small values of a large row takes part in the roundings of sums: half of the row's mean at least.
-    spread_b = torch.maximum(spread, 0.25 * var.mean(-1, keepdim=True) * (spread > 0) * min(BLOCK, var.shape[1]))
-    total, size = square.sum(), (want**2).sum()
-    error = float((total / size.clamp_min(torch.finfo(torch.float64).tiny)).sqrt())
-    return Measured(
-        _ratio(square.sum(-1), var.sum(-1)), _ratio(columns, spread_b), square.sum(-1), var.sum(-1), judged, error
-    )
-
-
-def _by_block(values: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK))
-    return padded.reshape(len(values), padded.shape[1] // BLOCK, BLOCK).sum(-1)
-
-
-def _ratio(squares: Tensor, variances: Tensor) -> Tensor:
-    return torch.where(squares == 0, 0.0, (squares / variances).sqrt())
 
 
 def judge(
@@ -350,17 +263,20 @@ def _in_formats(bench: Bench, run: Run) -> float:
 
 def _explained(scene: Scene, checks: Sequence[Check], last: int) -> Verdict:
     """Rank the changes at stages between the last right tensor and the wrong one."""
-    case, hook = scene.bench.case, scene.hook
+    case, hook, measured = scene.bench.case, scene.hook, scene.measured
+    token, expert, block, grid, experts = _where(scene, measured)
+    scene = scene.sampled()
     if not scene.bench.routes:
         last = max(last, HOOKS.index("weights"))
     span = HOOKS[last + 1 : HOOKS.index(hook) + 1]
+    stages = tuple(stage for stage in STAGES if stage in {_stage(h) for h in span})
     found = list[tuple[Explanation, tuple[Change, ...]]]()
     families = faults.FAMILIES if hook in HOOKS[:5] else (*faults.FAMILIES, *FAMILIES)
     for family in (*families, *product_faults.SEARCHES):
         if family in product_faults.SEARCHES and any(_convinces(each) for each, _ in found):
             break
         for change in family(scene) if hook not in HOOKS[:5] or family in faults.FAMILIES else ():
-            if {step for step, _ in change.steps} <= set(span):
+            if {step for step, _ in change.steps} <= set(span) and change.stage in stages:
                 found.append((_tried(scene, (change,)), (change,)))
     found = _ranked(found)
     if found and not _convinces(found[0][0]):
@@ -373,9 +289,6 @@ def _explained(scene: Scene, checks: Sequence[Check], last: int) -> Verdict:
         ]
         found = _ranked([*found, *((_tried(scene, pair), pair) for pair in pairs)])
     explanations = tuple(each for each, _ in found if each.removed > 0.05)[:8]
-    measured = scene.measured
-    token, expert, block, grid, experts = _where(scene, measured)
-    stages = tuple(stage for stage in STAGES if stage in {_stage(h) for h in span})
     best = explanations[0] if explanations and _convinces(explanations[0]) else None
     return Verdict(
         False,
