@@ -52,7 +52,7 @@ def tensors(options: argparse.Namespace) -> dict[str, Tensor]:
 
 def experts_alone(layer: DeepseekV3MoE) -> Callable[[Tensor], object]:
     """The native call itself, with the routing of the same tokens made beforehand."""
-    native, packed = native_kernels(), layer.state.laid_out
+    native, packed = native_kernels(), layer.state.experts.weights
     known: dict[int, Any] = {}
 
     def run(x_TH: Tensor) -> object:

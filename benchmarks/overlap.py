@@ -51,7 +51,7 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
     layer = layer_of(size, dist.group.WORLD, prepare_finalize=transport, experts=experts, batch_invariant=True)
     kernel, x_TH = layer.kernel, batch(size, rank)
     assert isinstance(kernel, FusedMoEKernel)
-    routing, weights = layer.route(x_TH), layer.state.laid_out
+    routing, weights = layer.route(x_TH), layer.state.experts.weights
     records: dict[str, list[TileRecord]] = defaultdict(list)
 
     def tiled(name: str, tiles: int, executor: str) -> Tensor:

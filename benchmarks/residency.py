@@ -227,7 +227,7 @@ class Bench:
         self.layer = layer_of(options, self.experts, self.top_k, residency)
         self.layer.take(self.weights)
         self.loaded_s = time.perf_counter() - began
-        paged = self.layer.state.laid_out
+        paged = self.layer.state.experts.weights
         assert isinstance(paged, PagedExperts)
         self.paged, self.cache = paged, paged.cache
         self.slots, self.each = slots, self.cache.layout.num_bytes

@@ -125,7 +125,7 @@ class Least:
         self._tokens = RowTokens(
             x, tokens.ids_RK, tokens.weights_RK, tokens.num_slots, None, torch.empty_like(x.values)
         )
-        wait(kernel.prepare_finalize.finalize(kernel.multiply(tokens, made.state.laid_out), tokens))
+        wait(kernel.prepare_finalize.finalize(kernel.multiply(tokens, made.state.experts.weights), tokens))
         self._made, self._kernel, self._x_TH, self._epoch = made, kernel, x_TH, 0
         heap, ranks, me = open_heap(comm, 2 * comm.size, 4096, now), range(comm.size), comm.rank
         to = [0 if r == me else heap.flag_address(r, first + me) for first in (0, comm.size) for r in ranks]
@@ -139,7 +139,7 @@ class Least:
         made, exchange = self._made, self._exchange
         made.state.backends.gate.route(self._x_TH, made.router)
         self._meet(exchange)
-        y_RH = made.kernel.experts.run(self._tokens, made.state.laid_out).y
+        y_RH = made.kernel.experts.run(self._tokens, made.state.experts.weights).y
         self._meet(exchange)
         return y_RH
 

@@ -28,6 +28,8 @@ class FusedMoEKernel:
     experts: FusedExperts
     spans: Spans = field(default_factory=Spans)
     routes_inside: ClassVar[bool] = False
+    can_be_prepared: ClassVar[bool] = True
+    """Whether one native call may stand for its steps; a class that changes these sets it to False."""
 
     @property
     def is_partial(self) -> bool:

@@ -1,6 +1,6 @@
 """The one rule of failure for every call that all ranks of some groups make together.
 
-    @collective(lambda layer, *_, **__: layer.state.grid)
+    @collective(lambda layer, *_, **__: layer.state.experts.grid)
     def swap_backends(layer, x_TH, ...): ...
 
 Whatever ends such a call on one rank, at whichever instruction, ends it on every rank: it is reported to the peers.

@@ -194,8 +194,8 @@ class FusedExperts(ABC):
     def fuse_layer(self, weights: Weights, top_k: int) -> PreparedExperts | None:
         """The experts for one call of a whole layer on rows with `top_k` choices each; None: not supported.
 
-        Not inherited: called only if the class of the backend defines it. Bit-identical to `run`. weights: of
-        `relayout` or `fuse_shared_experts`.
+        Called only if the class of the backend defines it itself; `explain()` names derived classes that do not.
+        Bit-identical to `run`. weights: of `relayout` or `fuse_shared_experts`.
         """
         return None
 

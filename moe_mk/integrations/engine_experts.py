@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -20,32 +20,15 @@ from torch.autograd import forward_ad
 from moe_mk.comm.collective import collective
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import ParallelGroups
-from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
-from moe_mk.experts.base import ExpertsContext, FusedExperts
-from moe_mk.experts.residency import ResidencyPool
-from moe_mk.flight import Flight, wait
-from moe_mk.kernel import FusedMoEKernel
-from moe_mk.kernels.native.layer import Stage
-from moe_mk.layer.checks import FLOATS, has_tangent
+from moe_mk.errors import ShapeError, UnsupportedError, WeightError
 from moe_mk.layer.custom_op import Identity, Operator, is_untraced, not_copied
-from moe_mk.layer.forward import can_be_called, layer_call
+from moe_mk.layer.experts_of_rank import ExpertsOfRank
 from moe_mk.layer.grid import Grid
-from moe_mk.layer.settings import decide
-from moe_mk.oracle import Decision
-from moe_mk.oracle.assemble import Parts, assemble
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.kinds import BLOCK_KINDS
-from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.shapes import expect, expect_dense
-from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.stamp import Stamp, storages_of
 
-IDS = (torch.int32, torch.int64)
-HALVES = (torch.bfloat16, torch.float16)
 LOGGER = logging.getLogger(__name__)
 LORA = (
     "LoRA on experts: a backend reads each expert as one matrix, without low-rank factors; merge the adapter into the "
@@ -122,125 +105,7 @@ class EngineWeights:
 _OF_WEIGHTS = tuple(signature(ExpertWeights.from_engine).parameters)
 
 
-class RankExperts:
-    """Experts of one rank over tensors of an engine: a decision, a kernel, and weights in the layout of the backend."""
-
-    routing_names = "topk_weights", "topk_ids"
-    """What messages call the arguments."""
-
-    def __init__(
-        self,
-        given: Weights,
-        grid: Grid,
-        model: Mapping[str, Any],
-        *,
-        top_k: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        settings: Mapping[str, Any],
-        tokens: str = "sharded",
-        pool: ResidencyPool | None = None,
-        unregistered: Callable[[ExpertsContext], FusedExperts] | None = None,
-    ) -> None:
-        """grid: its EP ranks share out the experts, rank r has ids from r L on. model: of `MoEConfig`, of one rank.
-
-        tokens: of `parallel`. pool: as of `MoELayer`. unregistered: makes what multiplies in place of the backend.
-        Raises UnsupportedError with every reason if no backend is eligible.
-        """
-        self.name, self.grid, ep = model["name"], grid, grid.ep
-        self.hidden_size, self.num_experts = model["hidden_size"], model["num_experts"]
-        self.num_routed = self.num_experts * ep.size
-        described = {
-            "model": dict(model) | {"num_experts": self.num_routed},
-            "router": {"top_k": min(top_k, self.num_routed)},
-            "parallel": {"ep": ep.size, "tokens": tokens},
-        }
-        config = MoEConfig.parse(described, self.name).with_(**settings)
-        if config.kernel.prepare_finalize == "auto" and ep.size == 1:
-            config = config.with_(prepare_finalize="no_ep")  # the engine routes, and moves tokens if anyone does
-        self.decision: Decision = decide(config, dtype, device)
-        kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_routed, ep.size), device, ep, pool=pool))
-        assert isinstance(kernel, FusedMoEKernel)
-        if unregistered is not None:
-            kernel = FusedMoEKernel(kernel.prepare_finalize, unregistered(kernel.experts.context))
-        self.kernel, self.dtype = kernel, dtype
-        self.weights: Weights = kernel.experts.relayout(given)
-        self.decision = replace(self.decision, parameters=kernel.experts.parameters())
-        transport = kernel.prepare_finalize
-        unmoved = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
-        self._routed = layer_call(kernel, self.weights, dtype=dtype) if unmoved else None
-        """The experts as one call on routed tokens; None where these move, are quantised, or the backend has none."""
-        self._exchange = None if ep.size == 1 or kernel.is_partial else layer_call(kernel, self.weights, dtype=dtype)
-
-    def notes(self) -> dict[str, str]:
-        """Values that must be equal on every rank of a group, by name."""
-        return {**self.decision.notes(), "numerics": self.kernel.experts.numerics(self.weights)}
-
-    def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-        if (
-            type(x_TH) is type(ids_TK) is type(weights_TK) is Tensor
-            and x_TH.layout is ids_TK.layout is weights_TK.layout is torch.strided
-            and x_TH.dtype is self.dtype
-            and x_TH.dim() == 2
-            and x_TH.shape[1] == self.hidden_size
-            and ids_TK.dim() == weights_TK.dim() == 2
-            and ids_TK.dtype in IDS
-            and ids_TK.shape[0] == x_TH.shape[0]
-            and weights_TK.dtype in FLOATS
-            and weights_TK.shape == ids_TK.shape
-            and weights_TK.device == ids_TK.device == x_TH.device
-            and not (x_TH.requires_grad or weights_TK.requires_grad or forward_ad._current_level >= 0)
-            and all(each.data_ptr() for each in (x_TH, weights_TK, ids_TK))
-        ):
-            return
-        for name, each in zip(("hidden_states", *self.routing_names), (x_TH, weights_TK, ids_TK), strict=True):
-            expect_dense(name, each)
-        expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
-        expect_routing(x_TH, weights_TK, ids_TK, self.routing_names)
-        followed = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
-        if followed or has_tangent(x_TH) or has_tangent(weights_TK):
-            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
-
-    def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """(T, H) with weights and ids (T, K) to (T, H). It checks its arguments, so that graphs need no guards."""
-        plain = type(x_TH) is Tensor and x_TH.dtype is self.dtype and x_TH.layout is torch.strided and x_TH.dim() == 2
-        plain, wide_TK = plain and x_TH.shape[1] == self.hidden_size and x_TH.is_cpu, weights_TK
-        if plain and type(weights_TK) is Tensor and weights_TK.dtype in HALVES and weights_TK.data_ptr():
-            wide_TK = weights_TK.to(torch.float32)
-        fits = plain and can_be_called(x_TH, ids_TK, wide_TK)
-        if not fits or x_TH.requires_grad:
-            self._check(x_TH, weights_TK, ids_TK)
-        x_TH = x_TH.resolve_neg().contiguous()
-        if self._routed is not None and x_TH.is_cpu:
-            if not fits:
-                ids_TK, wide_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
-            if fits or can_be_called(x_TH, ids_TK, wide_TK):
-                return self._routed(x_TH, None, (ids_TK, wide_TK), Stage.PLACE, skip=True)
-        call, grid = self._exchange, self.grid
-        try:
-            with torch.no_grad():
-                routing = routing_of(ids_TK, weights_TK, self.num_routed)
-                agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
-                if call is not None and agreed and call.is_ready(x_TH.shape[0]):
-                    return call(x_TH, None, (routing.ids_TK, routing.weights_TK), Stage.DISPATCH)  # as `_steps` does
-                return wait(self._steps(x_TH, routing)).to(self.dtype)
-        except BaseException as error:
-            if not isinstance(error, MoEMKError):  # those are reported where they arise
-                grid.fail(error)
-            raise
-
-    def _steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-        grid, epochs = self.grid, self.grid.epochs
-        try:
-            yield from grid.agree(self.notes)
-            y_TH = yield from self.kernel.steps(x_TH, routing, self.weights)
-            return (yield from grid.late_reduce(y_TH, self.kernel.spans, partial_over_ep=self.kernel.is_partial))
-        except BaseException as error:
-            grid.fail(error, epochs)
-            raise
-
-
-class EngineExperts(RankExperts):
+class EngineExperts:
     """The experts of one layer on one rank, with a selected backend and converted weights.
 
     Where the backend reads the engine's tensors directly, they must not be modified. Where it keeps a copy in its own
@@ -271,7 +136,8 @@ class EngineExperts(RankExperts):
         except (ShapeError, WeightError) as problem:
             raise type(problem)(f"{name}.{problem}") from None
         settings = settings or {}
-        super().__init__(
+        self.name = name
+        self.of_rank = ExpertsOfRank.of_engine(
             given,
             Grid(ParallelGroups.of(groups), settings.get("timeout_s", DEFAULT_TIMEOUT_S), name),
             weights.model(given.scheme) | {"name": name},
@@ -280,18 +146,18 @@ class EngineExperts(RankExperts):
             device=weights.w2.device,
             settings=settings,
         )
-        in_use, self._given = storages_of(self.weights), weights.tensors
+        in_use, self._given = storages_of(self.of_rank.weights), weights.tensors
         self._unused = [t for t in weights.tensors if t.untyped_storage().data_ptr() not in in_use]
         is_copy = bool(weights.of) or any(t is weights.w13 or t is weights.w2 for t in self._unused)
-        self.copied_bytes = self.weights.num_bytes if is_copy else 0
+        self.copied_bytes = self.of_rank.weights.num_bytes if is_copy else 0
         """Bytes in the layout of the backend that are in addition to the engine's tensors; 0 where it reads those."""
         if self.copied_bytes and release:
             self.release()
         elif self.copied_bytes:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
-        described = self.decision.problem.config
-        identity = Identity.of(name, (described.model, described.router, self.dtype))
+        described = self.of_rank.decision.problem.config
+        identity = Identity.of(name, (described.model, described.router, self.of_rank.dtype))
         self._entry = EXPERTS_OF_ENGINES.enter(self, identity)
 
     __reduce__ = not_copied
@@ -299,7 +165,7 @@ class EngineExperts(RankExperts):
     @property
     def backend(self) -> str:
         """The experts backend that multiplies."""
-        return self.decision.chosen.experts
+        return self.of_rank.decision.chosen.experts
 
     @property
     def is_released(self) -> bool:
@@ -319,7 +185,7 @@ class EngineExperts(RankExperts):
 
     def explain(self) -> str:
         """The decision, with every backend's cost or rejection reasons, and what the weights occupy."""
-        return f"{self.decision}\n{self.note}"
+        return f"{self.of_rank.explained()}\n{self.note}"
 
     def release(self) -> int:
         """Free the engine's tensors, which keep their shape but have no data; returns the number of bytes.
@@ -351,38 +217,23 @@ class EngineExperts(RankExperts):
         Over a group, ids are those of all ranks. Ids outside these are skipped. Weights must be normalised and scaled.
         """
         if is_untraced(hidden_states):
-            return self.run(hidden_states, topk_weights, topk_ids)
+            return self.of_rank.run(hidden_states, topk_weights, topk_ids)
         if not isinstance(hidden_states, Tensor) or hidden_states.requires_grad or forward_ad._current_level >= 0:
-            self._check(hidden_states, topk_weights, topk_ids)
+            self.of_rank.check(hidden_states, topk_weights, topk_ids)
         return EXPERTS_OF_ENGINES.traced(hidden_states, topk_weights, topk_ids, self._entry)
 
-    @collective(lambda experts: experts.grid, recovers=True)
+    @collective(lambda experts: experts.of_rank.grid, recovers=True)
     def recover(self) -> None:
         """Go on after a call failed on some rank of the group, see `MoELayer.recover`; every rank calls it."""
-        wait(self.grid.recover())
+        self.of_rank.recover()
 
 
 EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
     "engine_experts", "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor entry) -> Tensor",
-    lambda experts, *given: experts.run(*given),
+    lambda experts, *given: experts.of_rank.run(*given),
 )  # fmt: skip
 """(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""
 engine_experts = EXPERTS_OF_ENGINES.call
-
-
-def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
-    """Ids outside of the experts (E or -1) become -1 with weight 0."""
-    here = (topk_ids >= 0) & (topk_ids < num_experts)
-    ids_TK = torch.where(here, topk_ids, -1).to(torch.int32)
-    return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
-
-
-def expect_routing(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, names: tuple[str, str]) -> None:
-    """Raise ShapeError unless these are weights and ids of the tokens. names: of the two arguments."""
-    expect(names[1], ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
-    expect(names[0], weights_TK, "T K", FLOATS, x_TH.device)
-    if weights_TK.shape != ids_TK.shape:
-        raise ShapeError(f"{names[0]} is {tuple(weights_TK.shape)}, {names[1]} is {tuple(ids_TK.shape)}")
 
 
 class HeldExperts:

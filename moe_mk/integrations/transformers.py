@@ -101,8 +101,8 @@ def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
         backend=plan.experts,
         because=plan.because,
         scheme=plan.facts.scheme.name,
-        num_bytes=plan.weights.num_bytes,
-        copied=plan.weights.layout not in (CANONICAL, MAPPED) and held_bytes > 0,
+        num_bytes=plan.of_rank.weights.num_bytes,
+        copied=plan.of_rank.weights.layout not in (CANONICAL, MAPPED) and held_bytes > 0,
         others=plan.others,
     )
 

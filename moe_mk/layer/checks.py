@@ -14,6 +14,7 @@ from moe_mk.shapes import expect, expect_dense
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
 
+IDS = (torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -75,7 +76,7 @@ def check_routing(
     num_tokens, top_k, num_experts = sizes
     expect_dense("topk_ids", topk_ids)
     expect_dense("topk_weights", topk_weights)
-    expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
+    expect("topk_ids", topk_ids, "T K", IDS, device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", FLOATS, device, T=num_tokens, K=top_k)
     expect_inference("topk_weights", topk_weights)
     if not read_ids or not topk_ids.numel():
@@ -93,6 +94,14 @@ def check_routing(
         f"topk_ids holds {wrong.numel()} ids outside [-1, {num_experts}), for example {wrong[:5].tolist()}; "
         "use -1 for an assignment that goes nowhere"
     )
+
+
+def expect_routing(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, names: tuple[str, str]) -> None:
+    """Raise ShapeError unless these are weights and ids of the tokens. names: of the two arguments."""
+    expect(names[1], ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
+    expect(names[0], weights_TK, "T K", FLOATS, x_TH.device)
+    if weights_TK.shape != ids_TK.shape:
+        raise ShapeError(f"{names[0]} is {tuple(weights_TK.shape)}, {names[1]} is {tuple(ids_TK.shape)}")
 
 
 def tokens_with_repeats(topk_ids: Tensor) -> list[int]:

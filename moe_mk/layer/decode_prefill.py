@@ -96,22 +96,22 @@ class DecodePrefillMoE(nn.Module):
             self._states[self._now] = self.layer.live.flip(self._states[kind])
             self._now, self._serving = kind, self.layer.state
 
-    @collective(lambda moe: moe.layer.state.grid)
+    @collective(lambda moe: moe.layer.state.experts.grid)
     def _build(self) -> None:
         layer = self.layer
         staged = {kind: layer.live.stage(layer.expert_map, settings=chosen) for kind, chosen in self._settings.items()}
         first, second = staged["decode"], staged["prefill"]
-        decisions = [state.backends.decision for state in (first, second)]
+        decisions = [state.experts.decision for state in (first, second)]
         is_shared = len({(each.chosen.experts, each.compute, each.effect) for each in decisions}) == 1
         if first.weights is not None and is_shared:  # the same backend with the same settings reads them as they are
-            staged["prefill"] = replace(second, weights=first.weights, laid_out=first.laid_out)
+            staged["prefill"] = second.sharing(first)
         layer.live.flip(first)
         self._states, self._now, self._serving = staged, "decode", layer.state
 
     def _decision(self, kind: str) -> Decision:
         if kind == self._now:
             return self.layer.decision
-        return self._states[kind].backends.decision
+        return self._states[kind].experts.decision
 
     def _modelled(self) -> int:
         """The smallest number of tokens from which prefill's pair costs less; more than the limit where it never does.

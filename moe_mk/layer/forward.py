@@ -7,29 +7,23 @@ spans or replace lost experts run stage by stage.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moe_mk.errors import MoEMKError, WeightError
 from moe_mk.flight import Flight
-from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels import native
-from moe_mk.layer.gate import Gate
+from moe_mk.layer.experts_of_rank import can_be_called
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
-from moe_mk.layer.shared import SharedExperts
-from moe_mk.prepare_finalize.base import LayerParts
-from moe_mk.quant.wire import row_bytes
 from moe_mk.router.replay import ReplayedTokens
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import Weights
 
 if TYPE_CHECKING:
-    from moe_mk.kernels.native.layer import Gating, LayerCall, PreparedExperts
+    from moe_mk.kernels.native.layer import LayerCall
 
 
 def steps(
@@ -45,7 +39,8 @@ def steps(
     epochs: tuple[int | None, int | None] = None, None
     # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
     try:
-        grid, backends, spans = state.grid, state.backends, state.kernel.spans
+        experts, backends = state.experts, state.backends
+        grid, spans = experts.grid, experts.kernel.spans
         epochs, shared = grid.epochs, backends.shared if given is None else None
         if state.weights is None:
             raise WeightError(NO_WEIGHTS.format(grid.name))
@@ -53,32 +48,32 @@ def steps(
         is_accepted = True
         if grid.agreed != epochs:
             yield from grid.agree(
-                lambda: {**backends.decision.notes(), **state.notes, **backends.gate.notes(), **routing.notes()},
+                lambda: {**experts.decision.notes(), **state.notes, **backends.gate.notes(), **routing.notes()},
                 state.loads,
             )
         if state.lost is not None:
             state.lost.check()
-        fused = None if shared is None else backends.fuse_shared(state.kernel, state.laid_out)
+        fused = None if shared is None else backends.fuse_shared(experts)
         router_TH, x_TH = state.inputs(x_TH)
         if given is not None:
             physical = routing.place(given, load_E, state)
         else:
             with spans.span("route"):
                 physical = routing.physical(router_TH, router, load_E, state)
-        routed = state.routed(x_TH, physical, fused or state.laid_out)
+        routed = state.routed(x_TH, physical, fused or experts.weights)
         if shared is None or fused is not None:
             y_TH = yield from routed
         else:
-            rows = grid.share_of(x_TH.shape[0]) if state.is_partial else slice(None)
+            rows = grid.share_of(x_TH.shape[0]) if experts.is_partial else slice(None)
             y_TH, shared_XH = yield from alongside(routed, lambda: shared(x_TH[rows]))
             total_TH = y_TH.to(torch.float32, copy=True)
             total_TH[rows] += shared_XH
             y_TH = total_TH.to(y_TH.dtype)
-        y_TH = yield from grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)
+        y_TH = yield from grid.late_reduce(y_TH, spans, partial_over_ep=experts.is_partial)
         return with_input(y_TH, x_TH, physical).to(backends.gate.dtype)
     except BaseException as error:
         if is_accepted or not isinstance(error, MoEMKError):
-            state.grid.fail(error, epochs)
+            state.experts.grid.fail(error, epochs)
         raise
 
 
@@ -89,11 +84,6 @@ def with_input(y_TH: Tensor, x_TH: Tensor, routing: Routing) -> Tensor:
 
 
 NO_WEIGHTS = "layer {!r} has no weights yet; call load(path, layer=N)"
-
-
-def _memory(gate: Gate) -> tuple[object, object]:
-    w, b = gate.weight_EH, gate.bias_E
-    return w is None or (w.data_ptr(), w.is_contiguous()), b is None or (b.data_ptr(), b.is_contiguous())
 
 
 class PreparedForward:
@@ -108,26 +98,31 @@ class PreparedForward:
         self.state, self.routing, gate, shared = state, routing, state.backends.gate, state.backends.shared
         self._router, self._logit_bias_E = routing.router, gate.logit_bias_E
         self._shared = None if shared is None else shared.weights
-        self._gate_at, self._load_shape = _memory(gate), (state.expert_map.num_experts,)
-        kernel = state.kernel
-        if state.weights is None or not state.may_be_native or not isinstance(kernel, FusedMoEKernel):
+        self._load_shape = (state.expert_map.num_experts,)
+        self._gate_at: tuple[object, object] | None = None
+        self.is_current()  # notes the gate's memory, before it is read
+        experts = state.experts
+        if state.weights is None or not state.may_be_native:
             return
-        prepared = partial(layer_call, kernel, dtype=gate.dtype)
         inside = state.tables.one_to_one and not state.routes_apart
         gating = gate.gating(routing.router) if inside else None
-        self.alone = prepared(state.laid_out, gating=None if shared is not None else gating)
+        self.alone = experts.prepare(gating=None if shared is not None else gating)
         if shared is None:
             self.call = self.alone
-        elif (both := state.backends.fuse_shared(kernel, state.laid_out)) is not None:
-            self.call = prepared(both, gating=gating)
+        elif (both := state.backends.fuse_shared(experts)) is not None:
+            self.call = experts.prepare(both, gating=gating)
         else:
-            self.call = prepared(state.laid_out, gating=gating, shared=shared)
+            self.call = experts.prepare(gating=gating, shared=shared)
 
     def is_current(self) -> bool:
         """Whether the parts of its state are those it was made from, and the gate's memory was not replaced."""
         gate, shared = self.state.backends.gate, self.state.backends.shared
+        w, b = gate.weight_EH, gate.bias_E
+        at = w is None or (w.data_ptr(), w.is_contiguous()), b is None or (b.data_ptr(), b.is_contiguous())
+        if self._gate_at is None:
+            self._gate_at = at
         same = self._router is self.routing.router and gate.logit_bias_E is self._logit_bias_E
-        return same and (shared is None or shared.weights is self._shared) and self._gate_at == _memory(gate)
+        return same and (shared is None or shared.weights is self._shared) and self._gate_at == at
 
     def call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> LayerCall | None:
         """What makes the next forward; None: the stages do. given: a routing of logical experts.
@@ -138,7 +133,7 @@ class PreparedForward:
         call = self.call if given is None else self.alone
         if (
             call is None
-            or state.kernel.spans.recorder is not None
+            or state.experts.kernel.spans.recorder is not None
             or (given is None and routing.hash_router is not None)
         ):
             return None
@@ -148,7 +143,7 @@ class PreparedForward:
             return None
         if state.is_direct:
             return call if given is None or can_be_called(x_TH, given.ids_TK, given.weights_TK) else None
-        grid = state.grid
+        grid = state.experts.grid
         agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
         return call if agreed and x_TH.is_cpu and call.is_ready(x_TH.shape[0]) else None
 
@@ -189,58 +184,5 @@ class PreparedForward:
                 routing.tokens += x_TH.shape[0]
             return y_TH if chosen is None else with_input(y_TH, x_TH, chosen)
         except BaseException as error:
-            state.grid.fail(error)
+            state.experts.grid.fail(error)
             raise
-
-
-def layer_call(
-    kernel: FusedMoEKernel,
-    weights: Weights,
-    *,
-    dtype: torch.dtype,
-    gating: Gating | None = None,
-    shared: SharedExperts | None = None,
-) -> LayerCall | None:
-    """One call for all stages of a layer, which counts them in the ledger of the kernel; None where the pair has none.
-
-    weights: in the layout of the backend. dtype: of the tokens. gating: the router; None: every call is given a
-    routing. shared: experts that are added in a stage of their own.
-    """
-    transport, experts = kernel.prepare_finalize, kernel.experts
-    context = transport.context
-    rows: PreparedExperts | None = own_hook(experts, "fuse_layer", weights, context.top_k)
-    row_of_shared = None if shared is None else own_hook(shared.experts, "fuse_layer", shared.weights, 1)
-    if rows is None or (shared is not None and row_of_shared is None):
-        return None
-    token_bytes, mine = context.hidden_size * dtype.itemsize, type(transport)
-    sent_bytes = sum(row_bytes(each, context.hidden_size) for each in (context.wire, context.dtype))
-    stages = (
-        ("dispatch", mine, token_bytes),
-        ("experts", type(experts if shared is None else shared.experts), 2 * token_bytes),
-        ("experts", type(experts), sent_bytes),
-        ("combine", mine, token_bytes),
-    )
-    ran = kernel.spans.ledger.meter(stages).words
-    multiply = partial(kernel.multiply, weights=weights)
-    parts = LayerParts(rows, row_of_shared, gating, context.tables, ran, multiply)
-    return own_hook(transport, "fuse_layer", parts)  # type: ignore[no-any-return]
-
-
-def own_hook(backend: object, hook: str, *arguments: object) -> Any:
-    """What a hook returns if the class of the backend defines it; None for a derived class, which may run otherwise."""
-    return getattr(backend, hook)(*arguments) if hook in vars(type(backend)) else None
-
-
-def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
-    """Whether a `LayerCall` reads this routing of x as it is: plain dense tensors on the CPU, integers and f32."""
-    if type(ids_TK) is not Tensor or type(weights_TK) is not Tensor or weights_TK.requires_grad:
-        return False
-    plain = ids_TK.is_cpu and weights_TK.is_cpu and ids_TK.layout is weights_TK.layout is torch.strided
-    typed = ids_TK.dtype in (torch.int32, torch.int64) and weights_TK.dtype is torch.float32
-    if not plain or not typed or ids_TK.dim() != 2 or weights_TK.dim() != 2:
-        return False
-    fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
-    as_stored = not (ids_TK.is_neg() or weights_TK.is_neg()) and forward_ad._current_level < 0
-    there = x_TH.data_ptr() and ids_TK.data_ptr() and weights_TK.data_ptr()  # memory may be freed
-    dense = fits and as_stored and ids_TK.is_contiguous() and weights_TK.is_contiguous()
-    return dense and (bool(there) or not x_TH.numel())

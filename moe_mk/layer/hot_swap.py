@@ -110,7 +110,7 @@ def swap_steps(
             layer.live.flip(old)
 
     failed = yield from groups.decide(_vote(layer, reason), Change(switch, back))
-    return SwapReport(name, staged.backends.decision.chosen.name, layer.epoch, len(x_TH), error, failed, reason)
+    return SwapReport(name, staged.experts.decision.chosen.name, layer.epoch, len(x_TH), error, failed, reason)
 
 
 def _relative_error(before_TH: Tensor, after_TH: Tensor) -> float:
@@ -124,5 +124,5 @@ def _relative_error(before_TH: Tensor, after_TH: Tensor) -> float:
 
 def _vote(layer: MoELayer, reason: str) -> Flight[tuple[int, ...]]:
     """The EP ranks that object, on any of their TP slices."""
-    objects_W = yield from layer.state.grid.gather(int(bool(reason)), "swap vote")
+    objects_W = yield from layer.state.experts.grid.gather(int(bool(reason)), "swap vote")
     return tuple(rank for rank, objects in enumerate(objects_W) if objects)

@@ -78,19 +78,20 @@ class LivePlacement:
         supports a group of that size or those settings.
         """
         layer, serving = self.layer, self.layer.state
-        grid, used = serving.grid.renewed(ep), serving.backends
+        grid, decision, backends = serving.experts.grid.renewed(ep), serving.experts.decision, serving.backends
         check_sizes(expert_map, serving.expert_map, grid.ep)
-        backends = used if ep is None and not settings else self._decided(expert_map, ep, settings or {})
+        if ep is not None or settings:
+            decision, backends = self._decided(expert_map, ep, settings or {})
         differs = bool(settings) or expert_map != serving.expert_map
         number = serving.epoch + differs if epoch is None else epoch
-        staged = build_state(backends, expert_map, grid, layer.built_for, layer.spans, number)
+        staged = build_state(decision, backends, expert_map, grid, layer.built_for, layer.spans, number)
         staged = replace(staged, loads=serving.loads, swaps=serving.swaps, latent=serving.latent)
         staged = replace(staged, input_norm_H=serving.input_norm_H)
         if serving.weights is None:
             return staged
         same = settings and expert_map == serving.expert_map and not arrived
-        if same and _same_experts(backends.decision, used.decision):
-            return replace(staged, weights=serving.weights, laid_out=serving.laid_out)  # one copy for both
+        if same and _same_experts(decision, serving.experts.decision):
+            return staged.sharing(serving)
         return with_experts(staged, serving, arrived or {})
 
     def try_out(self, staged: ServingState) -> Flight[None]:
@@ -112,7 +113,7 @@ class LivePlacement:
             staged.lost.warn()
         return old
 
-    @collective(lambda live, *_, **__: live.layer.state.grid)
+    @collective(lambda live, *_, **__: live.layer.state.experts.grid)
     def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
         """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory.
 
@@ -122,12 +123,15 @@ class LivePlacement:
         """
         self.flip(self.stage(expert_map, arrived))
 
-    def _decided(self, expert_map: ExpertMap, ep: Communicator | None, settings: Mapping[str, object]) -> Backends:
+    def _decided(
+        self, expert_map: ExpertMap, ep: Communicator | None, settings: Mapping[str, object]
+    ) -> tuple[Decision, Backends]:
         """Decide again for another group or settings.
 
         A pinned transport that does not support another group is replaced with a warning.
         """
         layer, used, weights = self.layer, self.layer.state.backends, self.layer.state.weights
+        before = self.layer.decision
         if unknown := sorted(set(settings) - set(KernelConfig.model_fields)):
             raise ConfigError(f"layer {layer.name!r}: {', '.join(unknown)} are no settings of kernel")
         asked = used.asked.with_(**settings)
@@ -147,8 +151,8 @@ class LivePlacement:
         if ep is not None:
             kept = {name: open_ for name, open_ in groups.kept.items() if name != "ep"}
             groups = replace(groups, ep=ep, kept=kept)
-        sets = {each.problem.config.kernel.instruction_set for each in (decision, used.decision)}
-        if len(sets) > 1 or not _same_experts(decision, used.decision):
+        sets = {each.problem.config.kernel.instruction_set for each in (decision, before)}
+        if len(sets) > 1 or not _same_experts(decision, before):
             gate = Gate(decision, layer.dtype, layer.built_for)
             if shared is not None:
                 shared = shared_experts(decision, Parts(expert_map, layer.built_for, ep or layer.ep, layer.spans))
@@ -156,7 +160,7 @@ class LivePlacement:
                     shared.load(weights.shared, weights.shared_gate_H)
             if weights is not None:
                 gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
-        return Backends(config, asked, decision, groups, gate, shared, used.pool)
+        return decision, Backends(config, asked, groups, gate, shared, used.pool)
 
 
 def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:

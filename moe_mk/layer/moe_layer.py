@@ -33,7 +33,8 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
 from moe_mk.layer.checks import check_routing, checked_tokens, expect_inference
 from moe_mk.layer.custom_op import LAYERS, ROUTED, Identity, is_untraced, run_operator
-from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, can_be_called, steps
+from moe_mk.layer.experts_of_rank import can_be_called
+from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
@@ -66,7 +67,7 @@ Progress = Callable[[str, int, int], None]
 
 def groups_of(layer: MoELayer, /, *_: object, **__: object) -> Grid:
     """The groups whose ranks call a layer together."""
-    return layer.state.grid
+    return layer.state.experts.grid
 
 
 class MoELayer(WithoutParameters):
@@ -83,21 +84,21 @@ class MoELayer(WithoutParameters):
 
     config = Part[MoEConfig]("state.backends.config")
     """The settings that are in use."""
-    decision = Part[Decision]("state.backends.decision")
+    decision = Part[Decision]("state.experts.decision")
     """The backends that are in use, and why."""
     groups = Part[ParallelGroups]("state.backends.groups")
     """The process groups that are in use."""
     expert_map = Part[ExpertMap]("state.expert_map")
     """The current placement: which rank holds which expert."""
-    kernel = Part[FusedMoEKernel | MonolithicKernel]("state.kernel")
+    kernel = Part[FusedMoEKernel | MonolithicKernel]("state.experts.kernel")
     """The current transport and experts backend."""
     epoch = Part[int]("state.epoch")
     """The number of placements before the current one."""
-    ep = Part[Communicator]("state.grid.ep")
+    ep = Part[Communicator]("state.experts.grid.ep")
     """The ranks over which experts are distributed."""
-    tp = Part[Communicator]("state.grid.tp")
+    tp = Part[Communicator]("state.experts.grid.tp")
     """The ranks that hold slices of the same experts."""
-    dp = Part[Communicator]("state.grid.dp")
+    dp = Part[Communicator]("state.experts.grid.dp")
     """The ranks whose expert loads are summed."""
     on_lost_expert = Part[str]("state.backends.config.parallel.on_lost_expert")
     """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
@@ -142,12 +143,12 @@ class MoELayer(WithoutParameters):
 
         parts: settings, groups, grid and placement; none: those that are in use.
         """
-        config, groups, grid, expert_map = parts or (self.config, self.groups, self.state.grid, self.expert_map)
+        config, groups, grid, expert_map = parts or (self.config, self.groups, self.state.experts.grid, self.expert_map)
         decision, shared = settings.decide(config, self.dtype, device), None
         if config.model.shared_size:
             shared = shared_experts(decision, Parts(expert_map, device, grid.ep, self.spans))
-        backends = Backends(config, config, decision, groups, Gate(decision, self.dtype, device), shared, self.pool)
-        state = build_state(backends, expert_map, grid, device, self.spans)
+        backends = Backends(config, config, groups, Gate(decision, self.dtype, device), shared, self.pool)
+        state = build_state(decision, backends, expert_map, grid, device, self.spans)
         self.register_buffer("expert_load", counter(config.model.num_experts, device), persistent=False)
         self.routing.zero = counter((), device) if config.model.num_zero_experts else None
         self.device, self.built_for = device, device
@@ -353,7 +354,7 @@ class MoELayer(WithoutParameters):
         except BaseException as error:
             if not isinstance(error, MoEMKError):  # `run` may have had no frame left to report it
                 sys.setrecursionlimit((limit := sys.getrecursionlimit()) + FRAMES)
-                self.state.grid.fail(error)
+                self.state.experts.grid.fail(error)
                 sys.setrecursionlimit(limit)
             raise
 
@@ -378,7 +379,7 @@ class MoELayer(WithoutParameters):
         except BaseException as error:
             torch._C._set_grad_enabled(has_gradients)  # an interrupt within torch's own contexts leaves its mode
             if not isinstance(error, MoEMKError):
-                self.state.grid.fail(error)
+                self.state.experts.grid.fail(error)
             raise
 
     def prepare(self) -> PreparedForward:
@@ -456,7 +457,7 @@ class MoELayer(WithoutParameters):
             return self.run(x_TH, load_E, given=routing)
         except BaseException as error:
             if not isinstance(error, MoEMKError):
-                self.state.grid.fail(error)
+                self.state.experts.grid.fail(error)
             raise
 
     forward_replayed = forward_replayed
@@ -481,7 +482,7 @@ class MoELayer(WithoutParameters):
         connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups. After
         any other exception, such as an interrupt, it is called again, also by ranks that raise CommError for it.
         """
-        wait(self.state.grid.recover())
+        wait(self.state.experts.grid.recover())
 
     checked = checked_tokens
     __deepcopy__ = copied
@@ -489,6 +490,6 @@ class MoELayer(WithoutParameters):
 
     def extra_repr(self) -> str:
         state = self.state
-        fused = ", shared experts fused" if state.backends.fuse_shared(state.kernel, state.laid_out) is not None else ""
+        fused = ", shared experts fused" if state.backends.fuse_shared(state.experts) is not None else ""
         gate = self.decision.gate.tier
         return f"{self.decision.chosen.name}, gate {gate}{fused}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"

@@ -180,14 +180,15 @@ def report_of(layer: MoELayer) -> RunReport:
         unrouted=layer.unrouted,
         zero_assignments=0 if layer.routing.zero is None else int(layer.routing.zero),
         router=layer.routing.replaced,
-        residency=getattr(layer.state.laid_out, "counts", None),
+        residency=getattr(layer.state.experts.weights, "counts", None),
     )
 
 
 def explained(layer: MoELayer) -> Decision:
     """The decision: every pair with every reason; assignments that chose no expert, and a router that was replaced."""
-    unrouted, router = layer.unrouted, layer.routing.replaced
-    return replace(layer.decision, unrouted=unrouted, router=router) if unrouted or router else layer.decision
+    unrouted, router, shared = layer.unrouted, layer.routing.replaced, layer.state.backends.shared
+    decision = layer.state.experts.explained(*(() if shared is None else (shared.experts,)))
+    return replace(decision, unrouted=unrouted, router=router) if unrouted or router else decision
 
 
 def memory_of(layer: MoELayer) -> MemoryReport:

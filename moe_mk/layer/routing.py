@@ -170,7 +170,7 @@ class LayerRouting:
                 and gate.expert_scale_E is None
                 and self.zero is None
                 and tables.one_to_one
-                and not state.kernel.routes_inside
+                and not state.experts.kernel.routes_inside
             ):
                 both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
                 if both is not None:
@@ -178,7 +178,9 @@ class LayerRouting:
                     return both[1]
             routing = gate.scaled(router(logits_TE, gate.bias_E), router)
         placed = self.place(routing, load_E, state)
-        return replace(placed, logits_TE=logits_TE, bias_E=gate.bias_E) if state.kernel.routes_inside else placed
+        return (
+            replace(placed, logits_TE=logits_TE, bias_E=gate.bias_E) if state.experts.kernel.routes_inside else placed
+        )
 
     def place(self, routing: Routing, load_E: Tensor, state: ServingState) -> Routing:
         """Count each chosen expert, except ids of -1, and choose its replica: see `PlacementTables.to_physical`.
@@ -194,7 +196,7 @@ class LayerRouting:
             routing = state.lost.leave_out(routing, self.dropped)
         if state.tables.is_identity:
             return routing
-        salt = 0 if state.is_partial else state.grid.ep.rank
+        salt = 0 if state.experts.is_partial else state.experts.grid.ep.rank
         return replace(routing, ids_TK=state.tables.to_physical(routing.ids_TK, salt))
 
     def dispatched(self, routing: Routing, state: ServingState) -> Routing:

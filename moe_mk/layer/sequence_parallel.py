@@ -68,7 +68,7 @@ class SequenceParallelMoE(nn.Module):
     @collective(lambda moe: moe.groups, recovers=True)
     def recover(self) -> None:
         """Resume after a call failed on some rank, see `MoELayer.recover`; all ranks of all groups call it."""
-        grid = self.layer.state.grid
+        grid = self.layer.state.experts.grid
         self.layer.recover()
         if self.comm.status not in (grid.ep.status, grid.tp.status):
             wait(self.groups.recover())

@@ -20,22 +20,19 @@ from torch import Tensor, nn
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, LostExpertError, UnsupportedError
-from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import without_autocast
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.experts_of_rank import ExpertsOfRank
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.shared import SharedExperts
-from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
-from moe_mk.prepare_finalize.no_ep import NoEP
-from moe_mk.quant.plain import Plain
 from moe_mk.runner.invariant import InvariantKernel
-from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.tokens import Routing, RowTokens
+from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, ReleasedSlots, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
@@ -108,16 +105,15 @@ class Backends:
     config: MoEConfig
     asked: MoEConfig
     """The settings of the user, from which backends are chosen again for another group."""
-    decision: Decision
     groups: ParallelGroups
     gate: Gate
     shared: SharedExperts | None
     pool: ResidencyPool | None = None
     """As of `MoELayer`."""
 
-    def fuse_shared(self, kernel: FusedMoEKernel | MonolithicKernel, laid_out: Any) -> Any:
+    def fuse_shared(self, experts: ExpertsOfRank) -> Any:
         """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
-        shared = self.shared
+        shared, kernel = self.shared, experts.kernel
         if shared is None or shared.weights is None or not isinstance(kernel, FusedMoEKernel):
             return None
         if kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(kernel, InvariantKernel):
@@ -129,7 +125,7 @@ class Backends:
         model, alone = self.config.model, shared.gate_H is None and shared.scale == 1
         if routed != own or not alone or model.latent_size is not None or self.config.router.weight_on_input:
             return None
-        return kernel.experts.fuse_shared_experts(laid_out, shared.weights)
+        return kernel.experts.fuse_shared_experts(experts.weights, shared.weights)
 
 
 @dataclass(frozen=True)
@@ -139,15 +135,13 @@ class ServingState:
     backends: Backends
     expert_map: ExpertMap
     tables: PlacementTables
-    kernel: FusedMoEKernel | MonolithicKernel
-    grid: Grid
+    experts: ExpertsOfRank
     epoch: int
     """How many placements this layer has had before."""
     lost: LostExperts | None = None
     """Experts without a live copy and what calls do about them; None while every expert has one."""
     weights: LayerWeights | None = None
-    laid_out: Any = None
-    """The experts in the layout of the backend."""
+    """In the format of the checkpoint; those of `experts` are in the layout of the backend."""
     loads: int = 0
     """How often weights were loaded before it was built."""
     swaps: int = 0
@@ -158,32 +152,15 @@ class ServingState:
     """f32, the weight of the normalised input for the experts; None: tokens are read as they are."""
 
     @cached_property
-    def is_partial(self) -> bool:
-        """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
-        return self.kernel.is_partial
-
-    @cached_property
     def is_direct(self) -> bool:
         """Whether the experts read the layer's input rows unchanged and their output is the layer's output."""
-        kernel, single = self.kernel, self.grid.ep.size == 1 and self.grid.tp.size == 1
-        if type(kernel) is not FusedMoEKernel or not single or self.lost is not None:
-            return False
-        transport = kernel.prepare_finalize
-        unchanged = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
-        return unchanged and kernel.experts.traits.consumes[0] is RowTokens
-
-    @cached_property
-    def is_exchanged(self) -> bool:
-        """Whether tokens are dispatched to other ranks and nothing but shared experts is added to what comes back."""
-        if type(self.kernel) is not FusedMoEKernel or self.lost is not None or self.grid.tp.size > 1:
-            return False
-        return self.grid.ep.size > 1 and not self.is_partial
+        return self.lost is None and self.experts.is_direct
 
     @cached_property
     def may_be_native(self) -> bool:
         """Whether a native call may make a forward of plain tokens, if the backends have one."""
-        plain = self.latent is None and not self.backends.config.router.weight_on_input
-        return plain and (self.is_direct or self.is_exchanged)
+        plain = self.latent is None and not self.backends.config.router.weight_on_input and self.lost is None
+        return plain and (self.experts.is_direct or self.experts.is_exchanged)
 
     @property
     def routes_apart(self) -> bool:
@@ -213,13 +190,13 @@ class ServingState:
             in_TH = (x_TH.to(torch.float32) * physical.weights_TK).to(x_TH.dtype)
             physical = replace(physical, weights_TK=torch.ones_like(physical.weights_TK))
         in_TH = in_TH if self.latent is None else _project(in_TH, self.latent[0])
-        y_TH = yield from self.kernel.steps(in_TH, physical, weights)
+        y_TH = yield from self.experts.kernel.steps(in_TH, physical, weights)
         if self.latent is None:
             return y_TH
         if (eps := config.model.latent_norm) is None:
             return _project(y_TH.to(x_TH.dtype), self.latent[1])
-        grid, partial = self.grid, self.is_partial
-        y_TH = yield from grid.late_reduce(y_TH, self.kernel.spans, partial_over_ep=partial)
+        grid, partial = self.experts.grid, self.experts.is_partial
+        y_TH = yield from grid.late_reduce(y_TH, self.experts.kernel.spans, partial_over_ep=partial)
         wide_TH = y_TH.to(torch.float32)
         wide_TH = wide_TH * torch.rsqrt(wide_TH.pow(2).mean(1, keepdim=True) + eps) * self.latent[2].to(torch.float32)
         y_TH = _project(wide_TH.to(x_TH.dtype), self.latent[1])
@@ -229,10 +206,7 @@ class ServingState:
         self, weights: LayerWeights, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
     ) -> ServingState:
         """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
-        experts, backends = self.kernel.experts, self.backends
-        laid_out = experts.relayout(weights.experts, on_progress)
-        if isinstance(experts, FusedExperts):
-            backends = replace(backends, decision=replace(backends.decision, parameters=experts.parameters()))
+        experts, backends = self.experts.loaded(weights.experts, on_progress), self.backends
         if backends.shared is not None and weights.shared is not None:
             backends.shared.load(weights.shared, weights.shared_gate_H)
         backends.gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
@@ -241,19 +215,23 @@ class ServingState:
             latent = tuple(each.to(device, dtype).contiguous() for each in weights.latent)
         if weights.input_norm is not None:
             norm_H = weights.input_norm[0].to(device, torch.float32).contiguous()
-        grid = self.grid.renewed()
-        taken = replace(self, backends=backends, weights=weights, laid_out=laid_out, loads=self.loads + 1, grid=grid)
+        experts = replace(experts, grid=experts.grid.renewed())
+        taken = replace(self, weights=weights, experts=experts, loads=self.loads + 1)
         return replace(taken, latent=latent, input_norm_H=norm_H)
+
+    def sharing(self, other: ServingState) -> ServingState:
+        """The state with the weights of another one, for the same backend: one copy for both."""
+        return replace(self, weights=other.weights, experts=replace(self.experts, weights=other.experts.weights))
 
     def released(self, name: str) -> ServingState:
         """The state without the experts in the format of the checkpoint; raises UnsupportedError if they are read."""
         assert self.weights is not None
         experts = self.weights.experts
         if not isinstance(experts.slots, ReleasedSlots):
-            in_use = storages_of(self.laid_out)
+            in_use = storages_of(self.experts.weights)
             codes = (matrix.values for slot in experts.slots for matrix in slot.matrices.values())
             if any(storages_of(values) & in_use for values in codes):  # zero points and biases alone may be shared
-                chosen = self.backends.decision.chosen.experts
+                chosen = self.experts.decision.chosen.experts
                 raise UnsupportedError(
                     f"the experts of layer {name!r} cannot be released",
                     [f"{chosen} reads them, there is no second copy; pin kernel.experts to another backend"],
@@ -266,27 +244,28 @@ class ServingState:
 
         Raises CommError where ranks have decided differently or a peer does not answer.
         """
-        decision, gate = self.backends.decision, self.backends.gate
-        yield from self.grid.agree(lambda: {**decision.notes(), **self.notes}, self.loads)
+        experts, gate = self.experts, self.backends.gate
+        decision, kernel = experts.decision, experts.kernel
+        yield from experts.grid.agree(lambda: {**decision.notes(), **self.notes}, self.loads)
         if self.weights is None:
             return
         config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
         # In its config hidden_size is the width of the experts.
         x_TH = torch.empty((0, decision.problem.token_size), dtype=dtype, device=device)
         nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
-        logits_TE = gate(x_TH) if self.kernel.routes_inside else None
+        logits_TE = gate(x_TH) if kernel.routes_inside else None
         nowhere = Routing(nowhere_TK, nowhere_TK.float(), logits_TE=logits_TE, bias_E=gate.bias_E)
-        silent = replace(self, kernel=replace(self.kernel, spans=spans))
-        y_TH = yield from silent.routed(x_TH, nowhere, self.laid_out)
-        yield from self.grid.late_reduce(y_TH, spans, partial_over_ep=self.is_partial)
+        silent = replace(self, experts=replace(experts, kernel=replace(kernel, spans=spans)))
+        y_TH = yield from silent.routed(x_TH, nowhere, experts.weights)
+        yield from experts.grid.late_reduce(y_TH, spans, partial_over_ep=experts.is_partial)
 
     @property
     def notes(self) -> dict[str, str]:
         """What ranks compare after a change of placement; equal maps and numerics on all ranks give equal notes."""
         placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
-        found, experts, shared = [], self.kernel.experts, self.backends.shared
-        if self.weights is not None and isinstance(experts, FusedExperts):
-            found.append(experts.numerics(self.laid_out))
+        found, experts, shared = [], self.experts, self.backends.shared
+        if self.weights is not None and isinstance(experts.kernel, FusedMoEKernel):
+            found.append(experts.numerics())
         if shared is not None and shared.weights is not None:
             found.append(shared.experts.numerics(shared.weights))
         numerics = "; shared experts ".join(dict.fromkeys(found))
@@ -295,17 +274,17 @@ class ServingState:
 
 
 def build_state(
-    backends: Backends, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
+    decision: Decision,
+    backends: Backends,
+    expert_map: ExpertMap,
+    grid: Grid,
+    device: torch.device,
+    spans: Spans,
+    epoch: int = 0,
 ) -> ServingState:
     """A state without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
-    decision = backends.decision
-    kernel = assemble(decision, Parts(expert_map, device, grid.ep, spans, pool=backends.pool))
-    settings = decision.problem.config.kernel
-    if settings.tiles > 1:
-        from moe_mk.runner.tiled_kernel import tiled
-
-        kernel = tiled(kernel, settings)
-    same_tokens = kernel.routes_inside or kernel.is_partial
+    experts = ExpertsOfRank.build(decision, grid, Parts(expert_map, device, grid.ep, spans, pool=backends.pool))
+    same_tokens = experts.kernel.routes_inside or experts.is_partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
     tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
     lost = None
@@ -313,14 +292,14 @@ def build_state(
         lost_E = torch.zeros(expert_map.num_experts, dtype=torch.bool, device=device)
         lost_E[sorted(expert_map.lost)] = True
         policy = decision.problem.config.parallel.on_lost_expert
-        if policy == "renormalise" and kernel.routes_inside:
+        if policy == "renormalise" and experts.kernel.routes_inside:
             chosen = decision.chosen.experts
             raise UnsupportedError(
                 f"layer {grid.name!r}: parallel.on_lost_expert = renormalise with {chosen}, which routes inside",
                 ["set on_lost_expert to drop or raise, or pin kernel.experts to another backend"],
             )
         lost = LostExperts(grid.name, policy, tuple(sorted(expert_map.lost)), lost_E)
-    return ServingState(backends, expert_map, tables, kernel, grid, epoch, lost)
+    return ServingState(backends, expert_map, tables, experts, epoch, lost)
 
 
 def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, SlotWeights]) -> ServingState:
@@ -330,7 +309,7 @@ def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, S
     WeightError for NaN codes and invalid scales in what arrived.
     """
     assert old.weights is not None
-    rank = state.grid.ep.rank
+    rank = state.experts.grid.ep.rank
     wanted = state.expert_map.local_to_global(rank)
     here = dict(zip(old.weights.facts.owned, old.weights.experts.slots, strict=True))
     missing = [f"expert {e} of slot {slot}" for slot, e in enumerate(wanted) if slot not in arrived and e not in here]
@@ -348,4 +327,4 @@ def with_experts(state: ServingState, old: ServingState, arrived: Mapping[int, S
     slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
     experts = MappedExpertWeights(slots, old.weights.experts.scheme, passing=True)
     layer = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
-    return replace(state, weights=layer, laid_out=state.kernel.experts.relayout(experts))
+    return replace(state, weights=layer, experts=state.experts.loaded(experts))

@@ -211,6 +211,7 @@ def untrusted_oracles(problem: Problem) -> tuple[str, ...]:
 
 
 CARRIERS = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
+BY_STAGES = "stage by stage, without a native call: {}; define it in the class, if it still computes the same"
 REPLACED = "experts are chosen by {}, not by the router of the settings"
 UNROUTED = "{:,} assignments chose no expert: NaN or infinity in hidden states, or ids of -1"
 
@@ -257,6 +258,8 @@ class Decision:
     """Assignments of the layer's tokens that chose no expert, see `MoELayer.unrouted`."""
     router: str = ""
     """The router that the layer uses instead of that of the settings; empty: none."""
+    by_stages: str = ""
+    """Backends that inherit their native call, which is then not used; empty: none."""
 
     @property
     def chosen(self) -> Verdict:
@@ -329,6 +332,7 @@ class Decision:
             "parameters": self.parameters,
             "unrouted": self.unrouted,
             "router": self.router,
+            "by_stages": self.by_stages,
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
             "warnings": list(self.warnings),
@@ -362,6 +366,7 @@ class Decision:
         head += [f"  {reads}"] if (reads := expected_reads(p)) else []
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  {REPLACED.format(self.router)}"] * bool(self.router)
+        head += [f"  {BY_STAGES.format(self.by_stages)}"] * bool(self.by_stages)
         head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         head += [f"  not selected: {line}" for line in untrusted_oracles(p)]

@@ -357,6 +357,8 @@ class AllToAllByMessages(AllToAll):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(replace(context, comm=PointToPoint(context.comm)))
 
+    fuse_layer = PrepareFinalize.fuse_layer
+
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
         """The rows of all-to-all, and a fixed cost for each message."""
@@ -379,6 +381,7 @@ class AllToAllV(AllToAll):
         wire=frozenset({"plain", "fp8"}),
     )
     counts_first: ClassVar[bool] = True
+    fuse_layer = PrepareFinalize.fuse_layer
 
     def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
         """Gather the table of rows from each rank to each, and read the own column."""

@@ -15,6 +15,7 @@ otherwise a token is sent to each rank once, and one rounding to the layer's dty
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from moe_mk.weights.expert_weights import Weights
 @dataclass(frozen=True)
 class InvariantKernel(FusedMoEKernel):
     """A transport and experts, one row for each assignment, summed by the rank that has the token."""
+
+    can_be_prepared: ClassVar[bool] = False
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         (tokens, top_k), hidden = routing.ids_TK.shape, x_TH.shape[1]

@@ -30,6 +30,7 @@ class MonolithicKernel:
 
     routes_inside: ClassVar[bool] = True
     is_partial: ClassVar[bool] = False
+    can_be_prepared: ClassVar[bool] = False
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         """Run the layer's routed experts: (T, H) to (T, H). Of the routing, logits and bias of the gate are read."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from moe_mk.weights.expert_weights import Weights
 class TiledKernel(FusedMoEKernel):
     """A transport and experts, over tiles of a call's tokens: all ranks with the same number of tiles."""
 
+    can_be_prepared: ClassVar[bool] = False
     tiles: int = 2
     executor: tiling.Executor = "turns"
     """thread: for a layer that is not interleaved with other flights."""

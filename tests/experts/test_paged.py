@@ -65,7 +65,7 @@ class Checked:
 
     @property
     def cache(self) -> Cache:
-        found: Cache = self.layer.state.laid_out.cache  # type: ignore[union-attr]
+        found: Cache = self.layer.state.experts.weights.cache  # type: ignore[union-attr]
         return found
 
     def drawn(self, draw: Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,7 +116,7 @@ class Scene:
         }
         if self.is_paged:
             found |= {
-                "read back": lambda draw: first.layer.state.laid_out.slot(draw.randrange(EXPERTS)),
+                "read back": lambda draw: first.layer.state.experts.weights.slot(draw.randrange(EXPERTS)),
                 "clear": lambda draw: first.cache.clear(),
                 "counts": lambda draw: first.cache.counts.hit_rate,
                 "slow call": self.slow_call,
@@ -325,7 +325,7 @@ def test_a_disk_that_does_not_answer_is_an_error_and_the_layer_serves_when_it_do
             with pytest.raises(StoreError, match=late.format(expert)):
                 call(expert)
         with pytest.raises(StoreError, match=late.format(2)):
-            layer.layer.state.laid_out.slot(2)
+            layer.layer.state.experts.weights.slot(2)
         may_end.set()
         layer.cache.limit_s = LIMIT_S
         scene.expect_sound(draw)

@@ -35,11 +35,11 @@ def served(twin: Twin, made: list[DecodePrefillMoE], counts: list[int]) -> list[
 @pytest.mark.row(64)
 def test_few_tokens_take_one_transport_and_many_the_other_over_one_copy_of_the_weights(twin: Twin) -> None:
     made = [DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL, crossover=4) for layer in twin.layers(4, **TWO)]
-    laid_out = [moe.layer.state.laid_out for moe in made]
+    laid_out = [moe.layer.state.experts.weights for moe in made]
     for counts, transport in (([1, 0, 3, 2], "all_gather"), ([4, 0, 1, 1], "all_to_all"), ([0, 0, 0, 1], "all_gather"),
                               ([1, 2, 5, 0], "all_to_all")):  # fmt: skip
         assert served(twin, made, counts) == [transport] * 4
-        assert all(moe.layer.state.laid_out is held for moe, held in zip(made, laid_out, strict=True))
+        assert all(moe.layer.state.experts.weights is held for moe, held in zip(made, laid_out, strict=True))
     assert made[0].explain() == "up to 3 tokens: all_gather + torch_cpu; from 4: all_to_all + torch_cpu"
     assert sum(int(moe.layer.expert_load.sum()) for moe in made) == 4 * (6 + 6 + 1 + 8)
 
@@ -67,7 +67,7 @@ def test_experts_with_a_layout_of_their_own_are_held_once(tmp_path: Path) -> Non
     for groups in virtual_groups(2):
         layer = DeepseekV3MoE.from_checkpoint(tmp_path, layer=3, groups=groups, experts="reference")
         moe = DecodePrefillMoE(layer, decode=DECODE | native, prefill=PREFILL | native, crossover=4)
-        held = {id(state.laid_out) for state in (*moe._states.values(), moe.layer.state)}
+        held = {id(state.experts.weights) for state in (*moe._states.values(), moe.layer.state)}
         assert len(held) == 1 and moe.explain().count("cpu_native") == 2
 
 

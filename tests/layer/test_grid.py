@@ -41,7 +41,7 @@ def test_every_rank_of_a_grid_hears_that_one_of_them_alone_has_loaded_again() ->
     assert outcomes(layers) == [""] * 4
     layers[0].load_weights(tensors(4))
     for each in layers[1:]:
-        each.state.grid.agreed = None  # as after a recovery: until then the calls differ
+        each.state.experts.grid.agreed = None  # as after a recovery: until then the calls differ
     refused = outcomes(layers)
     assert all("again on ranks [0] and not on ranks [1]; load them there too" in text for text in refused)
     for each in layers[1:]:

@@ -51,7 +51,7 @@ def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None
         {"prepare_finalize": "auto", "experts": "auto"},
     ]  # fmt: skip
     for number, settings in enumerate(steps, 1):
-        held = [layer.state.laid_out for layer in layers]
+        held = [layer.state.experts.weights for layer in layers]
         reports = swapped(layers, tokens, **settings)
         assert all(report.swapped and report.epoch == number and not report.reason for report in reports)
         assert len({(report.old, report.new) for report in reports}) == 1 and reports[0].old != reports[0].new
@@ -59,7 +59,7 @@ def test_a_layer_goes_from_pair_to_pair_and_serves_with_each(twin: Twin) -> None
         assert all(report.new == layer.decision.chosen.name for report, layer in zip(reports, layers, strict=True))
         if "experts" not in settings:
             both = zip(held, layers, strict=True)
-            assert all(was is layer.state.laid_out for was, layer in both), "one copy of the weights"
+            assert all(was is layer.state.experts.weights for was, layer in both), "one copy of the weights"
         check_serves(twin, layers, tokens)
 
 

@@ -93,20 +93,20 @@ def test_nothing_outlives_a_layer_that_was_used_in_every_way(
     def used() -> list[weakref.ref[object]]:
         layer = DeepseekV3MoE.from_checkpoint(tmp_path, 3, experts=experts, device="cpu")
         layer(x_TH)
-        held: list[object] = [layer, layer.state, layer.state.laid_out, layer.weights.experts]
+        held: list[object] = [layer, layer.state, layer.state.experts.weights, layer.weights.experts]
         layer.load_from_safetensors(tmp_path, 3)
         layer.forward_routed(x_TH, torch.rand(8, 2), ids_TK)
-        held += [layer.state.laid_out, *layer.weights.experts.slots]
+        held += [layer.state.experts.weights, *layer.weights.experts.slots]
         layer.live.set_placement(ExpertMap(((3, 1, 0, 2),), num_experts=EXPERTS))
         layer(x_TH)
         assert swap_backends(layer, x_TH, limit=1.0, experts="torch_cpu").swapped
-        held += [layer.state.laid_out, layer.kernel.experts]
+        held += [layer.state.experts.weights, layer.kernel.experts]
         held.append(twin := copy.deepcopy(layer))
         twin(x_TH)
         w13, w2 = torch.randn(EXPERTS, 2 * SIDE, SIDE).bfloat16(), torch.randn(EXPERTS, SIDE, SIDE).bfloat16()
         engine = EngineExperts("engine", EngineWeights(w13, w2), top_k=2, settings={"experts": experts})
         engine(x_TH, torch.rand(8, 2), ids_TK)
-        held += [engine, engine.weights, w13, w2]
+        held += [engine, engine.of_rank.weights, w13, w2]
         return [weakref.ref(each) for each in held]
 
     alive = used()

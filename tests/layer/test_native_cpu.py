@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
 from moe_mk.errors import CommError, ShapeError
+from moe_mk.experts.base import EXPERTS as EXPERTS_BACKENDS
 from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native.experts import CpuNativeExperts
 from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
@@ -23,8 +24,10 @@ from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.testing.transports import run_together, virtual_groups
+from moe_mk.layer.experts_of_rank import inherited
 from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.runner.overlap import run_dual
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
@@ -106,9 +109,26 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
         torch.testing.assert_close(y_TH.float(), wanted_TH.float(), rtol=2**-6, atol=0.05)
 
 
+class DerivedExperts(CpuNativeExperts):
+    """Inherits the native call, which does not call its `run`."""
+
+
+def test_a_derived_class_runs_by_stages_and_explain_names_it(layer: MoELayer) -> None:
+    text, kernel = "native call: DerivedExperts inherits fuse_layer of CpuNativeExperts", layer.kernel
+    assert "without a native call" not in str(layer.explain())
+    derived = replace(kernel, experts=DerivedExperts(kernel.experts.context))  # type: ignore[type-var]
+    layer.use(replace(layer.state, experts=replace(layer.state.experts, kernel=derived)))
+    assert not whole(layer) and text in layer.explain().text() and text[13:] in str(layer.explain().as_dict())
+
+
+@pytest.mark.parametrize("registry", [EXPERTS_BACKENDS, PREPARE_FINALIZE], ids=["experts", "prepare_finalize"])
+def test_no_backend_of_the_library_inherits_a_native_call(registry: Any) -> None:
+    assert not inherited(*(registry[name] for name in registry))
+
+
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
     rows: Any = layer.kernel.experts
-    rows, twice = rows.fuse_layer(layer.state.laid_out, 4), ExpertMap(((0, 1), (1, 2)), 3).tables(layer.device)
+    rows, twice = rows.fuse_layer(layer.state.experts.weights, 4), ExpertMap(((0, 1), (1, 2)), 3).tables(layer.device)
     for gating in (None, layer.state.backends.gate.gating(layer.router)):
         assert rows.alone(None, gating, twice, None) is None
         assert rows.alone(None, gating, layer.state.tables, None).routes == (gating is not None)
@@ -359,12 +379,12 @@ def test_ranks_whose_rates_choose_differently_are_refused(checkpoint: Path) -> N
 def test_a_swap_to_another_instruction_set_reaches_prepared_calls_and_notes(checkpoint: Path) -> None:
     layer, pinned, x_TH = built(checkpoint), built(checkpoint, instruction_set="scalar"), tokens(7)
     wanted_TH = pinned(x_TH)
-    packed, experts = layer.state.laid_out, layer.kernel.experts
+    packed, experts = layer.state.experts.weights, layer.kernel.experts
     assert isinstance(packed, PackedExpertWeights) and isinstance(experts, CpuNativeExperts)
     assert packed.call(experts.native, experts.mode)._block.isa == choice(experts.native, Format.FP8).isa
     assert swap_backends(layer, x_TH, instruction_set="scalar").swapped
     experts = layer.kernel.experts
-    assert isinstance(experts, CpuNativeExperts) and layer.state.laid_out is packed
+    assert isinstance(experts, CpuNativeExperts) and layer.state.experts.weights is packed
     assert packed.call(experts.native, experts.mode)._block.isa == Isa.SCALAR
     for y_TH in (layer(x_TH), wait(layer.steps(x_TH))):
         assert torch.equal(y_TH, wanted_TH)
@@ -419,7 +439,7 @@ def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:
     )
     packed = [event for event in reported if event[0] == "pack"]
     assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
-    assert packed[-1][1] == packed[-1][2] == layer.state.laid_out.num_bytes
+    assert packed[-1][1] == packed[-1][2] == layer.state.experts.weights.num_bytes
 
 
 def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> None:
@@ -427,7 +447,7 @@ def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> No
     layer.spans.recorder = Recorder()  # stages run apart, and their prepared calls are kept with the weights
     before = layer(x_TH)
     twin = copy.deepcopy(layer)
-    weights = layer.state.laid_out
+    weights = layer.state.experts.weights
     assert isinstance(weights, PackedExpertWeights)
     weights.w2.values_LB.zero_()
     assert not torch.equal(layer(x_TH), before)

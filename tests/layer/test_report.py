@@ -92,7 +92,8 @@ def test_a_kernel_that_was_swapped_shows(folder: Path) -> None:
     kernel = layer.kernel
     assert isinstance(kernel, FusedMoEKernel) and isinstance(other.kernel, FusedMoEKernel)
     swapped = replace(kernel, experts=ReferenceExperts(kernel.experts.context))
-    layer.live.flip(replace(layer.state, kernel=swapped))
+    experts = replace(layer.state.experts, kernel=swapped)
+    layer.live.flip(replace(layer.state, experts=experts))
     layer(tokens())
     (line,) = [line for line in layer.report().departures if line.startswith("experts")]
     assert "torch_cpu was decided, reference ran" in line

@@ -259,7 +259,7 @@ def test_what_cannot_be_rebalanced_is_refused_with_the_reason() -> None:
 def test_layers_that_are_cut_differently_are_refused() -> None:
     comm = LockstepWorld(RANKS).communicators()[0]
     layers = layers_of(comm)
-    layers[1].state.grid.tp = LockstepWorld(2).communicators()[0]
+    layers[1].state.experts.grid.tp = LockstepWorld(2).communicators()[0]
     with pytest.raises(ConfigError, match=r"experts of the layers are cut into \[1, 2\] slices"):
         RebalanceManager(layers)
 

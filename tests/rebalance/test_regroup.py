@@ -255,7 +255,7 @@ def test_a_placement_that_cannot_be_tried_out_on_one_rank_is_refused_by_all(at: 
     def failing(staged: ServingState) -> Flight[None]:
         yield from staged.try_out(ranks[at].layer.device)
         problem = OSError("no space for the windows")
-        staged.grid.ep.fail(problem)
+        staged.experts.grid.ep.fail(problem)
         raise problem
 
     with (

@@ -172,7 +172,7 @@ def overlapped(rank: int, transport: str) -> list[list[str]]:
         prepare_finalize=Rendezvous(whole.kernel.prepare_finalize, {"D1": first, "C1": second}),  # type: ignore[union-attr]
     )  # fmt: skip
     x_TH = tokens(rank, TOKENS)
-    wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.laid_out))
+    wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.experts.weights))
     return [list(pair) for pair in both_ways(record)]
 
 
@@ -187,7 +187,7 @@ def sends_onward(rank: int, transport: str) -> bool:
 
     onward = receive if rank else link.send
     tiled = in_tiles(whole.kernel, 4, executor="thread", onward=onward)  # type: ignore[arg-type]
-    y_TH = wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.laid_out))
+    y_TH = wait(tiled.steps(x_TH, whole.route(x_TH), whole.state.experts.weights))
     dist.broadcast(first_TH := y_TH.clone(), 0)
     return torch.equal(torch.cat(arrived) if rank else y_TH, first_TH) and len(arrived) == 4 * rank
 

@@ -285,7 +285,7 @@ class World:
         """Resident experts and counts of a layer alone whose calls are whole; None where it has none."""
         if len(self.layers) > 1 or self.row["residency"] == "none" or self.row["tiles"] != "one":
             return None
-        laid_out = self.layers[0].state.laid_out
+        laid_out = self.layers[0].state.experts.weights
         if not hasattr(laid_out, "cache"):
             return None
         if self.watched is None or self.watched[0] is not laid_out.cache.policy:
@@ -298,7 +298,7 @@ class World:
         placed = layer.expert_map.local_to_global(0)
         chosen_E = self.routing_of(0, x_TH, ids_T)[1][:, :EXPERTS].any(0)
         needed = {slot for slot, expert in enumerate(placed) if chosen_E[expert]}
-        now, cache = layer.state.laid_out.counts, layer.state.laid_out.cache
+        now, cache = layer.state.experts.weights.counts, layer.state.experts.weights.cache
         found = now.uses - was.uses, now.hits - was.hits, now.reads - was.reads
         missing = needed - resident
         assert found == (len(needed), len(needed & resident), len(missing)), (found, needed, resident)
@@ -375,7 +375,7 @@ def check_shares(world: World) -> None:
     ids_TK = torch.arange(EXPERTS, dtype=torch.int32).repeat(400, 1)
     counts_P = torch.zeros(expert_map.num_physical)
     for rank, layer in enumerate(ranks):
-        physical_TK = layer.state.tables.to_physical(ids_TK, 0 if layer.state.is_partial else rank)
+        physical_TK = layer.state.tables.to_physical(ids_TK, 0 if layer.state.experts.is_partial else rank)
         counts_P += torch.bincount(physical_TK.flatten().long(), minlength=len(counts_P))
     for expert, replicas in enumerate(expert_map.physical_of_logical):
         shares = expert_map.shares or [1 / len(replicas)] * len(counts_P)

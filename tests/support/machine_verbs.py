@@ -432,7 +432,7 @@ def fail(world: World, draw: random.Random) -> None:
     with pytest.raises(ZeroDivisionError):
         world.call(x, ids)
     world.layers[broken].on_routing = None
-    interleave([layer.state.grid.recover() for layer in world.layers])
+    interleave([layer.state.experts.grid.recover() for layer in world.layers])
     world.forget_counts()
 
 
@@ -440,7 +440,7 @@ def fail(world: World, draw: random.Random) -> None:
 def damage(world: World, draw: random.Random) -> bool | None:
     """Of a store whose records were damaged every read is refused, not only the first, until it is written anew."""
     world.load_all()
-    layer, cache = world.layers[0], world.layers[0].state.laid_out.cache
+    layer, cache = world.layers[0], world.layers[0].state.experts.weights.cache
     path = cache.store.path
     if not path.exists():  # that of a placement, which has no name
         return False
@@ -486,7 +486,7 @@ def share_pool(world: World, draw: random.Random) -> None:
         weights_TE, _ = world.routing_of(0, x[0], ids[0])
         world.compare(layer(x[0], ids[0]), world.output(x[0], weights_TE, routed_only=False), "next to it")
     world.plain, world.layers = own
-    caches = [each.state.laid_out.cache for each in (*world.layers, *(layer for _, layer in others))]
+    caches = [each.state.experts.weights.cache for each in (*world.layers, *(layer for _, layer in others))]
     for held in ([len(cache.slots) for cache in caches], [cache.counts.slots for cache in caches]):
         assert min(held) >= 1 and sum(held) * caches[0].record_bytes <= POOL_BYTES, held
 

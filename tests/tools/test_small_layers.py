@@ -21,7 +21,7 @@ def least(rank: int) -> list[bool]:
     made = layer_of(size, dist.group.WORLD, experts="cpu_native", activations="plain", prepare_finalize="one_sided")
     x_TH = batch(size, rank)
     call = Least(made, x_TH)
-    wanted_RH = made.kernel.experts.run(call._tokens, made.state.laid_out).y.clone()  # type: ignore[union-attr]
+    wanted_RH = made.kernel.experts.run(call._tokens, made.state.experts.weights).y.clone()  # type: ignore[union-attr]
     same = [torch.equal(call(), wanted_RH) for _ in range(20)]
     return [
         *same,

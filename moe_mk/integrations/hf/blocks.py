@@ -205,8 +205,10 @@ def _load(layer: MoELayer, parts: Parts) -> None:
         bias_E=None if parts.bias_E is None else parts.bias_E.detach(),
         shared=SlotWeights(*shared) if shared else None,  # type: ignore[arg-type]
     )
-    layer.use(replace(layer.state, kernel=replace(layer.state.kernel, experts=packed.state.kernel.experts)))  # type: ignore[arg-type]
-    layer.take(replace(weights, experts=packed.state.laid_out))
+    experts = layer.state.experts
+    kernel = replace(experts.kernel, experts=packed.kernel.experts)  # type: ignore[arg-type]
+    layer.use(replace(layer.state, experts=replace(experts, kernel=kernel)))
+    layer.take(replace(weights, experts=packed.state.experts.weights))
     layer.use(replace(layer.state, weights=weights))
 
 

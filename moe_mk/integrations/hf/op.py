@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.engine_experts import LORA, expect_routing
+from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import (
     NUMBER,
-    ModulePlan,
+    ROUTING_NAMES,
     Settings,
     check_settings,
     enter,
@@ -23,6 +23,7 @@ from moe_mk.integrations.hf.plan import (
     module_of,
     plan_of,
 )
+from moe_mk.layer.checks import expect_routing
 from moe_mk.layer.custom_op import is_untraced, like_first, refuse_gradients
 from moe_mk.shapes import expect
 from moe_mk.weights.packed_layouts import FLOATS
@@ -41,7 +42,7 @@ def _run(
     """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts are skipped."""
     module = module_of(number)
     check_tensors(module, tensors)
-    return plan_of(module, hidden_states.dtype, json.loads(settings)).run(hidden_states, topk_weights, topk_ids)
+    return plan_of(module, hidden_states.dtype, json.loads(settings)).of_rank.run(hidden_states, topk_weights, topk_ids)
 
 
 _LIBRARY.define(
@@ -77,7 +78,7 @@ class ExpertsFunction:
         # The operator is for graphs and gradients; with its checks it costs as much as the router.
         is_plain = not (args or kwargs or torch.is_grad_enabled()) and is_untraced(hidden_states)
         if is_plain and (held := held_plan(module, hidden_states.dtype, self.settings)) is not None:
-            return held.run(hidden_states, top_k_weights, top_k_index)
+            return held.of_rank.run(hidden_states, top_k_weights, top_k_index)
         if torch.compiler.is_compiling():  # no tables while tracing: the number 0 is rejected when the graph runs
             number = getattr(module, NUMBER, 0)
         else:
@@ -85,7 +86,7 @@ class ExpertsFunction:
                 what = f"{type(module).__name__} is called with more than tokens, ids and weights"
                 raise UnsupportedError(what, [f"{args} {kwargs}"])
             expect("hidden_states", hidden_states, "T H", FLOATS)
-            expect_routing(hidden_states, top_k_weights, top_k_index, names=ModulePlan.routing_names)
+            expect_routing(hidden_states, top_k_weights, top_k_index, names=ROUTING_NAMES)
             number = enter(module)
         tensors = tensors_of(module)
         out: Tensor = hf_experts(hidden_states, top_k_index, top_k_weights, tensors, number, self._settings_json)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.engine_experts import routing_of
 from moe_mk.integrations.hf.modules import (
     Act,
     activation_of,
@@ -30,6 +29,7 @@ from moe_mk.integrations.hf.plan import check_settings, pooled, top_k_of
 from moe_mk.integrations.hf.stored import stated_quantisation
 from moe_mk.layer import MoELayer
 from moe_mk.layer.custom_op import Identity, Operator, is_untraced
+from moe_mk.layer.experts_of_rank import routing_of
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS
@@ -197,7 +197,7 @@ def replace_experts(model: nn.Module, path: str | PathLike[str], **settings: Any
         free_weights(found[name])
         refuse_until_loaded(found[name], name, path)  # whoever else holds it
     save_whole_or_nothing(model)
-    reports = (replace(report, num_bytes=each.layer.state.laid_out.num_bytes) for each, report in made.values())
+    reports = (replace(report, num_bytes=each.layer.state.experts.weights.num_bytes) for each, report in made.values())
     return PackedReport(type(model).__name__, str(path), tuple(reports))  # a share of a pool is smaller by now
 
 
@@ -208,7 +208,7 @@ def _report(path: str, module: nn.Module, layer: MoELayer, facts: LayerFacts) ->
         mapped = False
     except UnsupportedError:  # the backend reads the tensors of the checkpoint: there is no second copy
         mapped = all(is_mapped(slot.down_HI.values) for slot in layer.weights.experts.slots)
-    laid_out = layer.state.laid_out
+    laid_out = layer.state.experts.weights
     assert laid_out is not None
     return PackedModule(
         path=path,

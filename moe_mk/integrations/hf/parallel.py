@@ -32,7 +32,7 @@ class MoeMkEP(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The rank's tokens (T, H) with ids of all experts: (T, H), weighted and summed. Every rank must call it."""
         plan = plan_of(self.experts, hidden_states.dtype, self.settings, self.ranks)
-        return plan.run(hidden_states, top_k_weights, top_k_index)
+        return plan.of_rank.run(hidden_states, top_k_weights, top_k_index)
 
 
 def ep_class(settings: Mapping[str, Any]) -> type[MoeMkEP]:

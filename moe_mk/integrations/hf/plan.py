@@ -30,8 +30,8 @@ from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.residency import ResidencyPool
-from moe_mk.integrations.engine_experts import RankExperts
 from moe_mk.integrations.hf.modules import Act, ModuleFacts, facts_of, free_weights, tensors_of, weights_of
+from moe_mk.layer.experts_of_rank import ExpertsOfRank
 from moe_mk.layer.grid import Grid
 from moe_mk.oracle.decide import check_pins
 from moe_mk.oracle.verdict import Verdict
@@ -108,6 +108,8 @@ def _matrices(weights: Weights, slot: int, dtype: torch.dtype) -> tuple[Tensor, 
     return torch.cat(parts), expert.down_HI.dequantize(dtype)
 
 
+ROUTING_NAMES = "top_k_weights", "top_k_index"
+"""Of the arguments, as transformers calls them."""
 NUMBER = "_moe_mk_number"
 Settings = Mapping[str, Any]
 """Keys of MoEConfig.kernel, for instance experts="torch_cpu"."""
@@ -124,10 +126,8 @@ class Ranks:
 ALONE = Ranks(Grid(ParallelGroups(), DEFAULT_TIMEOUT_S, ""))
 
 
-class ModulePlan(RankExperts):
+class ModulePlan:
     """The experts of one module."""
-
-    routing_names = "top_k_weights", "top_k_index"
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> None:
         """Select a backend and convert weights; raises UnsupportedError with every reason, before any work."""
@@ -142,7 +142,7 @@ class ModulePlan(RankExperts):
             # Only the transport is needed; the reference works wherever torch does.
             of_layer |= {"experts": "reference", "activations": "plain", "wire": "plain"}
             _warn_of_a_loop(facts.name, facts.unsupported)
-        super().__init__(
+        self.of_rank = ExpertsOfRank.of_engine(
             weights_of(module, facts),
             ranks.grid,
             model_settings(facts),
@@ -153,18 +153,20 @@ class ModulePlan(RankExperts):
             tokens="replicated" if ranks.replicated else "sharded",
             pool=pool,
             unregistered=partial(ModuleExperts, module=module, facts=facts) if facts.unsupported else None,
+            routing_names=ROUTING_NAMES,
         )
+        self.dtype = dtype
         self.stamp = Stamp(tensors_of(module))
 
     @property
     def experts(self) -> str:
-        return NAME if self.facts.unsupported else self.decision.chosen.experts
+        return NAME if self.facts.unsupported else self.of_rank.decision.chosen.experts
 
     @property
     def because(self) -> str:
         if self.facts.unsupported:
             return _loop_reason(self.facts.unsupported)
-        chosen, verdicts = self.decision.chosen, self.decision.verdicts
+        chosen, verdicts = self.of_rank.decision.chosen, self.of_rank.decision.verdicts
         pin = self.settings.get("experts", "auto")
         if pin != "auto":
             return f"pinned by experts={pin!r}"
@@ -174,7 +176,7 @@ class ModulePlan(RankExperts):
     @property
     def others(self) -> tuple[Verdict, ...]:
         """The experts backends that do not run, each with its cost or the reasons against it."""
-        decision = self.decision
+        decision = self.of_rank.decision
         able = [v for v in decision.verdicts if v.prepare_finalize == decision.chosen.prepare_finalize]
         if not self.facts.unsupported:
             return tuple(verdict for verdict in able if not verdict.chosen)
@@ -251,7 +253,7 @@ def forget_plan(module: nn.Module) -> None:
 
 def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
     """Free the module's tensors if the plan holds a copy in another layout; returns whether it did."""
-    if plan.weights.layout in (CANONICAL, MAPPED):
+    if plan.of_rank.weights.layout in (CANONICAL, MAPPED):
         return False
     free_weights(module)
     plan.stamp = Stamp(tensors_of(module))

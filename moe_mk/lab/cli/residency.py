@@ -131,7 +131,7 @@ def measure_residency(
     Several layers share a pool. Returns the figures as JSON, equal on every rank, and the stages of the counted steps
     on this rank, of all layers together. Raises ConfigError for layers with experts of several sizes.
     """
-    held: list[PagedExperts] = [layer.state.laid_out for layer in layers]
+    held: list[PagedExperts] = [layer.state.experts.weights for layer in layers]
     if len(sizes := {(each.counts.record_bytes, each.num_slots) for each in held}) > 1:
         raise ConfigError(f"layers of one pool are measured with experts of one size and number, not {sorted(sizes)}")
     half, samples, steps, counts = len(batches) // 2, [], list[list[tuple[int, ...]]](), list[list[int]]()

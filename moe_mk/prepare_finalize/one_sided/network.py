@@ -29,7 +29,14 @@ from moe_mk.comm.symmetric.heap import PAGE_BYTES, aligned
 from moe_mk.comm.traffic import Nodes
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.library import LIBRARIES, RDMA, find, installed
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, LinkChoice, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    Budget,
+    LinkChoice,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+)
 from moe_mk.prepare_finalize.one_sided.buffers import FLAGS_OF_RANK, OneSidedBufferPool, OneSidedBufferSlot, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant.wire import row_bytes
@@ -119,6 +126,7 @@ class OneSidedNetwork(OneSided):
         comm_unit="threads",
         met="NIXL 1.5 over UCX, on CPUs",
     )
+    fuse_layer = PrepareFinalize.fuse_layer
 
     def _reasons_against_group(self, context: TransportContext) -> list[str]:
         return [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]

@@ -170,9 +170,9 @@ def test_a_layer_with_shared_experts_has_the_same_bits_and_states_its_memory(che
         resident, paged = built(checkpoint), built(checkpoint, residency={"slots": slots, "store": str(tmp_path)})
         for part in (x_TH, x_TH[:0], *x_TH.split(2), x_TH):
             assert torch.equal(paged(part), resident(part))
-        assert paged.state.kernel.spans.ledger.entries == resident.state.kernel.spans.ledger.entries
+        assert paged.state.experts.kernel.spans.ledger.entries == resident.state.experts.kernel.spans.ledger.entries
     assert "3 of 16 experts in memory, decayed" in paged.explain().parameters
-    assert paged.memory_report().experts == paged.state.laid_out.num_bytes < resident.memory_report().experts / 5
+    assert paged.memory_report().experts == paged.state.experts.weights.num_bytes < resident.memory_report().experts / 5
     assert paged.release_weights() and torch.equal(paged(x_TH), resident(x_TH))
     with pytest.raises(UnsupportedError, match="keeps all experts in memory"):
         built(checkpoint, experts="torch_cpu", residency={"slots": 3, "store": str(tmp_path)})
@@ -212,7 +212,7 @@ def test_stores_of_passing_placements_take_no_room_once_they_are_replaced(checkp
         assert torch.equal(layer(x_TH), expected)
         assert list(tmp_path.iterdir()) == [kept]
     layer.live.set_placement(first)
-    assert layer.state.laid_out.cache.store.path == kept and kept.stat().st_mtime_ns == written_at
+    assert layer.state.experts.weights.cache.store.path == kept and kept.stat().st_mtime_ns == written_at
     assert torch.equal(layer(x_TH), expected)
 
 
@@ -237,7 +237,7 @@ def test_a_record_that_cannot_be_read_is_never_multiplied(checkpoint: Path, tmp_
     assert torch.equal(layer(x_TH), expected)
     used, failed = layer.expert_load > 0, 0
     for bad in range(16):
-        cache = layer.state.laid_out.cache
+        cache = layer.state.experts.weights.cache
         if used[bad] and bad not in cache.slot_of:
             with failing(bad), pytest.raises(StoreError, match=f"expert {bad} cannot be read"):
                 layer(x_TH)

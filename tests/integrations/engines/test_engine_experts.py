@@ -14,6 +14,7 @@ from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError, 
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts, _warn_of_copies, is_released
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.runner.invariant import add_choices
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.replaced import CHANGES
@@ -41,7 +42,8 @@ def test_it_computes_what_loops_do_and_swapped_halves_would_show(experts: str) -
     tiny, tokens = Tiny.drawn(), call()
     here = made(tiny, experts=experts)
     assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE
-    assert experts in ("auto", here.backend) and (here.num_experts, here.hidden_size) == (EXPERTS, HIDDEN)
+    assert experts in ("auto", here.backend)
+    assert (here.of_rank.num_experts, here.of_rank.hidden_size) == (EXPERTS, HIDDEN)
     swapped = Tiny(torch.cat(tiny.w13.chunk(2, dim=1)[::-1], dim=1), tiny.w2)
     assert error(made(swapped, experts=experts)(*tokens), tiny.loops(*tokens)) > 0.1
 
@@ -72,10 +74,10 @@ def of_rank(rank: int, transport: str) -> tuple[list[float], str]:
     here = EngineExperts("tiny", held, top_k=2, settings={"prepare_finalize": transport}, groups=groups)
     for count in (7, 3 * rank, 1):
         if count == 1:
-            vars(here.kernel.experts).update({"run": None} if rank else {})
+            vars(here.of_rank.kernel.experts).update({"run": None} if rank else {})
             with pytest.raises(TypeError if rank else CommError) as caught:
                 here(*call())
-            vars(here.kernel.experts).pop("run", None)
+            vars(here.of_rank.kernel.experts).pop("run", None)
             here.recover()
         tokens = call(count, seed=rank)
         errors += [error(here(*tokens), all_ranks.loops(*tokens))] if count else [float(here(*tokens).numel())]
@@ -94,17 +96,17 @@ def of_rank_in_one_call(rank: int, transport: str) -> list[bool]:
     held = EngineWeights(tiny.w13[mine].bfloat16(), tiny.w2[mine].bfloat16())
     settings, groups = {"prepare_finalize": transport, "experts": "cpu_native"}, ParallelGroups(ep=dist.group.WORLD)
     here = EngineExperts("tiny", held, top_k=2, settings=settings, groups=groups)
-    native = here._exchange
+    native, experts = here.of_rank.call, vars(here.of_rank)
     assert native is not None
     for count in (5, 2 * rank, 1):
         x_TH, weights_TK, ids_TK = call(count, seed=rank)
         found = list[torch.Tensor]()
-        for here._exchange in (native, native if rank else None, None):
+        for experts["call"] in (native, native if rank else None, None):
             found.append(here(x_TH.bfloat16(), weights_TK, ids_TK))
-            assert here.grid.agreed == here.grid.epochs
+            assert here.of_rank.grid.agreed == here.of_rank.grid.epochs
         same.append(all(torch.equal(found[0], other) for other in found))
-    here._exchange = native
-    same.append({entry.calls for entry in here.kernel.spans.ledger.entries.values()} == {9})
+    experts["call"] = native
+    same.append({entry.calls for entry in here.of_rank.kernel.spans.ledger.entries.values()} == {9})
     if rank:
         vars(native).update(_lock=None, _parts=None, _idle=[])
     with pytest.raises((AttributeError, TypeError) if rank else CommError, match="." if rank else "peer 1: its call"):
@@ -127,11 +129,30 @@ def test_native_experts_in_one_call_have_the_bits_of_the_stages_and_skip_other_i
     x_TH, ids_TK = x_TH.bfloat16(), ids_TK.to(ids_dtype)
     for nowhere in (-1, EXPERTS, -7, 2**32 if ids_dtype is torch.int64 else 2**31 - 1):
         ids_TK[1:4, 1] = nowhere
-        found_TH, routed = here(x_TH, weights_TK, ids_TK), here._routed
-        here._routed = None
-        assert routed is not None and torch.equal(here(x_TH, weights_TK, ids_TK), found_TH)
-        here._routed = routed
-    assert {entry.calls for entry in here.kernel.spans.ledger.entries.values()} == {8}
+        found_TH, native = here(x_TH, weights_TK, ids_TK), here.of_rank.call
+        vars(here.of_rank)["call"] = None
+        assert native is not None and torch.equal(here(x_TH, weights_TK, ids_TK), found_TH)
+        vars(here.of_rank)["call"] = native
+    assert {entry.calls for entry in here.of_rank.kernel.spans.ledger.entries.values()} == {8}
+
+
+@NEEDS_COMPILER
+def test_invariant_sums_are_those_of_each_choice_alone_in_their_order() -> None:
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call(23)
+    half, x_TH = Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()), x_TH.bfloat16()
+    found_TH = made(half, experts="cpu_native", invariant=True)(x_TH, weights_TK, ids_TK)
+    plain = made(half, experts="cpu_native", batch_invariant=True)
+    each = [plain(x_TH, torch.ones(23, 1), ids_TK[:, k : k + 1].contiguous()) for k in range(2)]
+    assert torch.equal(found_TH, add_choices(torch.stack(each, 1), weights_TK))
+    assert not torch.equal(found_TH, plain(x_TH, weights_TK, ids_TK))
+
+
+@pytest.mark.parametrize("experts", ["auto", "torch_cpu"])
+def test_calls_are_split_into_the_tiles_of_the_settings(experts: str) -> None:
+    tiny, tokens = Tiny.drawn(), call()
+    here = made(tiny, experts=experts, tiles=3)
+    assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE and "3 tiles per call" in here.explain()
+    assert [entry.calls for entry in here.of_rank.kernel.spans.ledger.entries.values()] == [3] * 3
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "mxfp4", "nvfp4"])

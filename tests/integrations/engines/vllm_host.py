@@ -32,7 +32,14 @@ def experts_of(model: Any) -> list[tuple[str, int, int, bool]]:
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     found = [method.experts_here for method in methods if hasattr(method, "experts_here")]
     return [
-        (e.backend, e.num_experts, e.decision.problem.config.model.moe_intermediate_size, e.is_released) for e in found
+        (
+            e.backend,
+            rank.num_experts // rank.grid.ep.size,
+            rank.decision.problem.config.model.moe_intermediate_size,
+            e.is_released,
+        )
+        for e in found
+        for rank in (e.of_rank,)
     ]
 
 
@@ -122,6 +129,7 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
 
     from moe_mk.integrations.engine_experts import EngineExperts
     from moe_mk.integrations.packed_linear import PackedLinear
+    from moe_mk.layer.experts_of_rank import ExpertsOfRank
     from tests.integrations.engines import vllm_models
 
     if "--second" in options:
@@ -134,12 +142,18 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
 
         place = {"SIZE": "2", "RANK": "0", "RANK_LOCAL": "0", "MASTER_IP": "127.0.0.1", "MASTER_PORT": get_open_port()}
         os.environ.update({f"VLLM_DP_{key}": str(value) for key, value in place.items()})
-    run, matrices, calls = EngineExperts.run, PackedLinear.__init__, dict[str, int]()
+    run, matrices, calls = ExpertsOfRank.run, PackedLinear.__init__, dict[str, int]()
+    build, engine_of = EngineExperts.__init__, dict[int, EngineExperts]()
 
-    def counted(self: EngineExperts, *args: torch.Tensor) -> torch.Tensor:
+    def built(self: EngineExperts, *args: Any, **settings: Any) -> None:
+        build(self, *args, **settings)
+        engine_of[id(self.of_rank)] = self
+
+    def counted(self: ExpertsOfRank, *args: torch.Tensor) -> torch.Tensor:
+        engine = engine_of[id(self)]
         calls["experts"] += 1
         calls["experts int8"] += self.decision.compute.name.startswith("int8")
-        calls[self.backend] = self._given == ()
+        calls[engine.backend] = engine.is_released
         return run(self, *args)
 
     def made(self: PackedLinear, *args: Any, int8: bool = False) -> None:
@@ -147,7 +161,8 @@ def main(folder: Path, names: list[str], options: set[str]) -> None:
         calls["linear int8"] += int8
         matrices(self, *args, int8=int8)
 
-    EngineExperts.run, PackedLinear.__init__ = counted, made  # type: ignore[method-assign, assignment]
+    EngineExperts.__init__, ExpertsOfRank.run = built, counted  # type: ignore[method-assign, assignment]
+    PackedLinear.__init__ = made  # type: ignore[method-assign, assignment]
     with torch.inference_mode():
         for name in names:
             model = vllm_models.write(name, folder / name)

@@ -149,7 +149,7 @@ def test_a_patched_block_is_one_native_call_with_the_packed_experts(written: Wri
         patch_blocks(model, experts="torch_cpu")
     block, x = model.model.layers[1].mlp, torch.randn((1, 5, SIZE)).bfloat16()
     layer = patch_blocks(model, experts="cpu_native")["model.layers.1.mlp"]
-    assert layer.prepare().call is not None and layer.state.laid_out is block.experts.layer.state.laid_out
+    assert layer.prepare().call is not None and layer.state.experts.weights is block.experts.layer.state.experts.weights
     for weight in block.parameters():
         before = block(x)
         weight.neg_()

@@ -277,8 +277,8 @@ def test_gpt_oss_in_bf16_runs_in_the_native_kernels() -> None:
     with torch.no_grad():
         got = low(x.bfloat16(), ids, weights)
     plan = plans._plans[low]
-    assert plan.experts == "cpu_native" and plan.decision.problem.config.model.expert_bias
-    assert "kernel.instruction_set" in plan.notes()["numerics"], "engines' ranks compare it as well"
+    assert plan.experts == "cpu_native" and plan.of_rank.decision.problem.config.model.expert_bias
+    assert "kernel.instruction_set" in plan.of_rank.notes()["numerics"], "engines' ranks compare it as well"
     assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
