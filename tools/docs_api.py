@@ -98,7 +98,8 @@ def fields() -> str:
     """A table of the fields of every class that authors of backends are given."""
     parts = []
     for dotted, what in FIELDS.items():
-        rows = [["field", "type", "meaning"], *map(list, fields_of(found(dotted)))]  # type: ignore[arg-type]
+        rows = [["field", "meaning"]]
+        rows += [[f"{name}: {kind}", meaning] for name, kind, meaning in fields_of(found(dotted))]  # type: ignore[arg-type]
         parts.append(f"## `{dotted.rpartition('.')[2]}`, {what}\n\n{markdown(rows)}\n")
     return "\n".join(parts)
 

@@ -151,10 +151,10 @@ PROCESSORS_INTRODUCTION = """\
 
 Written by `make features` from `benchmarks/results/experts_*.json`; do not edit. One layer of E routed experts of
 hidden x intermediate size, top-8, uniform routing, two threads; all implementations of a run take turns in one
-process. Columns are the tokens of a call. *moe_mk FORMAT*: wall time of a call in ms. *X / moe_mk FORMAT*: the time
-of X divided by that of `moe_mk` with weights of that format; above 1, `moe_mk` is faster. ggml (llama.cpp; the faster
-variant of each block) is compared in processor time, all others in wall time. Empty: not measured.
-[Kernels](kernels.md) describes the kernels.
+process. Columns are the tokens of a call. *FORMAT, ms*: wall time of a call of `moe_mk`. *X FORMAT*: the time of X
+divided by that of `moe_mk` with weights of the same format, or of the one behind the slash; above 1, `moe_mk` is
+faster. ggml (llama.cpp; the faster variant of each block) is compared in processor time, all others in wall time.
+Empty: not measured. [Kernels](kernels.md) describes the kernels.
 """
 
 
@@ -251,7 +251,7 @@ def _layer_rows(run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple
     wall, cpu = _times(run, "wall_ms"), _times(run, "cpu_ms")
     for name, times in wall.items():
         if name.startswith("moe_mk"):
-            yield f"{name}, ms", *(_milliseconds(times.get(count)) for count in tokens)
+            yield f"{name.removeprefix('moe_mk ')}, ms", *(_milliseconds(times.get(count)) for count in tokens)
     for name in wall:
         project, _, form = name.partition(" ")
         if project not in OTHERS or "repacked" in form or "eager" in form:
@@ -261,7 +261,8 @@ def _layer_rows(run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple
         clock = cpu if project == "ggml" else wall
         variants = [clock[each] for each in (name, f"{name} repacked") if each in clock]
         ratios = [_ratio(variants, clock[own], count) for count in tokens]
-        yield f"{OTHERS[project]} {form} / {own}", *ratios
+        compared = "" if own.endswith(f" {form.removeprefix('grouped_mm ')}") else f" / {own.removeprefix('moe_mk ')}"
+        yield f"{OTHERS[project]} {form}{compared}", *ratios
 
 
 def _milliseconds(time: float | None) -> str:

@@ -44,11 +44,12 @@ Names with \\* are in `moe-mk-contrib` (`pip install ./contrib/moe_mk_contrib` i
 `kernel.trust` has their name or that of the distribution. **Layout** of received tokens. *rows*: one row per received
 token; *grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the stage of
 the experts' output that combine expects: *reduced* is summed over the experts of a rank, *raw* is the output of the
-last GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows; *all*: {wire}. **Has met
-its library**: what of the library it has run with; *no*: only an emulation of its Python API, or it was only compiled.
-**Graph**: a call can be captured in a CUDA graph. **Equal bits**: equal inputs give equal bits. **Masks ranks**: with
-`leave_out`, calls continue in the same group without dead ranks, if the installed build supports it. **Budget**: the
-unit of `kernel.comm_units`, the compute units that a transport reserves; without a unit, the setting is rejected.
+last GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows; *all*: {wire}.
+**Library: met**: what of the library it has run with; *no*: only an emulation of its Python API, or it was only
+compiled. **Properties**. *graph*: a call can be captured in a CUDA graph; *equal bits*: equal inputs give equal bits;
+*masks*: with `leave_out`, calls continue in the same group without dead ranks, if the installed build supports it.
+**Budget**: the unit of `kernel.comm_units`, the compute units that a transport reserves; without one, the setting is
+rejected.
 """
 
 PLAN = """\
@@ -83,10 +84,7 @@ def render() -> str:
 
 
 def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
-    heads = [
-        "Transport", "Description", "Layout", "Expects", "Wire", "Runs on", "Library",
-        "Has met its library", "Graph", "Equal bits", "Masks ranks", "Budget",
-    ]  # fmt: skip
+    heads = ["Transport", "Description", "Layout", "Expects", "Wire", "Runs on", "Library: met", "Properties", "Budget"]
     yield _row(*heads)
     yield "|" + "---|" * len(heads)
     for name, kind in kinds:
@@ -94,15 +92,14 @@ def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str
         devices = ", ".join(sorted(traits.kinds)) + (
             f" from sm_{''.join(map(str, traits.min_arch))}" if any(traits.min_arch) else ""
         )
-        can_emulate = ", emulated" if traits.library in emulated() else ""
         mark = " \\*" if PREPARE_FINALIZE.distribution(name) else ""
         wire = "all" if traits.wire == frozenset(ALL) else ", ".join(sorted(traits.wire))
+        library = f"{traits.library}{', emulated' if traits.library in emulated() else ''}: {traits.met or 'no'}"
+        stated = {"graph": traits.graph_safe, "equal bits": traits.deterministic, "masks": traits.masks_ranks}
         yield _row(
-            f"`{name}`{mark}", traits.summary, LAYOUT_NAMES[traits.produces], traits.wants.name.lower(), wire,
-            devices, f"{traits.library}{can_emulate}" if traits.library else "none",
-            traits.met or ("no" if traits.library else "-"),
-            "yes" if traits.graph_safe else "no", "yes" if traits.deterministic else "no",
-            "yes" if traits.masks_ranks else "no", traits.comm_unit or "-",
+            f"`{name}`{mark}", traits.summary, LAYOUT_NAMES[traits.produces], traits.wants.name.lower(), wire, devices,
+            library if traits.library else traits.met or "-",
+            ", ".join(each for each, holds in stated.items() if holds) or "-", traits.comm_unit or "-",
         )  # fmt: skip
 
 

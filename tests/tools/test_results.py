@@ -123,12 +123,12 @@ def test_the_page_of_engines_has_the_command_and_all_cases_of_each_run(results: 
 def test_layers_are_compared_in_the_same_format_where_it_was_measured(results: Path) -> None:
     page = processors_page(results)
     assert rows_of(page, "E=8, 64x32")[0] == ["E=8, 64x32", "1"]
-    four = rows_of(page, "ggml q4 0 / moe_mk q4 0")
+    four = rows_of(page, "ggml q4 0")
     assert four and all(row[1:] == ["1.50"] for row in four)  # its better variant, 6 ms to 4
-    (bf16,), (fp8,) = rows_of(page, "vLLM bf16 / moe_mk bf16"), rows_of(page, "vLLM fp8 / moe_mk fp8")
+    (bf16,), (fp8,) = rows_of(page, "| vLLM bf16 |", "1.50"), rows_of(page, "| vLLM fp8 |")
     assert bf16[1:] == ["1.50"] and fp8[1:] == ["3.00"]  # columns are the tokens of this run
-    assert rows_of(page, "vLLM bf16 / moe_mk fp8", "1.00") and not rows_of(page, "eager")
-    assert rows_of(page, "moe_mk fp8, ms", "150") and rows_of(page, "large", "30")
+    assert rows_of(page, "vLLM bf16 / fp8", "1.00") and not rows_of(page, "eager")
+    assert rows_of(page, "| fp8, ms", "150") and rows_of(page, "large", "30")
 
 
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
