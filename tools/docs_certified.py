@@ -18,7 +18,7 @@ from tools.pages import between, of_this_repository
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/certify.md"
 BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
-HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|---|"
+HEAD = "| backend | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|"
 
 
 def backends() -> list[str]:
@@ -31,9 +31,9 @@ def line_of(certificate: Certificate) -> str:
     verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(laws))
     cases = sum(check.cases for check in certificate.coverage)
     emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("tested on its emulation")]
-    note = f"on an emulation of {emulated[0]}" if emulated else ""
-    digest = certificate.digest[:12] if any(check.digest for check in certificate.coverage) else "not deterministic"
-    cells = (f"`{certificate.backend}`", certificate.kind, verdict, len(certificate.coverage), cases, digest, note)
+    note = f"emulated {emulated[0]}" if emulated else ""
+    digest = certificate.digest[:12] if any(check.digest for check in certificate.coverage) else "-"
+    cells = (f"`{certificate.backend}`", verdict, len(certificate.coverage), cases, digest, note)
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -43,7 +43,7 @@ def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bo
         try:
             certificate = certify(name, processes=processes)
         except UnsupportedError as problem:
-            yield f"| `{name}` | | cannot run here | | | | {'; '.join(problem.reasons)} |", True
+            yield f"| `{name}` | cannot run here | | | | {'; '.join(problem.reasons)} |", True
         else:
             yield line_of(certificate), certificate.passed
 
@@ -52,7 +52,7 @@ def verdicts(page: str) -> dict[str, str]:
     """The row of each backend in the table of a page."""
     table = page.partition(BEGIN)[2].partition(END)[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
-    return {row[1].strip(" `"): row[3].strip() for row in rows}
+    return {row[1].strip(" `"): row[2].strip() for row in rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

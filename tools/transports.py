@@ -104,14 +104,16 @@ def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str
 
 
 def plan_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
-    """Bytes of one node and of four."""
-    yield f"| Transport | Device | 8 ranks, one node | 32 ranks, four nodes | 8 ranks, {8 * TOKENS} tokens |"
+    """Bytes of one node and of four; transports with equal bytes share a row."""
+    yield f"| Transports | Device | 8 ranks, one node | 32 ranks, four nodes | 8 ranks, {8 * TOKENS} tokens |"
     yield "|---|---|---|---|---|"
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, kind in kinds:
         asked = [_problem(kind, ranks=8), _problem(kind, ranks=32), _problem(kind, ranks=8, num_tokens=8 * TOKENS)]
         plans = [kind.plan(problem) for problem in asked]
         cells = ["-" if plan.reasons else f"{plan.buffer_bytes:,}" for plan in plans]
-        yield _row(f"`{name}`", asked[0].device.name, *cells)
+        rows.setdefault((asked[0].device.name, *cells), []).append(f"`{name}`")
+    yield from (_row(", ".join(names), *cells) for cells, names in rows.items())
 
 
 def limits_of(name: str, kind: type[PrepareFinalize]) -> Iterator[tuple[str, str]]:
