@@ -25,12 +25,10 @@ PREFIX = "model.layers.3.mlp."
 def table() -> dict[str, list[str]]:
     """The lines of code of this library by step, from the last column."""
     page = (ROOT / "docs/embedding.md").read_text(encoding="utf-8")
-    rows = re.search(
-        r"^\| step \| vLLM \| SGLang \| transformers \| nano-vllm \| moe_mk \|\n(.+?)\n\n", page, re.S | re.M
-    )
+    rows = re.search(r"^\| step \| vLLM \| SGLang \| transformers \| moe_mk \|\n(.+?)\n\n", page, re.S | re.M)
     assert rows is not None, "the table has other columns"
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in rows[1].splitlines()[1:]]
-    assert all(len(line) == 6 and all(line) for line in cells)
+    assert all(len(line) == 5 and all(line) for line in cells)
     return {line[0]: re.findall(r"`([^`]+)`", line[-1]) for line in cells}
 
 
