@@ -132,7 +132,7 @@ def readme_table(results: Path) -> str:
     machines = " and ".join(dict.fromkeys(run["processor"] for run in runs))
     about = (
         f"First {layers} layers of each model, random weights; {machines}, {DEFAULT} except where stated; "
-        f"{_dates(runs)}; {_versions(runs)}."
+        f"{_dates(runs)}; {_versions(runs)}. {_slower(everything)}"
     )
     return f"{markdown([HEAD, *(each.row() for each in rows)])}\n\n{about}\n"
 
@@ -161,9 +161,7 @@ Empty: not measured. [Kernels](kernels.md) describes the kernels.
 def engines_page(results: Path) -> str:
     """docs/results-engines.md: a section for each run, with its command."""
     everything = comparisons(results)
-    alike = [each for each in everything if each.same_format]
-    slower = sum(each.ratio < 1 for each in alike)
-    lines = [ENGINES_INTRODUCTION, f"In {slower} of {len(alike)} comparisons in the same format the ratio is below 1."]
+    lines = [ENGINES_INTRODUCTION, _slower(everything)]
     for name in sorted({each.run for each in everything}):
         run, rows = _read(results, name), [each for each in everything if each.run == name]
         peaks = [f"`{c}` {v['peak_bytes'] / 1e9:.1f} GB" for c, v in run["contestants"].items() if "peak_bytes" in v]
@@ -175,6 +173,13 @@ def engines_page(results: Path) -> str:
             f"\n```text\n{run['command']}\n```",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _slower(everything: Iterable[Comparison]) -> str:
+    """State in how many comparisons of all runs moe_mk is slower."""
+    alike = [each for each in everything if each.same_format]
+    slower = sum(each.ratio < 1 for each in alike)
+    return f"In {slower} of {len(alike)} comparisons in the same format the ratio is below 1."
 
 
 def _by_case(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
