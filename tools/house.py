@@ -249,6 +249,11 @@ def static_measurements(house: House) -> dict[str, Any]:
     own = {path.removeprefix(f"{PACKAGE}/"): n for path, n in house.sizes.items() if path.startswith(f"{PACKAGE}/")}
     python = {path: lines for path, lines in house.sizes.items() if path.endswith(".py")}
     long = [path for path, lines in python.items() if lines > LONGER.get(path, LONGEST)]
+    vague = [
+        f"{house.paths[module].relative_to(house.root)}: {text.splitlines()[0][:60]!r} states no subject"
+        for module, tree in house.trees.items()
+        for text in _without_subject(tree)
+    ]
     rooms: dict[str, dict[str, int]] = {}
     for path, lines in own.items():
         room = rooms.setdefault(path.partition("/")[0] if "/" in path else "root", {"lines": 0, "files": 0})
@@ -276,7 +281,8 @@ def static_measurements(house: House) -> dict[str, Any]:
         "contrib test lines": below(f"{CONTRIB}/tests/"),
         "tool and benchmark lines": below("tools/", "benchmarks/"),
         "long files": len(long),
-        "docstrings without a subject": sum(len(list(_without_subject(tree))) for tree in house.trees.values()),
+        "docstrings without a subject": len(vague),
+        "vague docstrings": vague,
         "files that are too long": [f"{path}: {python[path]} lines" for path in long],
         "exceptions": [f"{path} needs no exception" for path in LONGER if python.get(path, LONGEST + 1) <= LONGEST],
     }
@@ -312,7 +318,7 @@ def problems(measured: Mapping[str, Any]) -> list[str]:
         for name, limit in LIMITS.items()
         if measured.get(name, 0) > limit
     ]
-    named = ("orphan modules", "circles of modules", "files that are too long")
+    named = ("orphan modules", "circles of modules", "files that are too long", "vague docstrings")
     return [*over, *(f"  {each}" for name in named for each in measured[name]), *measured["exceptions"]]
 
 
