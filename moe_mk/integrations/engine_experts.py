@@ -79,7 +79,7 @@ class EngineWeights:
         return self.of or tuple(each for each in given if isinstance(each, Tensor))
 
     def experts(self) -> ExpertWeights | MappedExpertWeights:
-        """The same as views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
+        """Return views; raises ShapeError or WeightError naming the tensor, see `ExpertWeights.from_engine`."""
         return ExpertWeights.from_engine(**{name: getattr(self, name) for name in _OF_WEIGHTS})
 
     def model(self, scheme: QuantScheme) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class EngineExperts:
 
     @property
     def note(self) -> str:
-        """What the weights occupy, in one line."""
+        """Describe the memory of the weights in one line."""
         held = sum(tensor.nbytes for tensor in self._given)
         if not self.copied_bytes:
             return f"{self.name}: {self.backend} reads the engine's weights, {held:,} B"

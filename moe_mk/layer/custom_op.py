@@ -77,7 +77,7 @@ class Identity(NamedTuple):
         return struct.unpack(f"<{len(octets) // 8}q", octets)
 
     def differs(self, other: Self) -> str:
-        """What of another object does not fit; "" if it can be called instead."""
+        """Describe how another object differs; "" if it can be called instead."""
         if self.name != other.name:
             return "the name"
         if self.description != other.description:

@@ -59,7 +59,7 @@ class DecodePrefillMoE(nn.Module):
         return "prefill" if most_tokens >= self.crossover else "decode"
 
     def explain(self) -> str:
-        """Both pairs, and the numbers of tokens for which each is used."""
+        """Return both pairs as text, with the numbers of tokens for which each is used."""
         most = self.layer.config.kernel.max_num_tokens
         names = {kind: self._decision(kind).chosen.name for kind in self._settings}
         if self.crossover == 1:

@@ -156,7 +156,7 @@ class ExpertsOfRank:
         return self.kernel.can_be_prepared and grid.tp.size == 1 < grid.ep.size and not self.is_partial
 
     def numerics(self) -> str:
-        """What the bits of results depend on that is chosen on this machine; "": nothing, or no weights."""
+        """Name the choice of this machine on which bits depend; "" without one or without weights."""
         experts = self.kernel.experts
         if self.weights is None or not isinstance(experts, FusedExperts):
             return ""
@@ -295,7 +295,7 @@ def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Rout
 
 
 def own_hook(backend: FusedExperts | PrepareFinalize, *arguments: Any) -> Any:
-    """What `fuse_layer` returns if the class of the backend defines it; None for a derived class, see `inherited`."""
+    """Call `fuse_layer` if the class of the backend defines it; None for a derived class, see `inherited`."""
     hook: Callable[..., Any] = backend.fuse_layer
     return hook(*arguments) if "fuse_layer" in vars(type(backend)) else None
 

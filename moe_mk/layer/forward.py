@@ -125,7 +125,7 @@ class PreparedForward:
         return same and (shared is None or shared.weights is self._shared) and self._gate_at == at
 
     def call_for(self, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> LayerCall | None:
-        """What makes the next forward; None: the stages do. given: a routing of logical experts.
+        """Return the call that makes the next forward; None: the stages do. given: a routing of logical experts.
 
         The calls use the tensors' memory directly; the stages handle strides and check errors.
         """

@@ -62,7 +62,7 @@ class Gate:
         """What routes in one native call, behind what it was made from; None where gate and router are operators."""
 
     def notes(self) -> dict[str, str]:
-        """What ranks compare: a layer has the same gate on all of them, and another layer has another one.
+        """Return a digest of the gate that ranks compare: it is equal on all ranks, and differs between layers.
 
         Values are compared: backends differ in the dtype in which they keep a gate. Read on the host, once before the
         first call. The bias, which may be corrected while serving, is not compared.
@@ -129,7 +129,7 @@ class Gate:
         return replace(routing, weights_TK=routing.weights_TK * factors_TK)
 
     def _prepare(self, router: Router | HashedTokens | ReplayedTokens, at: object) -> native.RouteCall | None:
-        """What routes in one native call, kept until the router, the gate or its memory is replaced."""
+        """Return the native call that routes, kept until the router, the gate or its memory is replaced."""
         gating = self.gating(router) if isinstance(router, Router) else None
         call = None
         if gating is not None:
@@ -142,7 +142,7 @@ class Gate:
         return call
 
     def gating(self, router: Router) -> native.Gating | None:
-        """What a native call needs to route; None where it cannot, or would not read gate and bias where they are."""
+        """Return the gate for a native call; None where it cannot route, or would copy gate or bias."""
         weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None and routes_natively(router)
         if not able or weight_EH is None or not native.is_dense(weight_EH, self.bias_E):
             return None

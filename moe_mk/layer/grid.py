@@ -37,7 +37,7 @@ class Grid(CallGroups):
         return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
 
     def renewed(self, ep: Communicator | None = None) -> Grid:
-        """The same place with notes still to be compared. ep: other ranks that share out the experts."""
+        """Return the grid with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
         other.ep, other.agreed = ep or self.ep, None
         other._loads = list(self._loads) if ep is None else [(), self._loads[1]]  # ranks that join count from 0

@@ -30,7 +30,7 @@ from moe_mk.layer.serving_state import ServingState
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What became of a swap; the same outcome on every rank."""
+    """The outcome of a swap; the same on every rank."""
 
     old: str
     new: str

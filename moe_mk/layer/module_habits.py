@@ -168,7 +168,7 @@ def copied(layer: L, memo: dict[int, Any]) -> L:
 
 
 def pickled(layer: MoELayer) -> tuple[Any, ...]:
-    """What `__reduce__` returns: settings and weights. Raises ConfigError for process groups, see `ParallelGroups`."""
+    """Return settings and weights for `__reduce__`. Raises ConfigError for process groups, see `ParallelGroups`."""
     if layer.groups != ParallelGroups():
         raise ConfigError(f"layer {layer.name!r} holds process groups, which cannot be pickled; build it per process")
     weights, routing = _kept_weights(layer), layer.routing

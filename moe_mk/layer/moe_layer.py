@@ -174,7 +174,7 @@ class MoELayer(WithoutParameters):
 
     @property
     def spec(self) -> LayerSpec:
-        """What a checkpoint must hold for this layer."""
+        """Return the specification of the tensors that a checkpoint must hold for this layer."""
         return settings.layer_spec_of(self.config)
 
     @property

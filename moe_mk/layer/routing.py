@@ -106,7 +106,7 @@ class LayerRouting:
         return self.router.name if isinstance(self.router, OwnRouter) else repr(self.router)
 
     def notes(self) -> dict[str, str]:
-        """What ranks compare."""
+        """Return the settings of the router that ranks compare."""
         return {"router in use": self.replaced} if self.replaced else {}
 
     def router_of(

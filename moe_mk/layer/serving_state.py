@@ -169,7 +169,7 @@ class ServingState:
         return self.input_norm_H is not None or changes
 
     def inputs(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router reads and what the experts read of the layer's input, both in its dtype."""
+        """Return the inputs of the router and of the experts from the layer's input, in its dtype."""
         if self.input_norm_H is None:
             return x_TH, x_TH
         eps = self.backends.config.model.input_norm
@@ -261,7 +261,7 @@ class ServingState:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What ranks compare after a change of placement; equal maps and numerics on all ranks give equal notes."""
+        """Return notes that ranks compare after a change of placement: equal where maps and numerics are."""
         placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
         found, experts, shared = [], self.experts, self.backends.shared
         if self.weights is not None and isinstance(experts.kernel, FusedMoEKernel):

@@ -84,7 +84,7 @@ def hashed(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str
 def _entries(
     path: str | PathLike[str], layer: int, prefix: str | None, spell: Callable[[Convention], str]
 ) -> list[TensorEntry]:
-    """What the files hold of one tensor of a layer, under any of its names."""
+    """List the entries of the files for one tensor of a layer, under any of its names."""
     source = open_source(path)
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     spelled = {prefix + spell(convention) for convention in CONVENTIONS.values()}
@@ -92,7 +92,7 @@ def _entries(
 
 
 def hash_router_of(config: MoEConfig, weights: LayerWeights, device: torch.device) -> HashRouter | ImageRouter | None:
-    """What routes a layer's tokens by their ids, on its device; None for a layer that chooses by scores alone."""
+    """Return the router by token ids on the layer's device; None for a layer that chooses by scores alone."""
     expect_kind("weights", weights, LayerWeights)
     router, table, bias_E = config.router, None, weights.image_bias_E
     if weights.table_XK is not None:
@@ -200,7 +200,7 @@ def router_of(config: MoEConfig) -> Router:
 
 
 def layer_spec_of(config: MoEConfig) -> LayerSpec:
-    """What a checkpoint must hold for the layer."""
+    """Return the specification of the tensors that a checkpoint must hold for the layer."""
     model = config.model
     return LayerSpec(
         num_experts=model.num_experts, num_zero_experts=model.num_zero_experts,

@@ -83,4 +83,6 @@ def test_docstrings_that_state_no_subject_are_counted(repository: Path) -> None:
     good = ['"""Tokens that travel between two ranks."""', '"""Whatever the caller passes, as a list."""']
     functions = [f"def f{number}():\n    {text}\n" for number, text in enumerate([*vague, *good])]
     write_tree(repository, {"moe_mk/errors.py": "".join(functions)})
-    assert static_measurements(House(repository))["docstrings without a subject"] == len(vague)
+    measured = static_measurements(House(repository))
+    assert measured["docstrings without a subject"] == len(vague)
+    assert "  moe_mk/errors.py: 'Of one rank.' states no subject" in problems(measured)

@@ -1,1 +1,1 @@
-"""Parts of `moe_mk.integrations.transformers`."""
+"""Modules behind `moe_mk.integrations.transformers`, one for each question."""

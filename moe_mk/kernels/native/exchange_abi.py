@@ -8,7 +8,7 @@ from ctypes import POINTER, c_int32, c_int64, c_uint32, c_void_p
 
 
 class CFault(ctypes.Structure):
-    """`MoeMkFault` of csrc/exchange.h."""
+    """C structure `MoeMkFault` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "peer")),
@@ -17,7 +17,7 @@ class CFault(ctypes.Structure):
 
 
 class CWindows(ctypes.Structure):
-    """`MoeMkWindows` of csrc/exchange.h."""
+    """C structure `MoeMkWindows` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("values_to", "back_to", "tails_to", "room_to", "flags_to")),
@@ -31,7 +31,7 @@ class CWindows(ctypes.Structure):
 
 
 class CSend(ctypes.Structure):
-    """`MoeMkSend` of csrc/exchange.h."""
+    """C structure `MoeMkSend` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "scales", "ids", "weights", "rank_of", "slot_of", "token_of", "counts")),
@@ -43,7 +43,7 @@ class CSend(ctypes.Structure):
 
 
 class CReceive(ctypes.Structure):
-    """`MoeMkReceive` of csrc/exchange.h."""
+    """C structure `MoeMkReceive` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("counts", "values", "scales", "ids", "weights")),
@@ -53,7 +53,7 @@ class CReceive(ctypes.Structure):
 
 
 class CAddUp(ctypes.Structure):
-    """`MoeMkAddUp` of csrc/exchange.h."""
+    """C structure `MoeMkAddUp` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("token_of", "counts", "firsts", "own", "out")),
@@ -65,7 +65,7 @@ class CAddUp(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
-    """`MoeMkLayer` of csrc/exchange.h."""
+    """C structure `MoeMkLayer` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("route", "experts", "shared", "physical_of", "rank_of", "slot_of", "ran")),

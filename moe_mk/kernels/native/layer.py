@@ -84,7 +84,7 @@ class LayerCall(Protocol):
 
 
 class PreparedExperts(Protocol):
-    """What `FusedExperts.native` returns."""
+    """Result of `FusedExperts.fuse_layer`: the packed experts of this rank for a prepared call."""
 
     def alone(self, shared: PreparedExperts | None, gating: Gating | None, tables: Any, ran: Any) -> LayerCall | None:
         """The layer on one rank, see `NativeLayer`; None: not supported. tables: the `PlacementTables`."""

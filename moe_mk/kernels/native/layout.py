@@ -133,7 +133,7 @@ class PartScales:
 
     @property
     def type_code(self) -> int:
-        """`ScaleType` of csrc/abi.h."""
+        """Return the `ScaleType` of csrc/abi.h."""
         return _SCALE_TYPES[self.dtype]
 
     def of_row(self, num_inputs: int) -> int:
@@ -222,7 +222,7 @@ class MatrixLayout:
 
     @property
     def row_order(self) -> tuple[int, bool]:
-        """What rows that are rounded to INT8 in parts depend on: inputs of a part, and the order of their codes."""
+        """Return the properties on which rows in INT8 parts depend: inputs of a part, and the order of their codes."""
         return self.part, self.format is not Format.INT8_GROUPS
 
     @property

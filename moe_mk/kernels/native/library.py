@@ -49,7 +49,7 @@ class Status(IntEnum):
 
 
 class CMatrix(ctypes.Structure):
-    """`MoeMkMatrix` of csrc/abi.h."""
+    """C structure `MoeMkMatrix` of csrc/abi.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("row_of", "data", "scales", "output_scales", "bias")),
@@ -62,7 +62,7 @@ class CMatrix(ctypes.Structure):
 
 
 class CExperts(ctypes.Structure):
-    """`MoeMkExperts` of csrc/abi.h."""
+    """C structure `MoeMkExperts` of csrc/abi.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "x_scales", "ids", "weights", "out")),
@@ -79,7 +79,7 @@ class CExperts(ctypes.Structure):
 
 
 class CRoute(ctypes.Structure):
-    """`MoeMkRoute` of csrc/abi.h."""
+    """C structure `MoeMkRoute` of csrc/abi.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "gate", "bias", "ids", "weights", "logits")),

@@ -28,7 +28,7 @@ from moe_mk.shapes import expect
 
 
 class Scoring(IntEnum):
-    """`Scoring` of csrc/abi.h."""
+    """C enumeration `Scoring` of csrc/abi.h."""
 
     SOFTMAX = 0
     SIGMOID = 1

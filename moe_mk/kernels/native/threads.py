@@ -32,7 +32,7 @@ class _LoadedObject(ctypes.Structure):
 
 
 class _Symbol(ctypes.Structure):
-    """`Dl_info`."""
+    """C structure `Dl_info` of dlfcn.h."""
 
     _fields_ = (("path", c_char_p), ("base", c_void_p), ("name", c_char_p), ("address", c_void_p))
 

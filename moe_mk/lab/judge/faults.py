@@ -75,7 +75,7 @@ class Scene:
         return value
 
     def sampled(self) -> Scene:
-        """The same with the worst block of output columns and a few others; of small experts, all of them."""
+        """Return the scene with the worst block of output columns and a few others; of small experts, all of them."""
         bench, hidden, first = self.bench, self.bench.model.hidden_size, HOOKS.index("w2")
         if HOOKS.index(self.hook) < first or hidden <= SAMPLED * BLOCK:
             return self

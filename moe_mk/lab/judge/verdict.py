@@ -51,7 +51,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of `judge`."""
+    """The result of `judge` for one case."""
 
     right: bool
     checks: tuple[Check, ...]
