@@ -89,7 +89,7 @@ def test_of_biased_nvfp4_only_what_is_needed_once_a_tile_leaves_the_registers() 
 
 
 STEPS = {16: (569, 319), 32: (412, 260), 64: (415, 239), 128: (513, 267)}
-"""Instructions of a step of both GEMMs with mxfp4, by rows of a tile; docs/performance.md has them."""
+"""Instructions of a step of both GEMMs with mxfp4, by rows of a tile; docs/performance.md has some of them."""
 SLACK = 1.05
 """For another patch release of the compiler."""
 
