@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.shapes import expect, expect_dense
+from moe_mk.tokens import Routing
 
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
@@ -66,20 +67,28 @@ def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
     return hidden_states.resolve_neg().contiguous()
 
 
-def check_routing(
-    topk_weights: Tensor, topk_ids: Tensor, device: torch.device, sizes: tuple[int, int, int], *, read_ids: bool = True
-) -> None:
-    """Raise ShapeError unless an engine's own routing fits. sizes: T, K, E. read_ids: check the ids, on the host.
+def checked_routing(layer: MoELayer, x_TH: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Routing:
+    """Return an engine's own routing of tokens as the stages of a layer read it.
 
-    On a GPU the choices of a token must be distinct: rows there have room for as many as a rank has experts.
+    Ids other than those that the last `route` returned are read on the host. Raises ShapeError unless it fits,
+    UnsupportedError for experts that route inside. On a GPU the choices of a token must be distinct: rows there have
+    room for as many as a rank has experts.
     """
-    num_tokens, top_k, num_experts = sizes
+    _expect_choices(layer, x_TH.shape[0], topk_weights, topk_ids)
+    if layer.kernel.routes_inside:
+        chosen = layer.decision.chosen.experts
+        raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
+    return Routing(topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
+
+
+def _expect_choices(layer: MoELayer, num_tokens: int, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    device, top_k, num_experts = layer.device, layer.config.router.top_k, layer.config.model.scored_experts
     expect_dense("topk_ids", topk_ids)
     expect_dense("topk_weights", topk_weights)
     expect("topk_ids", topk_ids, "T K", IDS, device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", FLOATS, device, T=num_tokens, K=top_k)
     expect_inference("topk_weights", topk_weights)
-    if not read_ids or not topk_ids.numel():
+    if layer.routing.has_chosen(topk_ids) or not topk_ids.numel():
         return
     lowest, highest = torch.aminmax(topk_ids)
     if lowest.item() >= -1 and highest.item() < num_experts:

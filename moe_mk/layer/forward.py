@@ -97,6 +97,7 @@ class PreparedForward:
     def __init__(self, state: ServingState, routing: LayerRouting) -> None:
         self.state, self.routing, gate, shared = state, routing, state.backends.gate, state.backends.shared
         self._router, self._logit_bias_E = routing.router, gate.logit_bias_E
+        self._top_k = state.backends.config.router.top_k
         self._shared = None if shared is None else shared.weights
         self._load_shape = (state.expert_map.num_experts,)
         self._gate_at: tuple[object, object] | None = None
@@ -142,7 +143,10 @@ class PreparedForward:
         if not dense or not counter:
             return None
         if state.is_direct:
-            return call if given is None or can_be_called(x_TH, given.ids_TK, given.weights_TK) else None
+            if given is None:
+                return call
+            fits = can_be_called(x_TH, given.ids_TK, given.weights_TK) and given.ids_TK.shape[1] == self._top_k
+            return call if fits else None
         grid = state.experts.grid
         agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
         return call if agreed and x_TH.is_cpu and call.is_ready(x_TH.shape[0]) else None

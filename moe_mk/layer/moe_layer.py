@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,15 +26,14 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import FRAMES
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import MoEMKError, ShapeError, UnsupportedError, WeightError
+from moe_mk.errors import MoEMKError, ShapeError, WeightError
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
-from moe_mk.layer.checks import check_routing, checked_tokens, expect_inference
+from moe_mk.layer.checks import checked_routing, checked_tokens, expect_inference
 from moe_mk.layer.custom_op import LAYERS, ROUTED, Identity, is_untraced, run_operator
-from moe_mk.layer.experts_of_rank import can_be_called
 from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
@@ -359,13 +359,19 @@ class MoELayer(WithoutParameters):
             raise
 
     def run(
-        self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None, given: Routing | None = None
+        self,
+        x_TH: Tensor,
+        expert_load_E: Tensor,
+        token_ids_T: Tensor | None = None,
+        given: Routing | None = None,
+        check: Callable[[], Routing] | None = None,
     ) -> Tensor:
         """The forward on checked tokens without torch's operator: one prepared call where there is one, else `steps`.
 
-        given: a checked routing, with which the shared experts are not added; None: that of the router. An interrupt at
-        any instruction is reported to peers, which may be in the same call. Errors of this library are reported where
-        they arise, and a refusal of arguments is not.
+        given: a routing, with which the shared experts are not added; None: that of the router. check: checks what is
+        given and returns it as `steps` need it; None: this was done. A native call on one rank checks ids by itself. An
+        interrupt at any instruction is reported to peers, which may be in the same call. Errors of this library are
+        reported where they arise, and a refusal of arguments is not.
         """
         has_gradients = torch.is_grad_enabled()
         try:
@@ -373,7 +379,14 @@ class MoELayer(WithoutParameters):
             if prepared is None or not prepared.is_current():
                 prepared = self.prepare()
             if (call := prepared.call_for(x_TH, expert_load_E, given)) is not None:
-                return prepared.run(call, x_TH, expert_load_E, given)
+                try:
+                    return prepared.run(call, x_TH, expert_load_E, given)
+                except ShapeError:
+                    if check is not None:
+                        check()  # names the ids
+                    raise
+            if check is not None:
+                return self.run(x_TH, expert_load_E, given=check())
             with torch.no_grad():
                 return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
@@ -435,26 +448,10 @@ class MoELayer(WithoutParameters):
         try:
             _ = self.weights  # raises WeightError before loading
             x_TH = self.checked(hidden_states)
-            sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.scored_experts
-            alone = self.state.is_direct and self.on_routing is None and self.routing.zero is None
-            if alone and can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]:
-                prepared, given = self._prepared, Routing(topk_ids, topk_weights)
-                if prepared is None or not prepared.is_current():
-                    prepared = self.prepare()
-                if (call := prepared.call_for(x_TH, load_E, given)) is not None:
-                    try:
-                        return prepared.run(call, x_TH, load_E, given)  # it checks the ids
-                    except ShapeError:
-                        check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
-                        raise
-            check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self.routing.has_chosen(topk_ids))
-            if self.kernel.routes_inside:
-                chosen = self.decision.chosen.experts
-                raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
-            routing = Routing(
-                topk_ids.to(torch.int32).resolve_neg(), topk_weights.float().masked_fill(topk_ids < 0, 0.0)
-            )
-            return self.run(x_TH, load_E, given=routing)
+            check = partial(checked_routing, self, x_TH, topk_weights, topk_ids)
+            if self.state.is_direct and self.on_routing is None and self.routing.zero is None:
+                return self.run(x_TH, load_E, given=Routing(topk_ids, topk_weights), check=check)
+            return self.run(x_TH, load_E, given=check())
         except BaseException as error:
             if not isinstance(error, MoEMKError):
                 self.state.experts.grid.fail(error)
