@@ -126,8 +126,8 @@ def test_every_experts_class_computes_what_its_own_forward_does(cls: type[nn.Mod
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = plans.ModulePlan.run
-    monkeypatch.setattr(plans.ModulePlan, "run", lambda plan, *args: run(plan, *args) * 1.01)
+    run = plans.ExpertsOfRank.run
+    monkeypatch.setattr(plans.ExpertsOfRank, "run", lambda experts, *args: run(experts, *args) * 1.01)
 
 
 def halves_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
