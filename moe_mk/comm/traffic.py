@@ -134,7 +134,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RowMeter:
-    """Rows that native calls count themselves, see `ExchangeLayer`: of one-sided transfers, or of messages."""
+    """Rows that native calls count themselves, see `PreparedExchangeCall`: of one-sided transfers, or of messages."""
 
     ranks: int
     rank: int

@@ -256,14 +256,14 @@ def run_operator(
     ids_T = _flat("token_ids_T", token_ids_T, shape[:-1]) if hidden_states.dim() == 3 else token_ids_T
     x_TH = layer.checked(hidden_states.flatten(0, -2))
     if active_T is None:
-        return layer.run(x_TH, expert_load_E, ids_T).view(shape)
+        return layer.forward_checked(x_TH, expert_load_E, ids_T).view(shape)
     expect("active_T", active_T, "T" if len(shape) == 2 else "X T", MASKS, layer.device)
     place_N = _flat("active_T", active_T, shape[:-1]).nonzero().flatten()
     if ids_T is not None:
         ids_T = _flat("token_ids_T", ids_T, x_TH.shape[:1])[place_N]
     y_TH = torch.zeros_like(x_TH, requires_grad=False)
     with torch.no_grad():
-        y_TH[place_N] = layer.run(x_TH[place_N], expert_load_E, ids_T)
+        y_TH[place_N] = layer.forward_checked(x_TH[place_N], expert_load_E, ids_T)
     return y_TH.view(shape)
 
 

@@ -151,7 +151,7 @@ class PreparedForward:
         agreed = grid.agreed == (grid.ep.status.epoch, grid.tp.status.epoch)
         return call if agreed and x_TH.is_cpu and call.is_ready(x_TH.shape[0]) else None
 
-    def run(self, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Tensor:
+    def execute(self, call: LayerCall, x_TH: Tensor, load_E: Tensor, given: Routing | None) -> Tensor:
         """The forward in one call: from its router on, or from a routing that is given or that another router makes."""
         state, routing, chosen, routed, tensors = self.state, self.routing, None, None, None
         try:

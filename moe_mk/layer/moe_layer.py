@@ -350,15 +350,15 @@ class MoELayer(WithoutParameters):
                 return LAYERS.traced(hidden_states, load_E, self._entry, token_ids_T, active_T)
             if hidden_states.dim() != 2 or active_T is not None:
                 return run_operator(self, hidden_states, load_E, token_ids_T, active_T)
-            return self.run(self.checked(hidden_states), load_E, token_ids_T)
+            return self.forward_checked(self.checked(hidden_states), load_E, token_ids_T)
         except BaseException as error:
-            if not isinstance(error, MoEMKError):  # `run` may have had no frame left to report it
+            if not isinstance(error, MoEMKError):  # `forward_checked` may have had no frame left to report it
                 sys.setrecursionlimit((limit := sys.getrecursionlimit()) + FRAMES)
                 self.state.experts.grid.fail(error)
                 sys.setrecursionlimit(limit)
             raise
 
-    def run(
+    def forward_checked(
         self,
         x_TH: Tensor,
         expert_load_E: Tensor,
@@ -380,13 +380,13 @@ class MoELayer(WithoutParameters):
                 prepared = self.prepare()
             if (call := prepared.call_for(x_TH, expert_load_E, given)) is not None:
                 try:
-                    return prepared.run(call, x_TH, expert_load_E, given)
+                    return prepared.execute(call, x_TH, expert_load_E, given)
                 except ShapeError:
                     if check is not None:
                         check()  # names the ids
                     raise
             if check is not None:
-                return self.run(x_TH, expert_load_E, given=check())
+                return self.forward_checked(x_TH, expert_load_E, given=check())
             with torch.no_grad():
                 return wait(self.steps(x_TH, expert_load_E, token_ids_T, given))
         except BaseException as error:
@@ -428,7 +428,7 @@ class MoELayer(WithoutParameters):
             for count in sorted(counts):
                 x_TH = torch.zeros((count, self.config.model.hidden_size), dtype=self.dtype, device=self.device)
                 token_ids_T = torch.zeros((count,), dtype=torch.int64, device=self.device)
-                self.run(self.checked(x_TH), torch.zeros_like(self.expert_load), token_ids_T)
+                self.forward_checked(self.checked(x_TH), torch.zeros_like(self.expert_load), token_ids_T)
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
@@ -450,8 +450,8 @@ class MoELayer(WithoutParameters):
             x_TH = self.checked(hidden_states)
             check = partial(checked_routing, self, x_TH, topk_weights, topk_ids)
             if self.state.is_direct and self.on_routing is None and self.routing.zero is None:
-                return self.run(x_TH, load_E, given=Routing(topk_ids, topk_weights), check=check)
-            return self.run(x_TH, load_E, given=check())
+                return self.forward_checked(x_TH, load_E, given=Routing(topk_ids, topk_weights), check=check)
+            return self.forward_checked(x_TH, load_E, given=check())
         except BaseException as error:
             if not isinstance(error, MoEMKError):
                 self.state.experts.grid.fail(error)

@@ -66,13 +66,13 @@ def test_warming_up_runs_each_number_of_tokens_once_and_counts_nothing(
     made: MoELayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    run = made.run
+    run = made.forward_checked
 
     def counted(x_TH: Tensor, load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         ran.append(len(x_TH))
         return run(x_TH, load_E, token_ids_T)
 
-    monkeypatch.setattr(made, "run", counted)
+    monkeypatch.setattr(made, "forward_checked", counted)
     seen: list[Routing] = []
     made.on_routing = seen.append
     made.warm_up([4, 0, 16, 4])

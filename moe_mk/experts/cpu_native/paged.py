@@ -21,7 +21,7 @@ from moe_mk.experts.paged import Cache
 from moe_mk.experts.residency import ResidencyCounts, ResidencyPool
 from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.instruction_set import choice
-from moe_mk.kernels.native.layer import Gating, LayerCall, PagedLayer, PreparedExperts, RowsOfExperts
+from moe_mk.kernels.native.layer import Gating, LayerCall, PreparedExperts, PreparedPagedCall, RowsOfExperts
 from moe_mk.kernels.native.layout import MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import PackedMatrix, on_huge_pages
@@ -201,4 +201,4 @@ class PagedRows:
             mode = self.rows.mode_of_rows(len(x_TH))
             return self.weights.sums(self.rows.native, mode, x_TH, None, slots_TK, weights_TK)
 
-        return PagedLayer(self.rows, self.weights.cache, sums, gating, tables, ran)
+        return PreparedPagedCall(self.rows, self.weights.cache, sums, gating, tables, ran)

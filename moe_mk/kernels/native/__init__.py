@@ -23,8 +23,8 @@
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
     RouteCall(native, gate_EH, bias_E, RouteMode(...))(x_TH, threads=n) -> ids_TK, weights_TK, logits_TE
     ProductCall(native, w)(x_RK, threads=n)                               # one plain matrix of one slot
-    NativeLayer(RowsOfExperts(...), shared, Gating(...), Places(...))(x_TH, load_E)        # a whole layer on one rank
-    ExchangeLayer(calls, (RowsOfExperts(...), ...), window, moved).begin(...)              # the same between ranks
+    PreparedCall(RowsOfExperts(...), shared, Gating(...), Places(...))(x_TH, load_E)      # a whole layer on one rank
+    PreparedExchangeCall(calls, (RowsOfExperts(...), ...), window, moved).begin(...)      # the same between ranks
     release(native)                                                       # the kernels' own memory, kept between calls
 
 `threads` is an argument of every function; results do not depend on it, nor on whose threads they are (threads.py).

@@ -1,9 +1,9 @@
 """A layer as one prepared native call, see csrc/forward.cpp: on one rank, or over an `Exchange`.
 
-    RowsOfExperts   the experts of a rank as the call needs them
-    NativeLayer     the arguments of a layer on one rank, written once; calls may run concurrently
-    PagedLayer      the same with experts that may be larger than memory
-    ExchangeLayer   the same over one `Exchange`, one call at a time
+    RowsOfExperts         the experts of a rank as the call needs them
+    PreparedCall          the arguments of a layer on one rank, written once; calls may run concurrently
+    PreparedPagedCall     the same with experts that may be larger than memory
+    PreparedExchangeCall  the same over one `Exchange`, one call at a time
 
 The results are those of `RouteCall`, `ExchangeCalls` and `ExpertsCall`, bit for bit. A call over an exchange returns
 early where Python has something to do, and is then resumed: reserve pages, wait for late peers, call a listener.
@@ -87,7 +87,7 @@ class PreparedExperts(Protocol):
     """Result of `FusedExperts.fuse_layer`: the packed experts of this rank for a prepared call."""
 
     def alone(self, shared: PreparedExperts | None, gating: Gating | None, tables: Any, ran: Any) -> LayerCall | None:
-        """The layer on one rank, see `NativeLayer`; None: not supported. tables: the `PlacementTables`."""
+        """The layer on one rank, see `PreparedCall`; None: not supported. tables: the `PlacementTables`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class RowsOfExperts:
         """None where an expert has several replicas."""
         if not tables.one_to_one or not isinstance(shared, RowsOfExperts | None):
             return None
-        return NativeLayer(self, shared, gating, Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, 0), ran)
+        return PreparedCall(self, shared, gating, Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, 0), ran)
 
     def block(self, mode: ExpertsMode) -> CExperts:
         """The arguments in a mode. Raises ShapeError for matrices that do not fit together."""
@@ -153,7 +153,7 @@ class RowsOfExperts:
         return experts_block(self.native, w13, w2, shared, mode)
 
 
-class NativeLayer:
+class PreparedCall:
     """A layer on one rank: a `LayerCall`. Concurrent calls are allowed: none changes the arguments."""
 
     def __init__(
@@ -256,8 +256,8 @@ class NativeLayer:
         return made
 
 
-class PagedLayer(NativeLayer):
-    """A `NativeLayer` while all experts are in memory; else one call for what is before them, and `sums`."""
+class PreparedPagedCall(PreparedCall):
+    """A `PreparedCall` while all experts are in memory; else one call for what is before them, and `sums`."""
 
     def __init__(
         self, rows: RowsOfExperts, cache: Any, sums: Callable[..., torch.Tensor], gating: Gating | None, tables: Any,
@@ -302,12 +302,12 @@ class PagedLayer(NativeLayer):
 
 
 NativeParts = tuple[RowsOfExperts, RowsOfExperts | None, Gating | None, Places, Array[c_int64] | None]
-"""The arguments of `NativeLayer`."""
+"""The arguments of `PreparedCall`."""
 MOST_SIZES = 256
 """Sizes of batches for which arguments are kept."""
 
 
-class ExchangeLayer(NativeLayer):
+class PreparedExchangeCall(PreparedCall):
     """A layer over one exchange. All memory that grows with a call is kept for the next one.
 
     window: addresses of row 0 and of the first sum in the own window, and where its rows meet: the rows of ranks up to
@@ -326,7 +326,7 @@ class ExchangeLayer(NativeLayer):
         left: int = -1,
         microseconds: int = 0,
     ) -> None:
-        """parts: the arguments of `NativeLayer`. microseconds: how long flags are polled before a call returns LATE.
+        """parts: the arguments of `PreparedCall`. microseconds: how long flags are polled before a call returns LATE.
 
         Raises ShapeError for tensors that do not fit together.
         """

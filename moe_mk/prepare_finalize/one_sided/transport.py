@@ -35,7 +35,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.kernels.native.exchange import ExchangeCalls, ready
-from moe_mk.kernels.native.layer import ExchangeLayer, LayerCall, NativeParts, Stage
+from moe_mk.kernels.native.layer import LayerCall, NativeParts, PreparedExchangeCall, Stage
 from moe_mk.kernels.native.library import Status
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
@@ -369,7 +369,7 @@ class FusedOneSided:
         self._context, self._form, self._parts, self.routes = context, form, parts, parts[2] is not None
         sums = context.hidden_size * context.dtype.dtype.itemsize
         self._meter: RowMeter = comm.traffic.meter(comm.size, comm.rank, size.values + size.tail, sums)
-        self._layers: WeakKeyDictionary[OneSidedBufferSlot, ExchangeLayer] = WeakKeyDictionary()
+        self._layers: WeakKeyDictionary[OneSidedBufferSlot, PreparedExchangeCall] = WeakKeyDictionary()
         self._most = min(FUSED_TOKENS, context.max_num_tokens)
 
     def is_ready(self, num_tokens: int) -> bool:
@@ -415,7 +415,7 @@ class FusedOneSided:
         return y_TH
 
     def _continue(
-        self, buffer: OneSidedBufferSlot, layer: ExchangeLayer, status: int, routed: Callable[[], None] | None
+        self, buffer: OneSidedBufferSlot, layer: PreparedExchangeCall, status: int, routed: Callable[[], None] | None
     ) -> None:
         """Do what the call has returned for, and resume it, until it is done."""
         while True:
@@ -444,14 +444,14 @@ class FusedOneSided:
                 layer.make_room(end - first, buffer.sums_with_pages, (first, end))
             status = layer.resume(stage)
 
-    def _first_call(self, buffer: OneSidedBufferSlot) -> ExchangeLayer:
+    def _first_call(self, buffer: OneSidedBufferSlot) -> PreparedExchangeCall:
         context, form, exchange = self._context, self._form, buffer.exchange
         assert exchange is not None
         dtype, hidden = context.dtype.dtype, context.hidden_size
         calls = ExchangeCalls(exchange, form.form, form.tables, context.num_slots, hidden, dtype)
         calls.expect(dtype, hidden, rounding=form.form.scale_bytes > 0)
         heap, me = buffer.heap, buffer.rank
-        made = self._layers[buffer] = ExchangeLayer(
+        made = self._layers[buffer] = PreparedExchangeCall(
             calls, self._parts, self._meter.words, window=(heap.address(me), heap.address(me, buffer.sums_at)),
             seam_row=buffer.seam_row, left=buffer.left, microseconds=buffer.patience_us,
         )  # fmt: skip

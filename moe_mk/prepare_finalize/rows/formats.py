@@ -111,7 +111,7 @@ def rounding_of(context: TransportContext) -> Rounding:
 
 
 def exchanged_parts(context: TransportContext, form: KernelRowFormat, parts: LayerParts) -> NativeParts | None:
-    """The arguments of `ExchangeLayer`; None where native experts do not read rows of this format in place.
+    """The arguments of `PreparedExchangeCall`; None where native experts do not read rows of this format in place.
 
     They read bf16, or e4m3 with f32 scales of 128 values.
     """

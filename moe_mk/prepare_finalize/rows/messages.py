@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_mk.comm.header import ANY, HEADER_BYTES, Arrival, Envelope
 from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import Exchange, ExchangeCalls, WindowPlaces
-from moe_mk.kernels.native.layer import ExchangeLayer, NativeParts, Stage
+from moe_mk.kernels.native.layer import NativeParts, PreparedExchangeCall, Stage
 from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.base import Multiply, TransportContext
 from moe_mk.prepare_finalize.packing import Rows
@@ -151,7 +151,7 @@ class _LayerCall(MessageRows):
         comm, hidden = context.comm, context.hidden_size
         self.calls.expect(torch.bfloat16, hidden, rounding=form.form.scale_bytes > 0)
         self.meter = comm.traffic.meter(comm.size, comm.rank, self._row_bytes, self.sum_bytes, messages=True)
-        self.layer = ExchangeLayer(self.calls, parts, self.meter.words)
+        self.layer = PreparedExchangeCall(self.calls, parts, self.meter.words)
         self._hidden, self.room = hidden, 0
         self.sums_RH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode
-from moe_mk.kernels.native.layer import Gating, NativeLayer, Places, RowsOfExperts, Stack, Stage
+from moe_mk.kernels.native.layer import Gating, Places, PreparedCall, RowsOfExperts, Stack, Stage
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.prepared import RouteMode, Scoring, experts_rows
 from tests.kernels.native.layers import Layer, Storage, route
@@ -49,11 +49,11 @@ def stack_of(native: Native, slots: int = EXPERTS, storage: Storage = Storage.FP
 
 def layer_of(
     native: Native, chosen: Gating | None, where: Places, stack: Stack, shared: Stack | None = None, ran: object = None
-) -> NativeLayer:
+) -> PreparedCall:
     def rows(of: Stack) -> RowsOfExperts:
         return RowsOfExperts(native, of, lambda _: ExpertsMode(), by_rows=False, takes_fp8=True)
 
-    return NativeLayer(rows(stack), None if shared is None else rows(shared), chosen, where, ran)  # type: ignore[arg-type]
+    return PreparedCall(rows(stack), None if shared is None else rows(shared), chosen, where, ran)  # type: ignore[arg-type]
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:
