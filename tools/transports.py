@@ -40,9 +40,8 @@ failed calls.
 """
 
 MEANING = """\
-Names with \\* are in `moe-mk-contrib` (`pip install ./contrib/moe_mk_contrib`); `auto` selects those that `kernel.trust`
-names, or all of the distribution. **Layout** of received tokens. *rows*: one row per received
-token; *grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the stage of
+Names with \\* are in `moe-mk-contrib` (`pip install ./contrib/moe_mk_contrib`); `auto` selects those that
+`kernel.trust` names, or all of the distribution. **Layout** of received tokens. *rows*: one row per received token; *grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the stage of
 the experts' output that combine expects: *reduced* is summed over the experts of a rank, *raw* is the output of the
 last GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows; *all*: {wire}.
 **Library: met**: what of the library it has run with; *no*: only an emulation of its Python API, or it was only
