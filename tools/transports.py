@@ -41,14 +41,14 @@ failed calls.
 
 MEANING = """\
 Names with \\* are in `moe-mk-contrib` (`pip install ./contrib/moe_mk_contrib`); `auto` selects those that
-`kernel.trust` names, or all of the distribution. **Layout** of received tokens. *rows*: one row per received token; *grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the stage of
-the experts' output that combine expects: *reduced* is summed over the experts of a rank, *raw* is the output of the
-last GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows; *all*: {wire}.
-**Library: met**: what of the library it has run with; *no*: only an emulation of its Python API, or it was only
-compiled. **Properties**. *graph*: a call can be captured in a CUDA graph; *equal bits*: equal inputs give equal bits;
-*masks*: with `leave_out`, calls continue in the same group without dead ranks, if the installed build supports it.
-**Budget**: the unit of `kernel.comm_units`, the compute units that a transport reserves; without one, the setting is
-rejected.
+`kernel.trust` names, or all of the distribution. **Layout** of received tokens. *rows*: one row per received token;
+*grouped*: one per assignment, sorted by expert; *batched*: a padded block per expert. **Expects**: the stage of the
+experts' output that combine expects: *reduced* is summed over the experts of a rank, *raw* is the output of the last
+GEMM, which the transport weights and sums. **Wire**: number formats of dispatched rows; *all*: {wire}. **Library:
+met**: what of the library it has run with; *no*: only an emulation of its Python API, or it was only compiled.
+**Properties**. *graph*: a call can be captured in a CUDA graph; *equal bits*: equal inputs give equal bits; *masks*:
+with `leave_out`, calls continue in the same group without dead ranks, if the installed build supports it. **Budget**:
+the unit of `kernel.comm_units`, the compute units that a transport reserves; without one, the setting is rejected.
 """
 
 PLAN = """\
