@@ -3,6 +3,8 @@
 python -m benchmarks.judge planted    faults planted in a small engine (tests/support): stages and names found
 python -m benchmarks.judge clean      clean cases of that engine in all formats: false alarms
 python -m benchmarks.judge transformers    calls of all experts classes of transformers: false alarms, mistakes found
+python -m benchmarks.judge public     bugs of other projects, rebuilt from their descriptions: found, placed, named
+python -m benchmarks.judge peers --vllm vllm --ggml ggml --kt kt    calls of their operators: the same
 python -m benchmarks.judge wide       a case of DeepSeek-V3's width (7168 x 2048, FP8, top 8), right and wrong: seconds
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from moe_mk.config.moe import ModelConfig, RouterConfig
-from moe_mk.lab.judge import Case, read_case, record_transformers
+from moe_mk.lab.judge import Case, read_case, record, record_ggml, record_transformers
 from moe_mk.lab.judge.verdict import judge
 
 MISTAKES = ("order of tokens", "routing weights missing", "experts shifted")
@@ -98,6 +100,77 @@ def of_transformers() -> None:
         print(f"{name}: {wrong[name]} of {made} wrong, {found[name]} by name")
 
 
+def of_peers(argv: Sequence[str]) -> None:
+    """Print false alarms for calls of other projects' CPU operators, recorded by `record`, and the mistakes found.
+
+    benchmarks/peers/README.md states how to get the projects. Calls have 1, 2, 7 and 33 tokens, of three seeds each.
+    """
+    sys.path.insert(0, str(Path(__file__).parent))
+    import laws
+    from common import parser_of, with_peers
+
+    parser = with_peers(parser_of(__doc__))
+    parser.add_argument("--zentorch", type=Path)
+    parser.add_argument("--only", nargs="+", default=["vllm", "ggml", "kt"])
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    total, false = 0, 0
+    for name, made in laws.peers(options).items():
+        if not name.startswith(tuple(options.only)):
+            continue
+        if (peer := made(laws.Libraries(options))) is None:
+            print(f"{name}: not on this processor", flush=True)
+            continue
+        judged, alarms, found = 0, list[str](), dict.fromkeys(MISTAKES, 0)
+        for tokens, seed in product((1, 2, 7, 33), range(3)):
+            x, ids, weights = drawn_call(peer.experts.w2.shape[0], peer.experts.w2.shape[1], tokens, seed)
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "case.safetensors"
+                # No kernel has groups that are wider than its rows.
+                rounded = {} if peer.compute is None else {"activation_group": min(1 << 20, peer.compute.block[1])}
+                fn = (record_ggml(peer.fn, file, peer.experts, norm=0.0) if name.startswith("ggml")
+                      else record(peer.fn, file, peer.experts, norm=0.0, **rounded))  # fmt: skip
+                fn(x.clone(), ids, weights)
+                case = read_case(file)
+            judged += 1
+            if not (verdict := judge(case)).right:
+                alarms.append(f"{tokens} tokens, seed {seed}: {verdict.checks[-1].deviations:.2f} {verdict.fault}")
+            if tokens != 7:
+                continue
+            shifted = (ids + 1) % peer.experts.w2.shape[0]
+            outputs = (peer.fn(x, ids, weights).roll(1, 0), peer.fn(x, ids, torch.ones_like(weights)),
+                       peer.fn(x, shifted.int(), weights))  # fmt: skip
+            for mistake, y in zip(MISTAKES, outputs, strict=True):
+                found[mistake] += judge(replace(case, y=y.clone())).fault == mistake
+        total, false = total + judged, false + len(alarms)
+        named = ", ".join(f"{mistake} {count} of 3" for mistake, count in found.items())
+        print(f"{name}: {judged} calls, {len(alarms)} false alarms; {named}", *alarms, sep="\n  ", flush=True)
+    print(f"{total} calls, {false} false alarms", flush=True)
+
+
+def drawn_call(experts: int, hidden: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens in bf16, two experts for each, and their weights."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.rand((tokens, experts), generator=draw).argsort(dim=1)[:, :2].int()
+    x = torch.randn((tokens, hidden), generator=draw).to(torch.bfloat16)
+    return x, ids, torch.rand((tokens, 2), generator=draw) + 0.1
+
+
+def public() -> None:
+    """Print what is found of bugs of other projects."""
+    from tests.judge.test_public_bugs import BUGS
+    from tests.judge.test_public_bugs import found as found_of
+
+    outcomes = []
+    for bug in BUGS:
+        *outcome, said = found_of(bug)
+        outcomes.append(outcome)
+        words = [word for word, is_so in zip(("wrong", "placed", "named"), outcome, strict=True) if is_so]
+        print(f"{bug}: {' '.join(words)}; {said}", flush=True)
+    wrong, placed, named = (sum(each) for each in zip(*outcomes, strict=True))
+    print(f"{len(BUGS)} bugs: {wrong} found wrong, {placed} placed, {named} named")
+
+
 def wide() -> None:
     """Print the seconds of one token of DeepSeek-V3's width."""
     hidden, inner, top_k, draw = 7168, 2048, 8, torch.Generator().manual_seed(1)
@@ -139,6 +212,10 @@ if __name__ == "__main__":
         wide()
     elif what == "transformers":
         of_transformers()
+    elif what == "public":
+        public()
+    elif what == "peers":
+        of_peers(sys.argv[2:])
     elif what == "clean":
         clean(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
     else:

@@ -15,7 +15,8 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.judge.casefile import Case, read_case
-from moe_mk.lab.judge.recorders import joined, record, record_transformers, record_vllm
+from moe_mk.lab.judge.recorders import joined, record, record_ggml, record_transformers, record_vllm
+from moe_mk.lab.judge.verdict import judge
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import FP32
@@ -98,6 +99,36 @@ def test_stored_formats_are_recorded_as_they_are(tmp_path: Path, kind: str) -> N
     assert torch.equal(case.x, x), "as they were before the call"
     one = int(ids[0, 0])
     assert torch.equal(case.slots()[one].down_HI.dequantize(torch.float32), experts.w2[one].dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("q4_k", 256), ("mxfp4", 32), ("bf16", 0)])
+def test_rows_of_ggml_are_judged_as_it_rounds_them(tmp_path: Path, kind: str, columns: int) -> None:
+    experts, file = draw_experts(scheme_of_kind(kind), 6, 256, 256), tmp_path / "case.safetensors"
+
+    def rounded(rows: Tensor) -> Tensor:
+        if not columns:
+            return rows
+        groups = rows.unflatten(-1, (-1, columns))
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return ((groups / scale).round() * scale).flatten(-2)
+
+    def fn(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros(x.shape, dtype=torch.float64)
+        for t, k in torch.nonzero(ids >= 0).tolist():
+            w13, w2 = (w[int(ids[t, k])].dequantize(torch.float32).double() for w in (experts.w13, experts.w2))
+            gate, up = (w13 @ rounded(x[t].double())).chunk(2)
+            y[t] += weights[t, k] * (w2 @ rounded(nn.functional.silu(gate) * up))
+        return y.to(x.dtype)
+
+    x, ids, weights = call(24, hidden=256)
+    record_ggml(fn, file, experts, norm=0.0)(x.bfloat16(), ids, weights)
+    case = read_case(file)
+    assert case.activation_group == columns and judge(case).right
+    if columns == 256:
+        smaller = judge(replace(case, activation_group=32)).checks[-1].deviations
+        assert judge(case).checks[-1].deviations < 1.2 < smaller, "as noise of smaller groups it is too large"
+    with pytest.raises(ConfigError, match="activation_group"):
+        replace(case, activation_group=-1).checked()
 
 
 class Model(nn.Module):

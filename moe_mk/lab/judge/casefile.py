@@ -128,6 +128,9 @@ class Case:
     """(T, H): what shared experts add."""
     tokens: Tensor | None = None
     """(T,): the positions of these tokens in the call; None: 0, 1, ..."""
+    activation_group: int = 0
+    """Columns under one scale, where the engine rounds rows to INT8 in groups that the settings do not state, as ggml
+    does; 0: as they state."""
     order: str = "gate_up"
     """Of the rows of w13: gate_up, up_gate or interleaved."""
     tp: int = 1
@@ -234,6 +237,9 @@ def _expect_settings(case: Case) -> None:
         expect_kind(name, getattr(case, name), int, most=1024)
         if getattr(case, name) < 1:
             raise ConfigError(f"{name} is {getattr(case, name)}, expected at least 1")
+    expect_kind("activation_group", case.activation_group, int, most=1 << 20)
+    if case.activation_group < 0:
+        raise ConfigError(f"activation_group is {case.activation_group}, expected 0 or a number of columns")
     if case.order not in ORDERS:
         raise ConfigError(f"order {case.order!r} is unknown{did_you_mean(case.order, ORDERS)}")
     if router.top_k > model.num_experts or model.num_experts % router.num_expert_group:
@@ -420,8 +426,8 @@ def _header_of(path: Path, found: Header) -> dict[str, Any]:
 
 
 _KINDS: Mapping[str, type] = {
-    "order": str, "tp": int, "ep": int, "num_tokens": int, "layer_name": str, "checkpoint": str, "layer": int,
-    "versions": dict, "note": str, "model": dict, "router": dict, "dtypes": dict,
+    "activation_group": int, "order": str, "tp": int, "ep": int, "num_tokens": int, "layer_name": str,
+    "checkpoint": str, "layer": int, "versions": dict, "note": str, "model": dict, "router": dict, "dtypes": dict,
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Recorders: the first call of a layer that a trigger picks, as a case file. Calls return what they returned before.
 
     fn = record(fn, "case.safetensors", experts, top_k=8)        # any callable of `laws.interface_of`
+    fn = record_ggml(fn, "case.safetensors", experts)            # a graph of ggml's operators
     recorded = record_transformers(model, "cases", norm=1e4)     # hooks on every experts module
     recorded = record_vllm(model, "cases", checkpoint=name)      # in each rank: engine.apply_model
     case = joined([read_case(part) for part in parts])           # ranks of one call
@@ -107,17 +108,25 @@ def facts_of_experts(experts: ExpertWeights, activation: str = "silu", **quant: 
 
 
 def record(
-    fn: Callable[..., Tensor], path: Path | str, experts: ExpertWeights, *, norm: float = math.inf, **quant: Any
+    fn: Callable[..., Tensor],
+    path: Path | str,
+    experts: ExpertWeights,
+    *,
+    norm: float = math.inf,
+    activation_group: int = 0,
+    **quant: Any,
 ) -> Callable[..., Tensor]:
     """The callable, which writes its first call with NaN, infinity or a norm above `norm`. fn: see `interface_of`.
 
     experts: what it computes with. quant: further settings of `model.quant`, such as activations="int8".
+    activation_group: see `Case`.
     Raises ConfigError for an unknown interface, UnsupportedError for a format that has no name.
     """
     names = {
         "fused_experts": ("hidden_states", "topk_ids", "topk_weights"), "call": tuple(signature(fn).parameters)[:3]
     }.get(interface_of(fn), ("hidden_states", "top_k_index", "top_k_weights"))  # fmt: skip
-    recorder = Recorder(Path(path), norm, facts=facts_of_experts(experts, **quant))
+    facts = facts_of_experts(experts, **quant) | {"activation_group": activation_group}
+    recorder = Recorder(Path(path), norm, facts=facts)
 
     @wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Tensor:
@@ -128,6 +137,18 @@ def record(
         return y
 
     return recorded
+
+
+def record_ggml(
+    fn: Callable[..., Tensor], path: Path | str, experts: ExpertWeights, *, norm: float = math.inf
+) -> Callable[..., Tensor]:
+    """`record` for a graph of ggml's operators (`mul_mat_id`): fn(x, ids, weights), with rows rounded as ggml does.
+
+    Rows become Q8_K blocks of 256 columns for types with such blocks, Q8_0 blocks of 32 for others, and BF16 for BF16
+    (ggml-cpu.c, `type_traits_cpu`: vec_dot_type).
+    """
+    block = experts.scheme.block
+    return record(fn, path, experts, norm=norm, activation_group=0 if block is None else 256 if block[1] == 256 else 32)
 
 
 def record_transformers(

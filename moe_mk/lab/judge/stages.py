@@ -32,6 +32,7 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.judge.casefile import Case
 from moe_mk.lab.judge.matrices import Matrix, Range, over_segments, scales_of
 from moe_mk.lab.verify.dense import ACTIVATIONS, best, gated, kept, routing_weights, scores_of
+from moe_mk.quant.int8 import int8_groups
 from moe_mk.quant.plain import FP32, plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights.expert_weights import SlotWeights
@@ -85,7 +86,8 @@ class Bench:
         self.case, self.slots, self.shared_slot, self.columns = case, dict(slots), shared, columns
         self.model, self.router, self.dtype = case.model, case.router, plain(case.x.dtype)
         self.x, self.tokens = case.x.double(), case.size
-        self.compute: QuantScheme = case.model.quant.activation_scheme or self.dtype
+        group = case.activation_group
+        self.compute: QuantScheme = int8_groups(group) if group else case.model.quant.activation_scheme or self.dtype
         if case.topk_weights is None and case.router_logits is None and case.gate is None:
             raise ConfigError("the case has neither topk_weights nor router_logits nor gate: nothing to weigh rows by")
         if case.topk_ids is not None and slots and (lost := sorted(set(_ids(case)) - set(slots))):
