@@ -48,6 +48,22 @@ def test_json_has_a_verdict_for_each_case(file, invoke):
     assert (verdicts[0]["stage"], verdicts[0]["fault"]) == ("weights", "never renormalised")
 
 
+def test_rows_that_depend_on_the_other_tokens_are_stated(file, tmp_path, invoke):
+    case, alone = Layer(seed=2, tokens=4).case(gate=None, router_logits=None, bias=None), tmp_path / "alone.safetensors"
+    write_case(file, case)
+    one = {name: getattr(case, name)[2:3] for name in ("x", "y", "topk_ids", "topk_weights")}
+    write_case(alone, replace(case, **one))
+    assert "depends on" not in invoke("judge", file, alone).stdout
+    one["y"] = one["y"].clone()
+    one["y"][0, 7] = torch.nextafter(one["y"][0, 7], torch.tensor(9.0, dtype=torch.bfloat16))
+    write_case(alone, replace(case, **one))
+    found = invoke("judge", file, alone, "--json")
+    (depends,) = json.loads(found.stdout)[0]["depends"]
+    assert found.exit_code == 0 and (depends["law"], depends["stage"]) == ("count of tokens", "shared")
+    assert (depends["rows"], depends["differing"], depends["other"]) == (1, 1, 1)
+    assert "count of tokens: 1 of 1 equal tokens" in " ".join(invoke("judge", file, alone).stdout.split())
+
+
 class Tags(HTMLParser):
     """Tags of a page, and what it would load."""
 

@@ -8,7 +8,7 @@ import torch
 from moe_mk.experts.base import EXPERTS
 from moe_mk.lab.judge import faults
 from moe_mk.lab.judge.stages import Bench
-from moe_mk.lab.judge.verdict import NONE, judge
+from moe_mk.lab.judge.verdict import NONE, dependences, judge
 from moe_mk.lab.testing.experts import context_of
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import RowTokens
@@ -160,6 +160,25 @@ def test_stale_rows_and_weights_of_another_call_are_found_in_its_case():
     y.x, y.gate, y.correction = layer.x, layer.gate, layer.correction  # the same call with the weights of before
     verdict = judge(replace(case, y=y.forward()[0]), others=[before.case()])
     assert (verdict.fault, verdict.stage) == ("stale weight", "w13")
+
+
+def test_the_law_that_two_calls_break_is_named_by_what_differs_between_them():
+    case = Layer(seed=3, tokens=6).case(gate=None, router_logits=None, bias=None)
+
+    def call(tokens, **changes):
+        return replace(case, **{n: getattr(case, n)[tokens] for n in ("x", "y", "topk_ids", "topk_weights")}, **changes)
+
+    def law(one, other):
+        return [each.law for each in dependences([one, other])[0]]
+
+    wrong = replace(case, y=case.y.clone())
+    wrong.y[1, 3] += 0.5
+    assert law(case, call([5, 4, 3, 2, 1, 0])) == [] and law(case, wrong) == ["order of tokens"]
+    assert law(call([0, 1, 2]), replace(wrong, num_tokens=3, **{n: getattr(wrong, n)[[1, 4, 5]] for n in (
+        "x", "y", "topk_ids", "topk_weights")})) == ["batch-mates"]  # fmt: skip
+    assert law(call([0, 1]), wrong) == ["count of tokens"]
+    other = replace(wrong, topk_weights=wrong.topk_weights + 1.0)
+    assert law(case, other) == [], "other weights are other tokens"
 
 
 def test_positions_of_sampled_tokens_are_reported():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moe_mk.files import write_text
 from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.judge.casefile import Case, read_case
-from moe_mk.lab.judge.verdict import Verdict, judge
+from moe_mk.lab.judge.verdict import Dependence, Verdict, dependences, judge, same_layer
 from moe_mk.layer.settings import config_of, layer_spec_of
 from moe_mk.oracle.expected_error import ONE_TOKEN
 from moe_mk.weights.checkpoint import load_layer
@@ -34,20 +35,32 @@ def judge_cases(
     except UnsupportedError as problem:
         raise ConfigError(str(problem)) from problem
     verdicts = [
-        judge(case, *own, others=[other for other in cases if other is not case and _same_layer(case, other)])
+        judge(case, *own, others=[other for other in cases if other is not case and same_layer(case, other)])
         for case, own in zip(cases, weights, strict=True)
     ]
+    depends = dependences(cases)
     if html is not None:
         try:
             write_text(html, page_of(list(zip(map(str, files), cases, verdicts, strict=True))))
         except unless_signalled(OSError) as problem:
             raise ConfigError(f"{html} cannot be written: {problem}; name another file") from problem
     if as_json:
-        print_json([{"file": str(f)} | v.as_dict() for f, v in zip(files, verdicts, strict=True)])
+        listed = zip(files, verdicts, depends, strict=True)
+        print_json([{"file": str(f)} | v.as_dict() | {"depends": [asdict(d) for d in ds]} for f, v, ds in listed])
     else:
         for file, case, verdict in zip(files, cases, verdicts, strict=True):
             _show(screen, file, case, verdict)
+        for file, found in zip(files, depends, strict=True):
+            for each in found:
+                screen.fact("depends on", _stated(file, files[each.other], each))
     return OK if all(verdict.right for verdict in verdicts) else MISMATCH
+
+
+def _stated(file: Path, other: Path, found: Dependence) -> str:
+    return (
+        f"{found.law}: {found.differing} of {found.rows} equal tokens of {file} and {other} differ first at "
+        f"{found.stage} ({found.tensor}), by {found.error:.1e}; no stage permits a difference"
+    )
 
 
 def _weights_of(
@@ -66,12 +79,6 @@ def _weights_of(
     read = load_layer(source, case.layer, layer_spec_of(config_of(checkpoint, case.layer)), owned=hit)
     slots = {expert: slot.changed(in_memory) for expert, slot in zip(hit, read.experts.slots, strict=True)}
     return slots, None if read.shared is None else read.shared.changed(in_memory)
-
-
-def _same_layer(one: Case, other: Case) -> bool:
-    return (one.model, one.router, one.layer_name, one.layer) == (
-        other.model, other.router, other.layer_name, other.layer,
-    )  # fmt: skip
 
 
 def _show(screen: Screen, file: Path, case: Case, verdict: Verdict) -> None:

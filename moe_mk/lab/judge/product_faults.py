@@ -51,6 +51,11 @@ def of_scales(scene: Scene) -> Iterator[Change]:
     ]
     if bench.w13(experts[0]).parts[0].global_scale is not None:
         variants.append(("global scale dropped", "", lambda q, e, m: _without_global(q)))
+    for rank in range(bench.case.tp if bench.case.tp > 1 else 0):
+        yield _rescaled(scene, ("w2",), "scale of another TP slice", f"all have those of TP rank {rank}",
+                        lambda q, e, m, rank=rank: _of_slice(scales_of(q), 1, bench.case.tp, rank))  # fmt: skip
+        yield _rescaled(scene, ("w13",), "scale of another TP slice", f"all have those of TP rank {rank}",
+                        lambda q, e, m, rank=rank: _of_slice(scales_of(q), 0, bench.case.tp, rank))  # fmt: skip
     for which in (("w13",), ("w2",), ("w13", "w2")):
         for name, detail, new in variants:
             yield _rescaled(scene, which, name, f"{' and '.join(which)}{detail}", new)
@@ -66,6 +71,15 @@ def of_scales(scene: Scene) -> Iterator[Change]:
                         lambda q, e, m: scales_of(m.parts[1] if q is m.parts[0] else m.parts[0]))  # fmt: skip
         yield _rescaled(scene, ("w13",), "scale of another projection", "gate's for both",
                         lambda q, e, m: scales_of(m.parts[0]))  # fmt: skip
+
+
+def _of_slice(scales: Tensor, dim: int, tp: int, rank: int) -> Tensor:
+    """The scales of one slice in place of those of all; unchanged where they do not divide."""
+    size = scales.shape[dim] // tp
+    if size * tp != scales.shape[dim]:
+        return scales
+    own = scales.narrow(dim, rank * size, size)
+    return own.repeat(*((tp, 1) if dim == 0 else (1, tp)))
 
 
 def _next(step: int) -> str:

@@ -40,6 +40,10 @@ def of_ids(scene: Scene) -> Iterator[Change]:
         for step in (1, -1):
             moved = {e: own[r][(at + step) % len(own[r])] for r in ranks for at, e in enumerate(own[r])}
             yield one("experts shifted", "w13", f"{which}, by {step:+d}", _used(_mapped(moved, experts)), "experts")
+        for depth in (1, 2):
+            moved = {e: own[r][at - depth] for r in ranks for at, e in enumerate(own[r]) if at >= depth}
+            what = f"{which}, those of the expert {depth} before in a buffer of {depth}"
+            yield one("stale weight", "w13", what, _used(_mapped(moved, experts)), "experts")
         if ep > 1:
             moved = {e: own[(r + 1) % ep][at % len(own[(r + 1) % ep])] for r in ranks for at, e in enumerate(own[r])}
             yield one("experts shifted", "w13", f"{which}, those of the next rank", _used(_mapped(moved, experts)),
@@ -304,6 +308,13 @@ def of_sums(scene: Scene) -> Iterator[Change]:
                 return torch.cat([rows[:1] + factor * bias, rows[1:]])
 
             yield one(name, "w2", "of w2", biased)
+
+        def unweighed(run: Run, y: Tensor) -> Tensor:
+            bias = run.bench.biases(run["experts"][1], "w2")
+            left = torch.where(run["top-k"] >= 0, 1.0 - run["weights"], 0.0)[..., None] * bias
+            return y + left.sum(1)
+
+        yield one("expert bias not weighed", "weigh-and-sum", "of w2", unweighed, "reduce")
         yield one("expert bias missing", "w13", "of w13",
                   lambda run, value: value - run.bench.biases(run["experts"][0], "w13"))  # fmt: skip
 
@@ -330,6 +341,7 @@ def of_shared(scene: Scene) -> Iterator[Change]:
             times.setdefault(float(many), "shared experts per rank")
     if factor != 1.0:
         times.setdefault(factor, "routed scaling of shared experts")
+        times.setdefault(1.0 / factor, "routed scaling of shared experts")
     for many_times, name in times.items():
         yield one(name, "shared", f"times {many_times:g}", _times(many_times), "shared experts")
     if bench.case.shared_gate is not None:

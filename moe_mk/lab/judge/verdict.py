@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,81 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; infinite numbers as text."""
         return _plain(asdict(self))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """Rows of a case that another case has with other values, although token, experts and weights are equal."""
+
+    law: str
+    """What differs between the calls: count of tokens, order of tokens, or batch-mates."""
+    other: int
+    """The index of the other case."""
+    stage: str
+    tensor: str
+    """The first one that differs."""
+    rows: int
+    """Tokens that both have."""
+    differing: int
+    error: float
+    """Relative L2 of the differing rows."""
+
+
+_ROWS = {"router_logits": "gate", "topk_ids": "top-k", "topk_weights": "weights", "x_quant": "quantise",
+         "w13_out": "w13", "act_out": "activation", "w2_out": "w2", "routed_out": "reduce", "shared_out": "shared",
+         "y": "shared"}  # fmt: skip
+"""Tensors with a row for each token, and their stages."""
+
+
+def dependences(cases: Sequence[Case]) -> list[list[Dependence]]:
+    """For each case, the later ones of the same layer with which it has tokens in common whose rows differ in a bit.
+
+    No stage permits that: each row is a sum over its own experts. With one activation scale for all tokens it does,
+    and nothing is compared.
+    """
+    found: list[list[Dependence]] = [[] for _ in cases]
+    for (at, one), (index, other) in combinations(enumerate(cases), 2):
+        scheme = one.model.quant.activation_scheme
+        if not same_layer(one, other) or (scheme is not None and scheme.block is not None and scheme.block[0] != 1):
+            continue
+        routes = all(case.router_logits is not None or case.gate is not None for case in (one, other))
+        given = ("x",) if routes else ("x", "topk_ids", "topk_weights")
+        places = {_token(other, t, given): t for t in range(other.size)}
+        pairs = [(t, places[key]) for t in range(one.size) if (key := _token(one, t, given)) in places]
+        for name, stage in _ROWS.items():
+            mine, its = getattr(one, name), getattr(other, name)
+            if mine is None or its is None or not pairs:
+                continue
+            unequal = [(a, b) for a, b in pairs if _bits(mine[a]) != _bits(its[b])]
+            if unequal:
+                a, b = (part[list(rows)].double() for part, rows in zip((mine, its), zip(*unequal, strict=True),
+                                                                        strict=True))  # fmt: skip
+                error = float((a - b).norm() / b.norm().clamp_min(_TINY))
+                law = _law(one, other, same=len(pairs) == one.size == other.size)
+                found[at].append(Dependence(law, index, stage, name, len(pairs), len(unequal), error))
+                break
+    return found
+
+
+def _law(one: Case, other: Case, *, same: bool) -> str:
+    if max(one.num_tokens, one.size) != max(other.num_tokens, other.size):
+        return "count of tokens"
+    return "order of tokens" if same else "batch-mates"
+
+
+def same_layer(one: Case, other: Case) -> bool:
+    """Whether two cases are of one layer."""
+    return (one.model, one.router, one.layer_name, one.layer) == (
+        other.model, other.router, other.layer_name, other.layer,
+    )  # fmt: skip
+
+
+def _token(case: Case, token: int, given: tuple[str, ...]) -> tuple[bytes, ...]:
+    return tuple(_bits(tensor[token]) for name in given if (tensor := getattr(case, name)) is not None)
+
+
+def _bits(row: Tensor) -> bytes:
+    return row.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _plain(value: Any) -> Any:
@@ -279,6 +355,9 @@ def _explained(scene: Scene, checks: Sequence[Check], last: int) -> Verdict:
             if {step for step, _ in change.steps} <= set(span) and change.stage in stages:
                 found.append((_tried(scene, (change,)), (change,)))
     found = _ranked(found)
+    right_T = ~scene.wrong_T
+    if found and not _convinces(found[0][0]) and bool(right_T.any()):
+        found = _ranked([*found, *((_tried(scene, change, only_wrong=True), change) for _, change in found)])
     if found and not _convinces(found[0][0]):
         singles = _best_of_each(found)
         pairs = [
@@ -339,11 +418,14 @@ def _best_of_each(found: Found) -> list[Change]:
     return kept
 
 
-def _tried(scene: Scene, changes: tuple[Change, ...]) -> Explanation:
+def _tried(scene: Scene, changes: tuple[Change, ...], *, only_wrong: bool = False) -> Explanation:
+    """only_wrong: tokens that are right without the changes stay so, as where a race or a tile is wrong."""
     steps = [step for change in changes for step in change.steps]
     want = scene.predict(steps)
+    if only_wrong:
+        want = torch.where(scene.measured.wrong_R.reshape(*want.shape[:-1], 1), want, scene.want)
     before, names = scene.measured, tuple(change.name for change in changes)
-    details = tuple(change.detail for change in changes)
+    details = tuple(change.detail + (", in some rows" if only_wrong else "") for change in changes)
     stage = min((change.stage for change in changes), key=STAGES.index)
     known = want.reshape(-1, want.shape[-1]).isfinite().all(-1) & before.judged_R
     # The noise of a larger result is larger.
