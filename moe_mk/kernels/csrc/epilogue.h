@@ -16,14 +16,14 @@ inline f32x16 erf16(f32x16 x) {
   p = p * t - 0.284496736f;
   p = p * t + 0.254829592f;
   const f32x16 value = 1.0f - p * t * exp16(-a * a);
-  return x < f32x16{} ? -value : value;
+  return choose16(greater16(f32x16{}, x), -value, value);
 }
 
 // limit * tanh(x / limit) = x for small x, by a series where 2 sigmoid(2 z) - 1 would cancel.
 inline f32x16 soft_limit16(f32x16 x, float limit) {
   const f32x16 z = x / limit, square = z * z;
   const f32x16 series = z * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
-  return limit * (square < splat(0.04f) ? series : 2.0f * sigmoid16(2.0f * z) - 1.0f);
+  return limit * choose16(greater16(splat(0.04f), square), series, 2.0f * sigmoid16(2.0f * z) - 1.0f);
 }
 
 inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
@@ -41,8 +41,8 @@ inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
 }
 
 // A NaN total must reach h as a NaN: the clamps below keep their argument when the comparison fails.
-inline f32x16 at_most(f32x16 x, float limit) { return x > splat(limit) ? splat(limit) : x; }
-inline f32x16 at_least(f32x16 x, float limit) { return x < splat(limit) ? splat(limit) : x; }
+inline f32x16 at_most(f32x16 x, float limit) { return choose16(greater16(x, splat(limit)), splat(limit), x); }
+inline f32x16 at_least(f32x16 x, float limit) { return choose16(greater16(splat(limit), x), splat(limit), x); }
 
 inline void activate_row(const ActivationSpec& spec, const float* totals, const float* scale, const float* bias, uint16_t* h) {
   f32x16 first = load<f32x16>(totals), second = load<f32x16>(totals + 16);

@@ -19,22 +19,18 @@ constexpr int kInt8Few = 4;      // up to here two pairs at a time: two streams 
 inline float quantize_int8(const uint16_t* x, int64_t count, uint8_t* codes) {
   f32x16 most{};
   i32x16 any_nan{};
-  float amax = 0;
-  int32_t nan = 0;
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
     const f32x16 v = widen(x + i);
     most = max16(most, max16(v, -v));
-    any_nan |= v - v != 0.0f;  // an infinity as well
+    any_nan |= nan16(v - v);  // an infinity as well
   }
+  float amax = largest(most);
+  bool nan = any16(any_nan);
   for (; i < count; ++i) {
     const float v = widen_one(x[i]);
     amax = __builtin_fabsf(v) > amax ? __builtin_fabsf(v) : amax;
-    nan |= v - v != 0.0f;
-  }
-  for (int lane = 0; lane < 16; ++lane) {
-    amax = most[lane] > amax ? most[lane] : amax;
-    nan |= any_nan[lane];
+    nan = nan || v - v != 0.0f;
   }
   const float scale = amax > 0 ? (amax / 127.0f < 1.17549435e-38f ? 1.17549435e-38f : amax / 127.0f) : 1.0f;
   const f32x16 magic = splat(12582912.0f + kInt8Offset);  // 1.5 * 2^23: adding it rounds to an integer
@@ -43,10 +39,10 @@ inline float quantize_int8(const uint16_t* x, int64_t count, uint8_t* codes) {
     uint16_t some[16] = {};
     std::memcpy(some, x + i, size_t(n) * 2);
     const f32x16 v = min16(max16(widen(some) / scale, splat(-127.0f)), splat(127.0f));
-    const u8x16 rounded = __builtin_convertvector(bits<u32x16>(v + magic), u8x16);
+    const u8x16 rounded = lower_bytes(bits<u32x16>(v + magic));
     std::memcpy(codes + i, &rounded, size_t(n));
   }
-  return nan != 0 ? __builtin_nanf("") : scale;
+  return nan ? __builtin_nanf("") : scale;
 }
 
 // Shared by all kernels: whether the compiler contracts the product and the sum to an FMA must not differ between them.

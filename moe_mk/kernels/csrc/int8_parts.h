@@ -171,19 +171,10 @@ inline float round_part(const uint16_t* x, int count, int8_t* codes, int32_t* su
   for (int i = 0; i < vectors; ++i) {
     const f32x16 v = widen(inputs + 16 * i);
     most = max16(most, max16(v, -v));
-    any_nan |= v - v != 0.0f;
+    any_nan |= nan16(v - v);
   }
-#if defined(__AVX512F__)
-  const float amax = _mm512_reduce_max_ps(bits<__m512>(most));
-  const bool nan = _mm512_test_epi32_mask(bits<__m512i>(any_nan), bits<__m512i>(any_nan)) != 0;
-#else
-  float amax = 0;
-  bool nan = false;
-  for (int lane = 0; lane < 16; ++lane) {
-    amax = most[lane] > amax ? most[lane] : amax;
-    nan = nan || any_nan[lane] != 0;
-  }
-#endif
+  const float amax = largest(most);
+  const bool nan = any16(any_nan);
   const float scale = amax > 0 ? (amax / 127.0f < 1.17549435e-38f ? 1.17549435e-38f : amax / 127.0f) : 1.0f;
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   i32x16 total{};
@@ -191,20 +182,9 @@ inline float round_part(const uint16_t* x, int count, int8_t* codes, int32_t* su
     const f32x16 v = min16(max16(widen(inputs + 16 * i) / scale, splat(-127.0f)), splat(127.0f));
     const i32x16 rounded = bits<i32x16>(v + magic) - 0x4b400000;
     total += rounded;
-#if defined(__AVX512F__)
-    const u8x16 narrow_codes = bits<u8x16>(_mm512_cvtepi32_epi8(bits<__m512i>(rounded)));
-#else
-    const u8x16 narrow_codes = __builtin_convertvector(bits<u32x16>(rounded), u8x16);
-#endif
-    store(codes + 16 * i, narrow_codes);
+    store(codes + 16 * i, lower_bytes(bits<u32x16>(rounded)));
   }
-  int32_t sum = 0;
-#if defined(__AVX512F__)
-  sum = _mm512_reduce_add_epi32(bits<__m512i>(total));
-#else
-  for (int lane = 0; lane < 16; ++lane) sum += total[lane];
-#endif
-  *sum_of_codes = sum;
+  *sum_of_codes = sum_of_lanes(total);
   return nan ? __builtin_nanf("") : scale;
 }
 

@@ -13,15 +13,15 @@ inline u8x16 encode16(f32x16 value) {
   const u32x16 u = bits<u32x16>(value);
   const u32x16 sign = (u >> 24) & 0x80u;
   const f32x16 magnitude = bits<f32x16>(u & 0x7fffffffu);
-  const f32x16 clamped = magnitude > splat(448.0f) ? splat(448.0f) : magnitude;
+  const f32x16 clamped = choose16(greater16(magnitude, splat(448.0f)), splat(448.0f), magnitude);
   const u32x16 c = bits<u32x16>(clamped);
   // Rebias 127 -> 7 and keep 3 mantissa bits, nearest even.
   const u32x16 normal = (c - (120u << 23) + 0x7ffffu + ((c >> 20) & 1u)) >> 20;
   // Below 2^-6 the codes are 2^-9 apart: adding 2^14 leaves round-to-even of value / 2^-9 in the low mantissa bits.
   const u32x16 subnormal = bits<u32x16>(clamped + 16384.0f) - 0x46800000u;
-  u32x16 code = clamped < splat(0.015625f) ? subnormal : normal;
-  code = (u & 0x7fffffffu) > 0x7f800000u ? u32x16{} + 0x7fu : code;
-  return __builtin_convertvector(code | sign, u8x16);
+  u32x16 code = choose16(greater16(splat(0.015625f), clamped), subnormal, normal);
+  code = choose16(nan16(value), u32x16{} + 0x7fu, code);
+  return lower_bytes(code | sign);
 }
 
 // The smallest power of two that is not below a positive normal f32.
@@ -39,15 +39,9 @@ inline float quantize(const float* x, int count, bool ue8m0, uint8_t* codes) {
   for (int i = 0; i < kActivationBlock; i += 16) {
     const f32x16 v = load<f32x16>(padded + i);
     most = max16(most, max16(v, -v));
-    any_nan |= v != v;
+    any_nan |= nan16(v);
   }
-  float amax = 0;
-  int32_t nan = 0;
-  for (int lane = 0; lane < 16; ++lane) {
-    amax = most[lane] > amax ? most[lane] : amax;
-    nan |= any_nan[lane];
-  }
-  const float exact = amax / 448.0f, scale = nan != 0 ? __builtin_nanf("") : ue8m0 ? power_of_two_above(exact) : exact;
+  const float exact = largest(most) / 448.0f, scale = any16(any_nan) ? __builtin_nanf("") : ue8m0 ? power_of_two_above(exact) : exact;
   uint8_t out[kActivationBlock];
   for (int i = 0; i < kActivationBlock; i += 16) store(out + i, encode16(load<f32x16>(padded + i) / scale));
   std::memcpy(codes, out, size_t(count));

@@ -3,6 +3,10 @@
 #pragma once
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 
 namespace moe_mk {
@@ -33,9 +37,93 @@ inline __attribute__((always_inline)) To bits(From value) {
 }
 
 inline __attribute__((always_inline)) f32x16 splat(float value) { return value - f32x16{}; }
+
+// Lanes of comparisons and choices, of narrower integers, and over all lanes.
+// NOTE gcc 12: where a vector takes two registers, it compares, chooses and narrows one lane at a time.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+struct FloatHalves {
+  __m256 of[2];
+};
+struct IntegerHalves {
+  __m256i of[2];
+};
+inline __attribute__((always_inline)) i32x16 greater16(f32x16 a, f32x16 b) {
+  const auto x = bits<FloatHalves>(a), y = bits<FloatHalves>(b);
+  return bits<i32x16>(FloatHalves{{_mm256_cmp_ps(x.of[0], y.of[0], _CMP_GT_OQ), _mm256_cmp_ps(x.of[1], y.of[1], _CMP_GT_OQ)}});
+}
+inline __attribute__((always_inline)) i32x16 nan16(f32x16 a) {
+  const auto x = bits<FloatHalves>(a);
+  return bits<i32x16>(FloatHalves{{_mm256_cmp_ps(x.of[0], x.of[0], _CMP_UNORD_Q), _mm256_cmp_ps(x.of[1], x.of[1], _CMP_UNORD_Q)}});
+}
+template <typename V>
+inline __attribute__((always_inline)) V choose16(i32x16 mask, V yes, V no) {
+  const auto m = bits<FloatHalves>(mask), y = bits<FloatHalves>(yes), n = bits<FloatHalves>(no);
+  return bits<V>(FloatHalves{{_mm256_blendv_ps(n.of[0], y.of[0], m.of[0]), _mm256_blendv_ps(n.of[1], y.of[1], m.of[1])}});
+}
+// Of lanes of at most 16 bits.
+inline __attribute__((always_inline)) u16x16 to_u16(u32x16 lanes) {
+  const auto x = bits<IntegerHalves>(lanes);
+  return bits<u16x16>(_mm256_permute4x64_epi64(_mm256_packus_epi32(x.of[0], x.of[1]), 0xd8));
+}
+inline __attribute__((always_inline)) u8x16 lower_bytes(u32x16 lanes) {
+  const __m256i halves = bits<__m256i>(to_u16(lanes & 0xffu));
+  return bits<u8x16>(_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+inline __attribute__((always_inline)) float largest(f32x16 lanes) {
+  const auto x = bits<FloatHalves>(lanes);
+  const __m256 eight = _mm256_max_ps(x.of[0], x.of[1]);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline __attribute__((always_inline)) int32_t sum_of_lanes(i32x16 lanes) {
+  const auto x = bits<IntegerHalves>(lanes);
+  const __m256i eight = _mm256_add_epi32(x.of[0], x.of[1]);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+inline __attribute__((always_inline)) bool any16(i32x16 lanes) {
+  const auto x = bits<IntegerHalves>(lanes);
+  const __m256i both = _mm256_or_si256(x.of[0], x.of[1]);
+  return !_mm256_testz_si256(both, both);
+}
+#else
+inline __attribute__((always_inline)) i32x16 greater16(f32x16 a, f32x16 b) { return a > b; }
+inline __attribute__((always_inline)) i32x16 nan16(f32x16 a) { return a != a; }
+template <typename V>
+inline __attribute__((always_inline)) V choose16(i32x16 mask, V yes, V no) { return mask ? yes : no; }
+inline __attribute__((always_inline)) u16x16 to_u16(u32x16 lanes) { return __builtin_convertvector(lanes, u16x16); }
+#if defined(__AVX512F__)
+inline __attribute__((always_inline)) u8x16 lower_bytes(u32x16 lanes) { return bits<u8x16>(_mm512_cvtepi32_epi8(bits<__m512i>(lanes))); }
+inline __attribute__((always_inline)) float largest(f32x16 lanes) { return _mm512_reduce_max_ps(bits<__m512>(lanes)); }
+inline __attribute__((always_inline)) int32_t sum_of_lanes(i32x16 lanes) { return _mm512_reduce_add_epi32(bits<__m512i>(lanes)); }
+inline __attribute__((always_inline)) bool any16(i32x16 lanes) {
+  return _mm512_test_epi32_mask(bits<__m512i>(lanes), bits<__m512i>(lanes)) != 0;
+}
+#else
+inline u8x16 lower_bytes(u32x16 lanes) { return __builtin_convertvector(lanes, u8x16); }
+inline float largest(f32x16 lanes) {
+  float most = lanes[0];
+  for (int lane = 1; lane < 16; ++lane) most = lanes[lane] > most ? lanes[lane] : most;
+  return most;
+}
+inline int32_t sum_of_lanes(i32x16 lanes) {
+  int32_t sum = 0;
+  for (int lane = 0; lane < 16; ++lane) sum += lanes[lane];
+  return sum;
+}
+inline bool any16(i32x16 lanes) {
+  int32_t all = 0;
+  for (int lane = 0; lane < 16; ++lane) all |= lanes[lane];
+  return all != 0;
+}
+#endif
+#endif
+
 // Of a NaN and a number the second argument, as of vmaxps: max16(limit, x) keeps a NaN of x, max16(x, limit) loses it.
-inline __attribute__((always_inline)) f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
-inline __attribute__((always_inline)) f32x16 min16(f32x16 a, f32x16 b) { return a < b ? a : b; }
+inline __attribute__((always_inline)) f32x16 max16(f32x16 a, f32x16 b) { return choose16(greater16(a, b), a, b); }
+inline __attribute__((always_inline)) f32x16 min16(f32x16 a, f32x16 b) { return choose16(greater16(b, a), a, b); }
 
 inline __attribute__((always_inline)) f32x16 widen(const uint16_t* bf16) {
   return bits<f32x16>(__builtin_convertvector(load<u16x16>(bf16), u32x16) << 16);
@@ -46,7 +134,7 @@ inline __attribute__((always_inline)) u16x16 narrow(f32x16 value) {
   const u32x16 u = bits<u32x16>(value);
   const u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const u32x16 quiet = (u >> 16) | 0x40u;
-  return __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, u16x16);
+  return to_u16(choose16(nan16(value), quiet, rounded));
 }
 
 inline float widen_one(uint16_t bf16) {
