@@ -2,13 +2,12 @@
 #include "portable.h"
 
 #include "avx2_int8.h"
-#include "rows_int16.h"
 
 namespace moe_mk {
 
 const Kernels* avx2_kernels() {
   static const Kernels table = {
-      "avx2", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_int8<Avx2Int8Ops>,
+      "avx2", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_codes,
       quantize_int8, multiply_int8_parts_avx2, round_row,
       activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read, portable_peak,
   };

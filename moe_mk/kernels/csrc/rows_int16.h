@@ -7,6 +7,8 @@
 // the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
+// Rows rounded to INT8 (int8.h, int8_parts.h) times eight-bit weights have the same products, as AVX2 multiplies eight bits by eight, exactly,
+// no faster than sixteen: VPMADDUBSW takes one unsigned operand, whose sign another instruction moves, and two of its sums fill 16 bits.
 // Up to kDirectRows rows are multiplied with the packed bytes, more with a panel of 128 k of one pair in 16 bits (8 KiB, in the L1),
 // kIntegerGroup at a time. The same bits for any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
@@ -193,8 +195,16 @@ struct Totals {
       }
     }
   }
+  // Totals that are integers until the end.
+  inline __attribute__((always_inline)) void add_whole(const Integers (&sums)[N][V]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(at(m, v), plus32(load<Integers>(at(m, v)), sums[m][v]));
+  }
   inline __attribute__((always_inline)) void add(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
-    if (parts.minima != nullptr) add_as<true>(sums, part, parts);
+    if (!kIsWide && parts.scales == nullptr) add_whole(sums);
+    else if (parts.minima != nullptr) add_as<true>(sums, part, parts);
     else add_as<false>(sums, part, parts);
   }
   inline __attribute__((always_inline)) void put() const {
@@ -261,6 +271,43 @@ __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead
   });
 }
 
+#if !defined(__AVX512F__)
+// The same of eight-bit weights, four k of four columns a vector as they are packed: they are widened without a shuffle, and sums of k 0 and 1
+// and of k 2 and 3 are added when a part ends.
+template <int N>
+__attribute__((noinline)) void multiply_bytes(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
+  constexpr int kColumns = N == 1 ? kPairColumns : kTileColumns, kFours = kColumns / 4;
+  for (int column = 0; column < kPairColumns; column += kColumns) {
+    Totals<N, kFours / 2> totals(rows, column / kLanes);
+    for (int part = 0; part < unit.parts.num_parts; ++part) {
+      Integers fours[N][kFours];
+#pragma GCC unroll 4
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < kFours; ++v) fours[m][v] = Integers{};
+      for (int at = part * unit.parts.pairs, end = unit.end(part); at < end; at += Bytes::kPairs) {
+        const uint8_t* line = unit.packed + size_t(at / Bytes::kPairs) * kPanelRow + 4 * column;
+        for (int byte = 0; byte < 4 * kColumns; byte += 64) prefetch_line(line + byte, ahead);
+        Integers x[N];
+#pragma GCC unroll 4
+        for (int m = 0; m < N; ++m) x[m] = bits<Integers>(_mm256_broadcast_sd(reinterpret_cast<const double*>(rows.x(m) + 2 * at)));
+#pragma GCC unroll 8
+        for (int v = 0; v < kFours; ++v) {
+          const Integers codes = widen_bytes(load<HalfIntegers>(line + 16 * v));
+#pragma GCC unroll 4
+          for (int m = 0; m < N; ++m) add_products(codes, x[m], fours[m][v]);
+        }
+      }
+      Integers sums[N][kFours / 2];
+#pragma GCC unroll 4
+      for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+        for (int v = 0; v < kFours / 2; ++v) sums[m][v] = by_half(_mm256_hadd_epi32(fours[m][2 * v], fours[m][2 * v + 1]));
+      totals.add(sums, part, unit.parts);
+    }
+  }
+}
+#endif
+
 // Of a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
 template <int N, int V>
 __attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint8_t* next, size_t pair_bytes, const SomeRows<N>& rows) {
@@ -305,6 +352,7 @@ struct IntegerProduct {
   const Rows& rows;
   const Scratch& scratch;
   float* totals;
+  const bool of_codes = false;  // whether rows are rounded to INT8
   const int unit = has_parts(w.format) || w.groups != nullptr ? kUnitSteps : w.steps_per_block;  // steps
   int some[kMaxRows] = {};  // the rows
   int num_some = 0;
@@ -343,6 +391,28 @@ struct IntegerProduct {
     }
   }
 
+  // Of rows of INT8 codes, which the weights multiply in order.
+  void gather_codes(int step0, int steps) {
+    const bool parts = has_parts(w.format);
+    const __m128i offset = _mm_set1_epi8(char(parts ? 0 : kInt8Offset));
+    const int part = parts ? 2 * w.part_pairs : unit * kStep;
+    for (int i = 0; i < num_some; ++i) {
+      const uint8_t* x = rows.codes(i) + size_t(step0) * kStep;
+      const RowParts of_row = {rows.scales[i], parts ? row_parts(w) : 1};
+      for (int s = 0; s < steps; s += unit, x += unit * kStep) {
+        const IntegerRows to = of_unit(s / unit).from(i);
+        const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
+        for (int k = 0; k < inputs; k += 16) store(to.x + k, _mm256_cvtepi8_epi16(_mm_xor_si128(load<__m128i>(x + k), offset)));
+        for (int k = 0, at = 0; k < inputs; k += part, ++at) {
+          const int of_k = ((step0 + s) * kStep + k) / part;
+          to.scales[at] = parts ? of_row.scales[of_k] : 1.0f;
+          to.sums[at] = parts ? of_row.sums()[of_k] : 0.0f;
+          to.starts[at] = 0;
+        }
+      }
+    }
+  }
+
   // A unit of a pair times the rows, at most Together at a time; AVX-512 has even shares of them.
   template <int Together, typename Multiply>
   void each_rows(const IntegerRows& of, int pair, Multiply multiply) const {
@@ -363,6 +433,14 @@ struct IntegerProduct {
   // One unit of a pair.
   template <typename Policy>
   void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair, bool direct) const {
+#if !defined(__AVX512F__)
+    if constexpr (std::is_same_v<Policy, Bytes>) {
+      const auto by_bytes = [&](const auto& some_rows, bool first) {
+        multiply_bytes<std::decay_t<decltype(some_rows)>::kRows>(unit, first ? w.prefetch : 0, some_rows);
+      };
+      if (direct) return num_some == kDirectRows ? each_rows<2>(of, pair, by_bytes) : each_rows<kIntegerGroup>(of, pair, by_bytes);
+    }
+#endif
     if (direct)
       return each_rows<kDirectRows>(of, pair, [&](const auto& some_rows, bool first) {
         constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;  // some_rows.kRows would be no constant for clang
@@ -388,12 +466,14 @@ struct IntegerProduct {
     const int chunk = (fitting < 1 ? 1 : int(fitting)) * unit;
     for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
       const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
-      gather<Policy>(step0, chunk_steps, term);
+      if (!kIsWide && of_codes) gather_codes(step0, chunk_steps);
+      else gather<Policy>(step0, chunk_steps, term);
       for (int pair = 0; pair < w.num_pairs; ++pair)
         for (int s = 0; s < chunk_steps; s += unit) {
           const int steps = chunk_steps - s < unit ? chunk_steps - s : unit, step = step0 + s;
           if (w.part_scales != nullptr && step % kSuperSteps == 0) scales_ahead(w, pair, step);
           parts.load_of(w, pair, step, steps);
+          if (of_codes && !has_parts(w.format) && w.scales == nullptr) parts.scales = nullptr;
           const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
           const PackedUnit of_pair = {packed, w.step_bytes, steps * (kStep / 2), parts};
           multiply_unit<Policy>(of_pair, of_unit(s / unit), pair, direct);
@@ -415,6 +495,15 @@ void multiply_integers_as(const Columns& w, const Rows& rows, const Scratch& scr
       product.loses[r] = false;
     }
   }
+}
+
+// Rows rounded to INT8 times eight-bit weights: the bits of int8.h and int8_parts.h.
+inline void multiply_codes(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
+  IntegerProduct product = {w, rows, scratch, totals, true};
+  for (int r = 0; r < rows.num_rows; ++r) product.some[product.num_some++] = r;
+  product.multiply<Bytes>(rows.num_rows <= kDirectRows, 0);
+  if (!has_parts(w.format)) finish_totals(w, rows, totals);
 }
 
 void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals, bool direct) {
