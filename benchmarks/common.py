@@ -40,6 +40,7 @@ def with_peers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
     parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
     parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
+    parser.add_argument("--ik", type=Path, help="build folder of ik_llama.cpp's ggml; formats of --quant")
     return parser
 
 

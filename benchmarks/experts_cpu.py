@@ -5,6 +5,7 @@
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
     python benchmarks/experts_cpu.py --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --vllm vllm --kt kt --formats-only
     python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k q4_k_w4a8 --ggml ggml --formats-only  # INT8 tokens
+    python benchmarks/experts_cpu.py --quant q4_k q4_k_w4a8 q8_0 q8_0_w8a8 mxfp4 --ik build --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,

@@ -24,7 +24,7 @@ from experts_cpu_peers import (
     weighted_experts,
     zentorch_bf16,
 )
-from experts_cpu_stored_peers import ggml_candidates, kt_candidates, vllm_candidates
+from experts_cpu_stored_peers import ggml_candidates, ik_candidates, kt_candidates, vllm_candidates
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
@@ -99,6 +99,7 @@ def format_candidates(
     *,
     vllm: bool,
     ggml: Path | None = None,
+    ik: Path | None = None,
     kt: KtKernel | None = None,
 ) -> tuple[dict[str, Experts], dict[str, Experts]]:
     """What to call for each name of `--quant`, and what its results are to be compared with."""
@@ -120,11 +121,12 @@ def format_candidates(
             others |= kt_candidates(kt, kind, _slots(stored))
         calls |= others
         references |= dict.fromkeys(others, stored.reference)
-    if ggml is not None:
-        slots = {kind: partial(_slots, one) for kind, one in held.items()}
-        for kind, of_kind in ggml_candidates(ggml, threads, slots, native.best).items():
-            calls |= of_kind
-            references |= dict.fromkeys(of_kind, held[kind].reference)
+    slots = {kind: partial(_slots, one) for kind, one in held.items()}
+    blocks = [] if ggml is None else [ggml_candidates(ggml, threads, slots, native.best)]
+    blocks += [] if ik is None else [ik_candidates(ik, threads, slots)]
+    for kind, of_kind in (each for found in blocks for each in found.items()):
+        calls |= of_kind
+        references |= dict.fromkeys(of_kind, held[kind].reference)
     return calls, references
 
 
@@ -177,7 +179,7 @@ def gather_candidates(
             candidates |= peers(native, layer, options, kt)
     vllm = options.vllm is not None and not options.ours_only
     formats, references = format_candidates(
-        native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, kt=kt
+        native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, ik=options.ik, kt=kt
     )
     return candidates | formats, references, fp8
 

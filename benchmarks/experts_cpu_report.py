@@ -70,7 +70,12 @@ def described(results: Results) -> str:
 
 GGML = "ggml "
 """Prefix of the candidates of ggml."""
-BLOCKS = {GGML: ("ggml", "cpu_ms"), "vllm ": ("vLLM", "cpu_ms"), "kt-kernel ": ("kt-kernel", "wall_ms")}
+BLOCKS = {
+    GGML: ("ggml", "cpu_ms"),
+    "ik_llama.cpp ": ("ik_llama.cpp", "cpu_ms"),
+    "vllm ": ("vLLM", "cpu_ms"),
+    "kt-kernel ": ("kt-kernel", "wall_ms"),
+}
 """By prefix of candidates that hold the same blocks as ours of the same name: the project and the clock to compare.
 
 The processor time of kt-kernel includes a thread that spins until the others have finished."""

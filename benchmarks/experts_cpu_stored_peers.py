@@ -9,11 +9,15 @@ ggml's experts come from the prebuilt libraries of an npm package.
 The graph is llama.cpp's of a mixture of experts: `ggml_mul_mat_id` for gate, up and down, swiglu, the routing weights
 and the sum over experts. ggml rounds the rows of x and h to INT8 blocks (Q8_K or Q8_0). Weights are in its ordinary
 buffers or, repacked, in those that it offers for types and processors with interleaved kernels. Calls through ctypes.
+
+ik_llama.cpp has ggml functions of its own, in one library. Its graph is that of its `llm_build_moe_ffn`: gate, up and
+the activation in `ggml_moe_up_gate`, down, and the weighted sum in `ggml_mul_multi_add`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -30,7 +34,8 @@ from moe_mk.quant.tensor import QuantTensor
 
 TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "bf16": 30, "mxfp4": 39}
 """`ggml_type` of the names of our formats."""
-F32, I32 = 0, 26
+F32, I32, SILU = 0, 26, 10
+"""`ggml_type` and, of ik_llama.cpp, `ggml_unary_op`."""
 VARIANTS = {
     "sapphirerapids": Isa.AMX_BF16,
     "zen4": Isa.AVX512_BF16,
@@ -43,6 +48,9 @@ VARIANTS = {
     "x64": Isa.SCALAR,
 }
 """Libraries of the package, the most demanding processors first, and the least Isa that has their instructions."""
+
+
+Slot = tuple[QuantTensor, ...]
 
 
 class _Init(Structure):
@@ -58,16 +66,18 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "new_tensor_2d": (c_void_p, (c_void_p, c_int, c_int64, c_int64)),
     "new_tensor_3d": (c_void_p, (c_void_p, c_int, c_int64, c_int64, c_int64)),
     "mul_mat_id": (c_void_p, (c_void_p,) * 4),
+    "new_graph": (c_void_p, (c_void_p,)),
+    "build_forward_expand": (None, (c_void_p, c_void_p)),
+    "backend_alloc_ctx_tensors": (c_void_p, (c_void_p, c_void_p)),
+    "backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
+    "backend_graph_compute": (c_int, (c_void_p, c_void_p)),
+}
+_LLAMA_CPP: dict[str, tuple[object, tuple[object, ...]]] = {
     "swiglu_split": (c_void_p, (c_void_p,) * 3),
     "mul": (c_void_p, (c_void_p,) * 3),
     "add": (c_void_p, (c_void_p,) * 3),
     "view_2d": (c_void_p, (c_void_p, c_void_p, c_int64, c_int64, c_size_t, c_size_t)),
-    "new_graph": (c_void_p, (c_void_p,)),
-    "build_forward_expand": (None, (c_void_p, c_void_p)),
-    "backend_alloc_ctx_tensors": (c_void_p, (c_void_p, c_void_p)),
     "backend_alloc_ctx_tensors_from_buft": (c_void_p, (c_void_p, c_void_p)),
-    "backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
-    "backend_graph_compute": (c_int, (c_void_p, c_void_p)),
     "backend_reg_dev_get": (c_void_p, (c_void_p, c_size_t)),
     "backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
     "backend_dev_init": (c_void_p, (c_void_p, c_char_p)),
@@ -75,21 +85,71 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "backend_buft_name": (c_char_p, (c_void_p,)),
     "backend_buft_alloc_buffer": (c_void_p, (c_void_p, c_size_t)),
 }
+_IK_LLAMA_CPP: dict[str, tuple[object, tuple[object, ...]]] = {
+    "moe_up_gate": (c_void_p, (*(c_void_p,) * 5, c_int)),
+    "mul_multi_add": (c_void_p, (c_void_p,) * 3),
+    "backend_cpu_init": (c_void_p, ()),
+    "backend_cpu_set_n_threads": (None, (c_void_p, c_int)),
+}
 BUFFER_OFFSET = 8
 """Of `ggml_tensor.buffer`, behind the type."""
 
 
-class Ggml:
+def _functions(library: ctypes.CDLL, own: Mapping[str, tuple[object, tuple[object, ...]]]) -> SimpleNamespace:
+    """The functions of ggml that both projects have, and those of one."""
+    found = SimpleNamespace()
+    for name, (result, arguments) in (_FUNCTIONS | dict(own)).items():
+        function = getattr(library, f"ggml_{name}")
+        function.restype, function.argtypes = result, arguments
+        setattr(found, name, function)
+    return found
+
+
+class _Library:
+    f: SimpleNamespace
+    backend: int
+    repacked: int | None = None
+
+    def context(self, tensors: int) -> int:
+        """A context for descriptions of tensors and one graph."""
+        size = tensors * self.f.tensor_overhead() + self.f.graph_overhead()
+        return int(self.f.init(_Init(size, None, True)))
+
+    def repacks(self, kind: str, hidden: int, inter: int) -> bool:
+        """Whether a weight of this type has interleaved kernels on this processor."""
+        return False
+
+
+class IkLlama(_Library):
+    """The CPU backend of ik_llama.cpp, built for this processor."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        """folder: holds libggml.so, or the build folder that does. Raises FileNotFoundError without it."""
+        library = next(folder.rglob("libggml.so"), None)
+        if library is None:
+            raise FileNotFoundError(f"{folder} holds no libggml.so: benchmarks/peers/README.md")
+        own_first = os.RTLD_LOCAL | os.RTLD_DEEPBIND  # functions of the same names may be loaded from llama.cpp
+        self.f = _functions(ctypes.CDLL(str(library), mode=own_first), _IK_LLAMA_CPP)
+        self.context(1)  # the first one makes tables that kernels read
+        self.backend = self.f.backend_cpu_init()
+        self.f.backend_cpu_set_n_threads(self.backend, threads)
+
+    def layer(
+        self, context: int, weights: Sequence[int], x: int, ids: int, routing: int, shape: tuple[int, int, int]
+    ) -> int:
+        """The output of a graph of one layer; weights of gate, up and down."""
+        h = self.f.moe_up_gate(context, weights[1], weights[0], x, ids, SILU)
+        y = self.f.mul_mat_id(context, weights[2], h, ids)
+        return int(self.f.mul_multi_add(context, y, routing))
+
+
+class Ggml(_Library):
     """ggml with the CPU backend that fits this processor."""
 
     def __init__(self, folder: Path, threads: int, best: Isa) -> None:
         """folder: holds libggml-base.so, or the unpacked package that does. best: the best instruction set to use."""
         (base,) = folder.rglob("libggml-base.so")
-        library, self.f = ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL), SimpleNamespace()
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"ggml_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self.f, name, function)
+        self.f = _functions(ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL), _LLAMA_CPP)
         self.variant, entry = self._best(base.parent, best)
         entry.restype = c_void_p
         registry = entry()
@@ -131,16 +191,27 @@ class Ggml:
         address = self.f.backend_reg_get_proc_address(registry, name)
         return ctypes.CFUNCTYPE(result, *arguments)(address)  # type: ignore[arg-type]
 
-    def context(self, tensors: int) -> int:
-        """A context for descriptions of tensors and one graph."""
-        size = tensors * self.f.tensor_overhead() + self.f.graph_overhead()
-        return int(self.f.init(_Init(size, None, True)))
+    def layer(
+        self, context: int, weights: Sequence[int], x: int, ids: int, routing: int, shape: tuple[int, int, int]
+    ) -> int:
+        """The output of a graph of one layer; weights of gate, up and down. shape: rows, choices and hidden size."""
+        g, (rows, top_k, hidden) = self.f, shape
+        gate, up = (g.mul_mat_id(context, w, x, ids) for w in weights[:2])
+        h = g.swiglu_split(context, gate, up)
+        y = g.mul(context, g.mul_mat_id(context, weights[2], h, ids), routing)
+        row_bytes = 4 * hidden
+        total = None
+        for choice in range(top_k):
+            view = g.view_2d(context, y, hidden, rows, row_bytes * top_k, row_bytes * choice)
+            total = view if total is None else g.add(context, total, view)
+        assert total is not None
+        return int(total)
 
 
 class GgmlExperts:
     """The experts of one layer in blocks of one type; a graph per number of rows."""
 
-    def __init__(self, ggml: Ggml, kind: str, slots: list[tuple[QuantTensor, ...]], *, repacked: bool) -> None:
+    def __init__(self, ggml: Ggml | IkLlama, kind: str, slots: list[Slot], *, repacked: bool) -> None:
         """slots: gate, up and down of each expert, which are copied. Raises MemoryError without memory for them."""
         self.ggml, self.f, self.experts = ggml, ggml.f, len(slots)
         self.inter, self.hidden = slots[0][0].shape
@@ -180,14 +251,7 @@ class GgmlExperts:
         x = g.new_tensor_3d(context, F32, self.hidden, 1, rows)
         ids = g.new_tensor_2d(context, I32, top_k, rows)
         weights = g.new_tensor_3d(context, F32, 1, top_k, rows)
-        gate, up = (g.mul_mat_id(context, w, x, ids) for w in self.weights[:2])
-        h = g.swiglu_split(context, gate, up)
-        y = g.mul(context, g.mul_mat_id(context, self.weights[2], h, ids), weights)
-        row_bytes = 4 * self.hidden
-        total = None
-        for choice in range(top_k):
-            view = g.view_2d(context, y, self.hidden, rows, row_bytes * top_k, row_bytes * choice)
-            total = view if total is None else g.add(context, total, view)
+        total = self.ggml.layer(context, self.weights, x, ids, weights, (rows, top_k, self.hidden))
         graph = g.new_graph(context)
         g.build_forward_expand(graph, total)
         if not g.backend_alloc_ctx_tensors(context, self.ggml.backend):
@@ -201,7 +265,7 @@ def blocks_of_ggml(q: QuantTensor, kind: str) -> Tensor:
 
 
 def ggml_candidates(
-    folder: Path, threads: int, slots_of: Mapping[str, Callable[[], list[tuple[QuantTensor, ...]]]], best: Isa
+    folder: Path, threads: int, slots_of: Mapping[str, Callable[[], list[Slot]]], best: Isa
 ) -> dict[str, dict[str, Experts]]:
     """By format that ggml reads: its experts, and once more repacked where it offers that on this processor.
 
@@ -209,19 +273,30 @@ def ggml_candidates(
     """
     library = Ggml(folder, threads, best)
     print(f"ggml: the {library.variant} build of its CPU backend", flush=True)
+    return _held_by(library, "ggml", slots_of)
+
+
+def ik_candidates(
+    folder: Path, threads: int, slots_of: Mapping[str, Callable[[], list[Slot]]]
+) -> dict[str, dict[str, Experts]]:
+    """By format that ik_llama.cpp reads: its experts."""
+    return _held_by(IkLlama(folder, threads), "ik_llama.cpp", slots_of)
+
+
+def _held_by(
+    library: Ggml | IkLlama, project: str, slots_of: Mapping[str, Callable[[], list[Slot]]]
+) -> dict[str, dict[str, Experts]]:
     calls: dict[str, dict[str, Experts]] = {}
     for kind, slots in slots_of.items():
         if kind not in TYPES:
             continue
-        held, name = slots(), f"ggml {kind.replace('_', ' ')}"
+        held, name = slots(), f"{project} {kind.replace('_', ' ')}"
         inter, hidden = held[0][0].shape
         calls[kind] = {name: GgmlExperts(library, kind, held, repacked=False)}
         if library.repacks(kind, hidden, inter):
             calls[kind][f"{name} repacked"] = GgmlExperts(library, kind, held, repacked=True)
     return calls
 
-
-Slot = tuple[QuantTensor, ...]
 
 INT8_W8A8, INT4_W4A8, MXFP4 = 1, 3, 4
 """Methods of vLLM's `fused_experts_cpu`."""

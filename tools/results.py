@@ -55,7 +55,7 @@ PROCESSORS = {
     ),
     "AMD EPYC (Zen 5), AVX-512 with bf16": ("experts_cpu_e32", "experts_cpu_e256"),
     "AMD EPYC (Zen 4), kernels limited to AVX-512 VNNI": ("experts_avx512vnni", "experts_avx512vnni_int4"),
-    "AMD EPYC (Zen 3), AVX2": ("experts_avx2", "experts_avx2_int4"),
+    "AMD EPYC (Zen 3), AVX2": ("experts_avx2", "experts_avx2_int4", "experts_avx2_ik"),
     "Intel Xeon, AMX": ("experts_amx", "experts_amx_int4", "experts_amx_int4_e32"),
 }  # fmt: skip
 """Runs of single layers by the processor that they ran on."""
@@ -70,8 +70,11 @@ OTHERS = {
     "transformers": "transformers",
     "kt-kernel": "kt-kernel",
     "ggml": "ggml",
+    "ik_llama.cpp": "ik_llama.cpp",
 }
 """Projects in the names of candidates."""
+INTEGER_TOKENS = ("ggml", "ik_llama.cpp")
+"""Those that round tokens to INT8: they are compared with both our roundings, in processor time."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,11 @@ PROCESSORS_INTRODUCTION = """\
 
 Written by `make features` from `benchmarks/results/experts_*.json`; do not edit. One layer of E routed experts of
 hidden x intermediate size, top-8, uniform routing, two threads; all implementations of a run take turns in one
-process. Columns are the tokens of a call. *FORMAT, ms*: wall time of a call of `moe_mk`. *X FORMAT*: the time of X
-divided by that of `moe_mk` with weights of the same format, or of the one behind the slash; above 1, `moe_mk` is
-faster. ggml (llama.cpp; the faster variant of each block) is compared in processor time, all others in wall time.
-Empty: not measured. [Kernels](kernels.md) describes the kernels.
+process. Columns are the tokens of a call. *FORMAT, ms*: wall time of a call of `moe_mk`, of a run on one thread its
+processor time. *X FORMAT*: the time of X divided by that of `moe_mk` with weights of the same format, or of the one
+behind the slash; above 1, `moe_mk` is faster. ggml (llama.cpp; the faster variant of each block) and ik_llama.cpp,
+which round tokens to INT8, are compared in processor time, also with `moe_mk` doing so (w4a8, w8a8), all others in wall
+time. Empty: not measured. [Kernels](kernels.md) describes the kernels.
 """
 
 
@@ -254,20 +258,24 @@ def _versions(runs: Iterable[Mapping[str, Any]]) -> str:
 def _layer_rows(run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Our times in ms, then those of others over ours in the same format, or in FP8 where it was not measured."""
     wall, cpu = _times(run, "wall_ms"), _times(run, "cpu_ms")
-    for name, times in wall.items():
+    alone = run["shape"].get("threads") == 1
+    for name, times in (cpu if alone else wall).items():
         if name.startswith("moe_mk"):
-            yield f"{name.removeprefix('moe_mk ')}, ms", *(_milliseconds(times.get(count)) for count in tokens)
+            unit = "ms of one thread" if alone else "ms"
+            yield f"{name.removeprefix('moe_mk ')}, {unit}", *(_milliseconds(times.get(count)) for count in tokens)
     for name in wall:
         project, _, form = name.partition(" ")
         if project not in OTHERS or "repacked" in form or "eager" in form:
             continue
         own = f"moe_mk {form.removeprefix('grouped_mm ')}"
-        own = own if own in wall else "moe_mk fp8"
-        clock = cpu if project == "ggml" else wall
+        integers = [each for each in (f"{own} w4a8", f"{own} w8a8") if project in INTEGER_TOKENS and each in wall]
+        clock = cpu if project in INTEGER_TOKENS else wall
         variants = [clock[each] for each in (name, f"{name} repacked") if each in clock]
-        ratios = [_ratio(variants, clock[own], count) for count in tokens]
-        compared = "" if own.endswith(f" {form.removeprefix('grouped_mm ')}") else f" / {own.removeprefix('moe_mk ')}"
-        yield f"{OTHERS[project]} {form}{compared}", *ratios
+        for each in (own if own in wall else "moe_mk fp8", *integers):
+            ratios = [_ratio(variants, clock[each], count) for count in tokens]
+            same = each.endswith(f" {form.removeprefix('grouped_mm ')}")
+            compared = "" if same else f" / {each.removeprefix('moe_mk ')}"
+            yield f"{OTHERS[project]} {form}{compared}", *ratios
 
 
 def _milliseconds(time: float | None) -> str:

@@ -45,12 +45,14 @@ def test_every_project_is_compared_with_ours_at_the_same_bits() -> None:
         "vllm fp8": 6.0,
         "kt-kernel int4 g32": 10.5,
         "kt-kernel int4 row": 1.0,
+        "ik_llama.cpp int4 g32": 3.5,
     }
     many = {name: ms for name, ms in few.items() if name != "kt-kernel int4 g32"}  # left out: out of patience
     results = {"cases": [_case(1, few), _case(64, many)]}
-    ggml, vllm, kt = at_equal_bits(results).split("With the same blocks")[1:]
+    ggml, ik, vllm, kt = at_equal_bits(results).split("With the same blocks")[1:]
     # ggml takes 3 ms at best, ours 2, our FP8 4; kt-kernel 3.5 of wall time, ours 1. Its int4 row has no counterpart.
     assert "variant of ggml / ours" in ggml and ggml.count("| 1.50 / 2.00 |") == 2
+    assert "variant of ik_llama.cpp / ours" in ik and ik.count("| 1.75 / 2.00 |") == 2
     assert "variant of vLLM / ours" in vllm and vllm.count("| 1.25 / 2.00 |") == 2 and "bf16" not in vllm
     assert (
         "in wall time: the best variant of kt-kernel / ours" in kt
