@@ -29,6 +29,7 @@ from torch.compiler import is_compiling
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.shapes import expect, expect_dense
+from moe_mk.tokens import Routing
 
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
@@ -99,8 +100,8 @@ class Operator(Generic[T]):
         self,
         name: str,
         schema: str,
-        run: Callable[..., Tensor],
-        fake: Callable[..., Tensor] | None = None,
+        run: Callable[..., Any],
+        fake: Callable[..., Any] | None = None,
         untrained: tuple[str, str] | None = None,
         shares: Operator[T] | None = None,
     ) -> None:
@@ -119,7 +120,7 @@ class Operator(Generic[T]):
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         at = schema[: schema.index("Tensor entry")].count(",")
 
-        def run_of_entry(*given: Any) -> Tensor:
+        def run_of_entry(*given: Any) -> Any:
             return run(self.owner(given[at]), *given[:at], *given[at + 1 :])
 
         _LIBRARY.impl(name, run_of_entry, "CompositeExplicitAutograd")
@@ -292,3 +293,48 @@ ROUTED: Operator[Any] = Operator(
     shares=LAYERS,
 )
 """Routed experts alone: (T, H), weights (T, K), ids (T, K), the expert load [E] to add to; to (T, H)."""
+REPLAYED: Operator[Any] = Operator(
+    "moe_layer_replayed",
+    "(Tensor hidden_states, Tensor recorded_ids, Tensor(a!) expert_load_E, Tensor entry, "
+    "Tensor? recorded_weights=None) -> Tensor",
+    lambda layer, x_TH, ids_TK, load_E, weights_TK=None: layer.run_replayed(x_TH, ids_TK, weights_TK, load_E),
+    shares=LAYERS,
+)
+"""Whole layers with recorded experts: (T, H), ids (T, K), the expert load [E] to add to, weights (T, K); to (T, H)."""
+
+
+def _route(layer: MoELayer, x_TH: Tensor, token_ids_T: Tensor | None, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    routing = layer.route(x_TH, token_ids_T)
+    assert routing.logits_TE is not None, "a layer always returns them"
+    return routing.ids_TK, routing.weights_TK, routing.logits_TE
+
+
+def _like_routing(
+    x_TH: Tensor, entry: Tensor, token_ids_T: Tensor | None, sizes: list[int], ids: torch.dtype, logits: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    top_k, num_experts = sizes
+    ids_TK = x_TH.new_empty((x_TH.shape[0], top_k), dtype=ids)
+    weights_TK = x_TH.new_empty((x_TH.shape[0], top_k), dtype=torch.float32)
+    return ids_TK, weights_TK, x_TH.new_empty((x_TH.shape[0], num_experts), dtype=logits)
+
+
+ROUTES: Operator[Any] = Operator(
+    "moe_layer_route",
+    "(Tensor hidden_states, Tensor entry, Tensor? token_ids_T, SymInt[2] sizes, ScalarType ids, ScalarType logits)"
+    " -> (Tensor, Tensor, Tensor)",
+    _route,
+    fake=_like_routing,
+    shares=LAYERS,
+)
+"""The router alone: (T, H) and token ids [T] or None; to ids (T, K), weights (T, K) and logits (T, E)."""
+
+
+def traced_route(layer: MoELayer, x_TH: Tensor, token_ids_T: Tensor | None) -> Routing:
+    """`MoELayer.route` of a compiled graph: one node. What is read of the layer here becomes guards of the graph."""
+    config, logits = layer.state.backends.config, torch.float32
+    if config.router.router_dtype == "model":
+        logits = x_TH.dtype
+    ids = getattr(layer.routing.router, "ids_dtype", torch.int32)
+    sizes = config.router.top_k, config.model.scored_experts
+    ids_TK, weights_TK, logits_TE = ROUTES.call(x_TH, layer._entry, token_ids_T, sizes, ids, logits)
+    return Routing(ids_TK, weights_TK, logits_TE=logits_TE)

@@ -33,14 +33,14 @@ from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import settings
 from moe_mk.layer.checks import checked_routing, checked_tokens, expect_inference
-from moe_mk.layer.custom_op import LAYERS, ROUTED, Identity, is_untraced, run_operator
+from moe_mk.layer.custom_op import LAYERS, ROUTED, Identity, is_untraced, run_operator, traced_route
 from moe_mk.layer.forward import NO_WEIGHTS, PreparedForward, steps
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.live import LivePlacement
 from moe_mk.layer.module_habits import Part, WithoutParameters, copied, counter, pickled
 from moe_mk.layer.report import cleared, explained, memory_of, report_of
-from moe_mk.layer.routing import LayerRouting, RouterPart, forward_replayed
+from moe_mk.layer.routing import LayerRouting, RouterPart, forward_replayed, run_replayed
 from moe_mk.layer.serving_state import Backends, ServingState, build_state
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
@@ -458,14 +458,17 @@ class MoELayer(WithoutParameters):
             raise
 
     forward_replayed = forward_replayed
+    run_replayed = run_replayed
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts, weights and router logits of each token.
 
         token_ids_T: as of `forward`. A token with a NaN among its scores gets ids of -1, see `router.grouped_topk`.
         """
+        if is_compiling():
+            return traced_route(self, hidden_states, token_ids_T)
         _ = self.weights  # raises WeightError before loading
-        if not is_compiling() and not is_untraced(hidden_states):
+        if not is_untraced(hidden_states):
             expect_inference("the layer", hidden_states)
             expect_dense("hidden_states", hidden_states, traced=True)
         router_TH, _ = self.state.inputs(self.checked(hidden_states))

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
-from moe_mk.layer.custom_op import is_untraced
+from moe_mk.layer.custom_op import REPLAYED, is_untraced
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.module_habits import Part
 from moe_mk.layer.serving_state import ServingState
@@ -251,18 +252,31 @@ def forward_replayed(layer: MoELayer, hidden_states: Tensor, recorded: Tensor | 
 
     recorded: ids (T, K) of logical experts, which the live gate weighs, or a `Routing` of which the weights are used as
     well. Ids may be those of a `router.replay.RoutingCapture`; they are read on the host. Every rank passes the record
-    of its own tokens. Raises ShapeError for a record of other tokens or experts, UnsupportedError under torch.compile
-    and for backends that route inside.
+    of its own tokens. Raises ShapeError for a record of other tokens or experts, UnsupportedError under torch.func and
+    for backends that route inside.
     """
+    load_E: Any = layer._buffers["expert_load"]
+    ids_TK, weights_TK = (recorded.ids_TK, recorded.weights_TK) if isinstance(recorded, Routing) else (recorded, None)
+    if is_compiling():
+        return REPLAYED.traced(hidden_states, ids_TK, load_E, layer._entry, weights_TK)
     _ = layer.weights  # raises WeightError before loading
     if not is_untraced(hidden_states):
-        way = "call forward_replayed outside of torch.compile and torch.func, with a plain tensor"
-        raise UnsupportedError("replay in a traced call or with a subclass of Tensor", [way])
+        way = "call forward_replayed outside of torch.func, with a plain tensor"
+        raise UnsupportedError("replay under torch.func or with a subclass of Tensor", [way])
+    return run_replayed(layer, hidden_states, ids_TK, weights_TK, load_E)
+
+
+def run_replayed(
+    layer: MoELayer, hidden_states: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, load_E: Tensor
+) -> Tensor:
+    """`forward_replayed` without torch's operator. load_E: the expert load to add to."""
+    _ = layer.weights
     if layer.kernel.routes_inside:
         chosen = layer.decision.chosen.experts
         raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
     x_TH, config = layer.checked(hidden_states), layer.config
     with torch.no_grad():
+        recorded = ids_TK if weights_TK is None else Routing(ids_TK, weights_TK)
         router = ReplayedTokens.of(layer.router, recorded, config.model.scored_experts)
         expect("recorded ids", router.ids_TK, "T K", None, layer.device, T=x_TH.shape[0], K=config.router.top_k)
-        return wait(layer.steps(x_TH, layer.expert_load, router))
+        return wait(layer.steps(x_TH, load_E, router))

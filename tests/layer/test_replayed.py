@@ -130,7 +130,7 @@ def test_records_of_other_tokens_or_experts_are_refused_before_anything_runs() -
     ):
         with pytest.raises(ShapeError, match=message):
             made.forward_replayed(tokens(), record)
-    with pytest.raises(UnsupportedError, match="outside of torch.compile"):
+    with pytest.raises(UnsupportedError, match="outside of torch.func"):
         made.forward_replayed(torch.nn.Parameter(tokens(), requires_grad=False), other_ids())
     inside = build(experts="reference_monolithic")
     with pytest.raises(UnsupportedError, match="routes inside"):

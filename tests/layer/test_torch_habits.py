@@ -8,6 +8,8 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_mk import ExpertMap, MoEConfig, MoELayer, MoEMKError, ShapeError, UnsupportedError, WeightError
-from moe_mk.layer.custom_op import moe_layer
+from moe_mk.layer.custom_op import REPLAYED, ROUTES, moe_layer
+from moe_mk.tokens import Routing
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, INNER, config, layer, tensors
 
@@ -246,6 +249,59 @@ def test_routed_experts_are_one_operator_of_a_compiled_graph(moe: MoELayer) -> N
             compiled(x_TH, weights_TK, ids_TK + torch.tensor([[100, 0]]))
     args = x_TH, weights_TK, ids_TK, moe.expert_load, moe._entry
     torch.library.opcheck(torch.ops.moe_mk.moe_layer_routed, args)
+
+
+ON_TOKENS = sorted(
+    name for name in dir(MoELayer)
+    if not name.startswith(("_", "run")) and callable(getattr(MoELayer, name))
+    and "hidden_states" in signature(getattr(MoELayer, name)).parameters
+)  # fmt: skip
+"""All methods of a layer that callers pass tokens to; `run` and its kind are what operators call."""
+
+
+def results(made: MoELayer, name: str, x_TH: Tensor) -> list[Callable[..., object]]:
+    """Calls of a method, with each kind of its arguments."""
+    weights_TK, ids_TK = torch.tensor([[0.25, 0.75]] * 3), torch.tensor([[0, 3], [1, -1], [7, 2]])
+    given: dict[str, list[tuple[object, ...]]] = {
+        "checked": [()], "forward": [()], "route": [()], "forward_routed": [(weights_TK, ids_TK)],
+        "forward_replayed": [(ids_TK,), (Routing(ids_TK, weights_TK),)],
+    }  # fmt: skip
+    return [partial(getattr(made, name), x_TH, *more) for more in given[name]]
+
+
+@pytest.mark.parametrize("name", ON_TOKENS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_method_on_tokens_is_compiled_whole_and_counts_as_without(name: str, dtype: torch.dtype) -> None:
+    made = layer(8, 2, dtype=dtype, experts="torch_cpu", router_dtype="model")
+    x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def flat(found: object) -> list[Tensor]:
+        parts = vars(found).values() if isinstance(found, Routing) else (found,)
+        return [part for part in parts if isinstance(part, Tensor)]
+
+    for call in results(made, name, x_TH):
+        made.reset_expert_load()
+        wanted, counted = flat(call()), made.expert_load.clone()
+        for backend in ("eager", "aot_eager"):
+            torch.compiler.reset()
+            made.reset_expert_load()
+            with torch.no_grad():
+                found = flat(torch.compile(call.func, fullgraph=True, backend=backend)(*call.args))  # type: ignore[attr-defined, no-untyped-call]
+            assert len(found) == len(wanted) and torch.equal(made.expert_load, counted)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def test_compiled_methods_refuse_what_eager_ones_refuse(moe: MoELayer) -> None:
+    x_TH, ids_TK = torch.zeros((3, HIDDEN)), torch.full((3, 2), 100)
+    replayed = torch.compile(moe.forward_replayed, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(ShapeError, match="recorded ids are 100 to 100"):
+        replayed(x_TH, ids_TK)
+    route = torch.compile(moe.route, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(ShapeError, match=r"hidden_states has H=17"):
+        route(torch.zeros((3, HIDDEN + 1)))
+    torch.library.opcheck(ROUTES.call, (x_TH, moe._entry, None, (2, 8), torch.int32, torch.float32))
+    torch.library.opcheck(REPLAYED.call, (x_TH, ids_TK % 8, moe.expert_load, moe._entry))
 
 
 @pytest.fixture(autouse=True)
