@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from moe_mk import ConfigError, Problem
+from moe_mk.comm import LockstepWorld
 from moe_mk.config import device_profile
-from moe_mk.flight import Flight
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
+from moe_mk.flight import Flight, interleave
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.tokens import LAYOUT_NAMES, Routing, Tokens
+from moe_mk.quant.plain import FP32
+from moe_mk.tokens import LAYOUT_NAMES, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from tests.support import problems
 
 problem = partial(problems.problem, device="h100")
+CPU = torch.device("cpu")
 
 
 def reported(traits: TransportTraits, asked: Problem) -> dict[str, str]:
@@ -88,3 +92,38 @@ def test_the_built_in_transports_say_what_they_are() -> None:
         assert transport.__doc__ and transport.traits.summary, name
         assert transport.traits.produces in LAYOUT_NAMES, name
     assert PREPARE_FINALIZE["replicated"].traits.partial and not PREPARE_FINALIZE["all_to_all"].traits.partial
+
+
+@pytest.mark.parametrize(
+    "name,ranks,per_node",
+    [
+        *((name, 3, None) for name in ("all_to_all", "all_to_all_p2p", "all_to_all_v", "all_gather", "one_sided")),
+        *(("hierarchical", ranks, per_node) for ranks, per_node in ((3, 1), (6, 2), (6, 3), (8, 2))),
+    ],
+)
+def test_the_largest_call_reaches_every_rank(name: str, ranks: int, per_node: int | None) -> None:
+    # As many tokens as the limit allows on each rank, and each of them for an expert of every rank.
+    most, place = 4, ExpertMap.linear(ranks, ranks)
+    made = [
+        PREPARE_FINALIZE[name](
+            TransportContext(
+                comm, place, place.tables(CPU), FP32, FP32, 8, ranks, CPU, max_num_tokens=most, ranks_per_node=per_node
+            )
+        )
+        for comm in LockstepWorld(ranks).communicators()
+    ]
+    draw = torch.Generator().manual_seed(0)
+    ids_TK = torch.arange(ranks, dtype=torch.int32).expand(most, ranks).contiguous()
+    for _ in range(2):
+        x = [torch.randn((most, 8), generator=draw) for _ in made]
+        routings = [Routing(ids_TK, torch.rand((most, ranks), generator=draw)) for _ in made]
+
+        def flight(rank: int) -> Flight[torch.Tensor]:
+            tokens = yield from made[rank].prepare(x[rank], routings[rank])  # noqa: B023
+            assert isinstance(tokens, RowTokens)
+            shares_R1 = tokens.weights_RK.masked_fill(tokens.ids_RK < 0, 0.0).sum(1, keepdim=True)
+            y_RH = tokens.x_RH.dequantize(torch.float32) * shares_R1
+            return (yield from made[rank].finalize(ExpertOutput(y_RH, OutputStage.REDUCED), tokens))
+
+        for given, routing, y_TH in zip(x, routings, interleave([flight(rank) for rank in range(ranks)]), strict=True):
+            torch.testing.assert_close(y_TH, given * routing.weights_TK.sum(1, keepdim=True))

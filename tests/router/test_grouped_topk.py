@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.plan.affinity import nodes_per_token
@@ -108,6 +109,39 @@ def test_a_token_without_finite_scores_goes_nowhere_and_leaves_others_alone() ->
     assert (ids[[1, 4]] == -1).all() and (weights[[1, 4]] == 0).all()
     others = [0, 2, 3, 5]
     assert torch.equal(ids[others], clean_ids[others]) and torch.equal(weights[others], clean_weights[others])
+
+
+ODD = st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    of_logits=st.dictionaries(st.tuples(st.integers(0, 4), st.integers(0, 15)), ODD, max_size=3),
+    of_bias=st.dictionaries(st.integers(0, 15), ODD, max_size=2),
+    scoring=st.sampled_from(["sigmoid", "softmax", "sqrtsoftplus"]),
+    grouped=st.booleans(),
+)
+def test_whatever_is_not_finite_drops_what_cannot_be_decided_and_nothing_else(
+    of_logits: dict[tuple[int, int], float], of_bias: dict[int, float], scoring: str, grouped: bool
+) -> None:
+    logits, bias, groups = normal(5, 16), normal(16, seed=1), (4, 2) if grouped else (1, 1)
+    for (token, expert), value in of_logits.items():
+        logits[token, expert] = value
+    for expert, value in of_bias.items():
+        bias[expert] = value
+    wide = logits.double()
+    score = {"sigmoid": torch.sigmoid(wide), "softmax": wide.softmax(1), "sqrtsoftplus": softplus(wide).sqrt()}[scoring]
+    biased = score + bias
+    undecided = biased.isnan().any(1)
+    weights, ids = grouped_topk(logits, 3, *groups, scoring, bias, False, 2.0)
+    for token in range(5):
+        chosen = [each for each in ids[token].tolist() if each >= 0]
+        if undecided[token]:
+            assert not chosen and not weights[token].any()
+            continue
+        assert chosen and all(biased[token, each] > -math.inf for each in chosen)
+        wanted = [2.0 * float(score[token, each]) if each >= 0 else 0.0 for each in ids[token].tolist()]
+        assert weights[token].tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_infinite_logits_are_scores_where_the_function_has_a_limit() -> None:

@@ -67,11 +67,14 @@ def test_equal_scores_go_to_the_lowest_ids_as_the_router_decides() -> None:
     assert torch.equal(router(logits, None).ids_TK, routing.ids_TK)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_cannot_be_decided_goes_where_the_router_sends_it(poison: float) -> None:
+ODD = float("nan"), float("inf"), float("-inf")
+
+
+@pytest.mark.parametrize(("poison", "of_bias"), [(1.0, ODD[0]), (1.0, ODD[1]), *((each, ODD[2]) for each in ODD)])
+def test_what_cannot_be_decided_goes_where_the_router_sends_it(poison: float, of_bias: float) -> None:
     x, gate, bias = tokens_and_gate(5, 64, 8, 4)
     x[2, 7] = poison
-    bias[3] = -torch.inf
+    bias[3] = of_bias
     for scoring in ("sigmoid", "softmax"):
         router = Router(6, 2, 2, scoring)
         routing, logits = route_natively(x, gate, bias, router)

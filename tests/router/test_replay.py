@@ -13,6 +13,7 @@ from moe_mk.router import Router
 from moe_mk.router.hashed import HashRouter
 from moe_mk.router.replay import ReplayedTokens, RoutingCapture, capture_dtype
 from moe_mk.tokens import Routing
+from tests.support.draws import seeded
 
 ROUTERS = {
     "softmax": Router(3),
@@ -154,6 +155,19 @@ def test_a_capture_returns_what_layers_chose_in_the_narrowest_dtype(experts: int
         expected = torch.cat([step[place] for step in made])
         assert torch.equal(ReplayedTokens.of(Router(3), taken_TXK[:, place], experts).ids_TK.int(), expected)
     assert len(capture.take()) == 0
+
+
+@pytest.mark.row("177")
+def test_what_was_taken_is_not_changed_by_what_is_captured_afterwards() -> None:
+    capture, layer, draw = RoutingCapture(layers=1, num_experts=8, top_k=3, max_num_tokens=9), Layer(), seeded(0)
+    taken, wanted = list[Tensor](), list[Tensor]()
+    with capture.listening({0: layer}):
+        for tokens in (4, 9, 0, 9, 2):
+            ids_TK = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, generator=draw)
+            layer.route(ids_TK)
+            taken.append(capture.take()[:, 0])
+            wanted.append(ids_TK.clone())
+    assert all(map(torch.equal, taken, wanted))
 
 
 @pytest.mark.row("177")

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.engine_experts import EngineExperts
-from moe_mk.integrations.vllm_formats import FORMATS, format_of, weights_of
+from moe_mk.integrations.vllm_formats import ACTIVATIONS, CLAMPED, FORMATS, format_of, weights_of
 from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant import NVFP4
@@ -152,6 +153,41 @@ def test_the_experts_are_those_that_were_quantised(name: str) -> None:
     assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
     held = {id(parameter) for parameter in layer.parameters()}
     assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
+
+
+def of_vllm(name: str, rows_2I: Tensor, limit: float | None) -> Tensor:
+    """What vLLM's activations compute of the outputs of w13, in f64."""
+    if name == "relu2":
+        return rows_2I.relu().square()
+    first, second = (rows_2I[:, 0::2], rows_2I[:, 1::2]) if name == "swigluoai" else rows_2I.chunk(2, 1)
+    if name.startswith("swigluoai"):
+        gate, up = first.clamp(max=limit or 7.0), second.clamp(-(limit or 7.0), limit or 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if limit is not None:
+        first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+    acts = {"silu": functional.silu, "gelu": functional.gelu}
+    act = acts.get(name, lambda x: functional.gelu(x, approximate="tanh"))
+    return act(first) * second
+
+
+@pytest.mark.parametrize(
+    "name,limit", [*((name, None) for name in sorted({*ACTIVATIONS, *CLAMPED})), *((name, 1.5) for name in CLAMPED)]
+)
+def test_every_activation_of_vllm_reads_rows_in_the_order_of_vllm(name: str, limit: float | None) -> None:
+    draw, gated = torch.Generator().manual_seed(0), name != "relu2"
+    w13, w2 = torch.randn((1, 32 * (1 + gated), 16), generator=draw), torch.randn((1, 16, 32), generator=draw)
+    layer: Any = nn.Module()
+    vars(layer).update(layer_name="layers.1", swiglu_limit=limit, swiglu_alpha=None)
+    layer.w13_weight, layer.w2_weight = nn.Parameter(w13, False), nn.Parameter(w2, False)
+    stated = SimpleNamespace(value=name if gated else f"{name}_no_mul")
+    method = SimpleNamespace(moe=moe_config(activation=stated, is_act_and_mul=gated))
+    given = weights_of(layer, method, FORMATS["UnquantizedFusedMoEMethod"])
+    x_TH = torch.randn((5, 16), generator=draw)
+    y_TH = EngineExperts("tiny", given, top_k=1, settings={"experts": "reference"})(
+        x_TH, torch.ones(5, 1), torch.zeros((5, 1), dtype=torch.int32)
+    )
+    wanted = of_vllm(name, x_TH.double() @ w13[0].double().T, limit) @ w2[0].double().T
+    torch.testing.assert_close(y_TH, wanted.float(), rtol=1e-4, atol=1e-4)
 
 
 def peak_of_packing(name: str, count: int, experts: int) -> float:

@@ -1,5 +1,8 @@
 """Calls of the fused experts: the same bits in any company, layout and thread, what is never read, and refusals."""
 
+import copy
+import ctypes
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.experts.paged import slots_of_rows
-from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding, Tuning
 from moe_mk.kernels.native.library import Isa, Native, Status, release
 from moe_mk.kernels.native.prepared import ExpertsCall, experts_rows
 from moe_mk.kernels.reference.quantize import quantize_rows
@@ -178,3 +181,26 @@ def test_an_instruction_set_that_is_not_here_is_refused_with_its_reason(native: 
         pytest.skip("this machine has every instruction set")
     with pytest.raises(UnsupportedError, match=rf"cannot use {missing[0].name} here\n.*\n.*usable: SCALAR"):
         experts_rows(native, *batch(3, 96, 2, 2), *Layer(2, 96, 64).pack(native), isa=missing[0])
+
+
+def arguments(block: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, object, bool]]:
+    """Names and values of all arguments of a native call, and whether each is an address."""
+    for name, kind, *_ in block._fields_:
+        value = getattr(block, name)
+        if isinstance(value, ctypes.Structure):
+            yield from arguments(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value, kind is ctypes.c_void_p
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_a_copied_call_has_the_same_arguments_and_memory_of_its_own(isa_here: IsaHere, with_shared: bool) -> None:
+    native, isa = isa_here
+    w13, w2 = Layer(3, 96, 64, Storage.FP8).pack(native)
+    shared = Layer(1, 96, 64, Storage.FP8).pack(native) if with_shared else None
+    tuning = Tuning(2, 3, 128, 256, 32, 8)  # nothing is as by default
+    mode = ExpertsMode(Activation.SWIGLU_OAI, 1.25, 3.5, Rounding.FP8, True, tuning)
+    made = ExpertsCall(native, w13, w2, shared, mode, isa)
+    pairs = zip(arguments(made._block), arguments(copy.deepcopy(made)._block), strict=True)
+    for (name, mine, is_address), (_, copied, _) in pairs:
+        assert (mine is None) == (copied is None) and (mine != copied) == (is_address and mine is not None), name

@@ -1,5 +1,7 @@
 """Packing is a permutation that can be undone, at 1.0x the bytes; damaged and misplaced weights are refused."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from moe_mk.errors import ShapeError, WeightError
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import (
+    PackedMatrix,
     allocate,
     pack_slot,
     unpack_output_scales,
@@ -76,6 +79,16 @@ def test_unpacking_gives_every_bit_back(
         assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(groups, scales if groups else (), strict=True))
         for mine, theirs in zip(unpack_output_scales(packed, slot), above or scales, strict=False):
             assert torch.equal(mine, theirs.expand(outputs, 1))
+
+
+def test_a_slot_is_copied_with_everything_that_a_matrix_has_of_it() -> None:
+    names = [each.name for each in fields(PackedMatrix) if each.name not in ("layout", "row_of_L")]
+    held = {name: torch.arange(12, dtype=torch.uint8).view(3, 4) + at for at, name in enumerate(names)}
+    packed = PackedMatrix(MatrixLayout(16, 32, False, Format.BF16), **held)
+    packed.copy_slot(2, 0)
+    for at, name in enumerate(names):
+        expected = torch.tensor([[8, 9, 10, 11], [4, 5, 6, 7], [8, 9, 10, 11]]) + at
+        assert torch.equal(getattr(packed, name), expected), name
 
 
 def drawn(layout: MatrixLayout) -> tuple[tuple[torch.Tensor, ...], ...]:
