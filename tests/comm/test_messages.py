@@ -15,7 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.header import ANY, EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Envelope, Header, Kind, host_number
+from moe_mk.comm.header import (
+    ANY,
+    EAGER_BYTES,
+    EPOCHS,
+    HEADER_BYTES,
+    LAYOUT,
+    TEXT_BYTES,
+    Envelope,
+    Header,
+    Kind,
+    RowHeaders,
+    host_number,
+)
 from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
@@ -206,3 +218,26 @@ def test_the_watch_of_a_group_lives_through_what_it_lacks_and_notices_a_death(la
         mortal.call(dies_while_the_watch_lacks, lacks)
     found: Any = died.value.results[0]
     assert found["peer"] == 1 and found["watch"] and 1.0 <= found["seconds"] < 5.0, found
+
+
+def test_a_header_of_rows_is_one_of_this_call_only_where_every_word_of_it_is() -> None:
+    headers = RowHeaders(5, b"dispatch", 7, (11, 12, 13, 14))
+    envelope = Envelope.empty(32, 3)
+    headers.write(envelope, 9, 64)
+    memory = bytearray(envelope.memory)
+    assert headers.read(memory, 9, 64, 32) == headers.read(memory, 9, 64, ANY) == (3, 32, (11, 12, 13, 14))
+    written = LAYOUT.unpack_from(memory)
+    names = "magic kind epoch call layer count num_bytes expected peer number started namespace host length".split()
+    free = {"count", "number", "started", "namespace", "host"}
+    for at, name in enumerate(names):
+        changed = list(written)
+        changed[at] = b"moe-mk 0" if name == "magic" else written[at] ^ 1
+        other = bytearray(memory)
+        LAYOUT.pack_into(other, 0, *changed)
+        found = headers.read(other, 9, 64, 32)
+        assert (found is not None) == (name in free), name
+        if name == "count":
+            assert found is not None and found[0] == 2
+    other = bytearray(memory)
+    other[LAYOUT.size] ^= 1
+    assert headers.read(other, 9, 64, 32) is None, "another phase"

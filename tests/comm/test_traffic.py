@@ -1,5 +1,7 @@
 """Bytes by link: nodes as data, counts by hand, what each collective sends to whom, and what transports send."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +126,29 @@ def test_the_expected_number_of_ranks_is_what_routing_gives() -> None:
     ids_TK = torch.rand((4000, 256), generator=draw).argsort(dim=1)[:, :8]
     rows = all_to_all_flow([ids_TK // 32, *[ids_TK[:0]] * 7], RowBytes(1, 1)).phases["dispatch"].sum()
     assert float(rows) / 4000 == pytest.approx(expected_groups(256, 8, 8), rel=0.01)
+
+
+def test_whatever_was_noted_phases_count_what_left_the_rank_and_links_count_all() -> None:
+    draw, ranks, rank = random.Random(0), 4, 2
+    for _ in range(30):
+        traffic, total, calls = Traffic(), 0, 0
+        for _ in range(draw.randrange(12)):
+            phase, num_bytes = draw.choice("ab"), draw.randrange(100)
+            match draw.choice(("sent", "moved", "stayed")):
+                case "sent":
+                    each = [draw.randrange(100) for _ in range(ranks)]
+                    traffic.sent(phase, each, rank)
+                    total, calls = total + sum(each), calls + 1
+                case "moved":
+                    traffic.moved(phase, draw.randrange(ranks), num_bytes, rank)
+                    total, calls = total + num_bytes, calls + 1
+                case _:
+                    traffic.stayed(phase, num_bytes, rank)
+                    total += num_bytes
+        nodes = Nodes.of(ranks, 2)
+        by_link = traffic.by_link(nodes, rank)
+        assert sum(by_link.values()) == total and traffic.calls_by_phase.total() == calls
+        for phase, peers in traffic.bytes_by_peer.items():
+            assert traffic.bytes_by_phase[phase] == peers.total() - peers[rank]
+            one = traffic.by_link(nodes, rank, [phase])
+            assert one["self"] == peers[rank] and one["intra_node"] == peers[3]

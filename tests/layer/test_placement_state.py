@@ -171,6 +171,20 @@ def test_tokens_without_a_lost_expert_keep_their_weights_to_the_bit() -> None:
     assert left.weights_TK.isfinite().all()  # of the third token nothing is left
 
 
+@pytest.mark.parametrize("policy", ["drop", "renormalise"])
+def test_weights_of_no_expert_count_nowhere(policy: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids_TK = torch.randint(-1, 8, (200, 4), dtype=torch.int32, generator=draw)
+    weights_TK = torch.rand((200, 4), generator=draw)
+    lost = LostExperts("a layer", policy, (2, 5), torch.arange(8) % 3 == 2)
+    found = []
+    for unused in (0.0, 9.0, torch.nan):
+        counter = torch.zeros((), dtype=torch.int64)
+        left = lost.leave_out(Routing(ids_TK, weights_TK.masked_fill(ids_TK < 0, unused)), counter)
+        found.append((left.ids_TK, left.weights_TK.masked_fill(left.ids_TK < 0, 0.0), counter))
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
 def test_the_first_and_the_last_expert_can_be_lost() -> None:
     lost = LostExperts("a layer", "renormalise", (0, 3), torch.tensor([True, False, False, True]))
     ids_TK = torch.tensor([[0, 1], [1, 2], [1, -1], [3, 2]], dtype=torch.int32)
@@ -178,6 +192,25 @@ def test_the_first_and_the_last_expert_can_be_lost() -> None:
     left = lost.leave_out(Routing(ids_TK, torch.full((4, 2), 0.25)), counter)
     assert left.ids_TK.tolist() == [[-1, 1], [1, 2], [1, -1], [-1, 2]] and counter == 3
     assert left.weights_TK.tolist() == [[0.0, 0.5], [0.25, 0.25], [0.25, 0.25], [0.0, 0.5]]
+
+
+def test_a_warm_up_changes_no_counter_of_a_layer_with_lost_experts() -> None:
+    made = build.layer(EXPERTS, TOP_K, on_lost_expert="drop")
+    with pytest.warns(FallbackWarning):
+        made.live.set_placement(ExpertMap(((1, 2, 3),), EXPERTS, (1.0, 1.0, 1.0), frozenset({0})))
+    counted = []
+    for counts in ([], [5, 0, 3]):
+        made.warm_up(counts)  # tokens of zeros choose the first experts, of which one is lost
+        counted.append((made.dropped_assignments, made.unrouted, made.routing.tokens, made.expert_load.tolist()))
+        made(tokens())
+    made.reset_expert_load()
+    made.reset_report()
+    assert counted[0] == (0, 0, 0, [0] * EXPERTS)
+    made.warm_up([7])
+    assert (made.dropped_assignments, made.unrouted, made.routing.tokens) == (0, 0, 0)
+    made(tokens())
+    once = made.dropped_assignments, made.unrouted, made.routing.tokens, made.expert_load.tolist()
+    assert counted[1] == once and once[0] > 0
 
 
 def test_one_warning_a_loss_and_none_where_calls_raise() -> None:

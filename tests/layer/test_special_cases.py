@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_mk import DeepseekV3MoE, MoELayer
+from moe_mk.kernels.reference.activation import activation
 from moe_mk.weights.expert_weights import SlotWeights
+from tests.layer.native import NEEDS_COMPILER
 from tests.support import layers as build
 from tests.support.layers import HIDDEN, config, layer, mlp, tensors
 
@@ -100,3 +102,30 @@ def test_a_configuration_and_a_file_of_it_build_the_same_layer(tmp_path: Path) -
         layer = DeepseekV3MoE.from_config(given, name="mlp 3")
         assert type(layer) is DeepseekV3MoE and layer.name == "mlp 3" and layer.config.model == config.model
         assert layer.config.router == config.router
+
+
+ACTS = (("silu", None), ("swiglu_limit", 0.4), ("swiglu_limit", 2.0), ("gelu", None))
+
+
+@pytest.mark.parametrize("experts", [*EXPERTS, pytest.param("cpu_native", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("shared", [None, *ACTS], ids=str)
+@pytest.mark.parametrize("routed", ACTS, ids=str)
+def test_shared_experts_have_an_activation_and_a_limit_of_their_own(
+    routed: tuple[str, float | None], shared: tuple[str, float | None] | None, experts: str
+) -> None:
+    stated: dict[str, object] = {"activation": routed[0], "swiglu_limit": routed[1]}
+    if shared is not None:
+        stated |= {"shared_activation": shared[0], "shared_swiglu_limit": shared[1]}
+    # Nothing but the shared experts has an output.
+    keeps = {"shared_experts.down_proj.weight"}
+    weights = {
+        name: tensor.bfloat16() * ("down_proj" not in name or name in keeps)
+        for name, tensor in tensors(4, shared=1).items()
+    }
+    made = MoELayer(config(4, 2, experts=experts, num_shared_experts=1, **stated).with_(quant={"weights": "bf16"}))
+    made.load_weights(weights)
+    x_TH = (torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    gate, up, down = (weights[f"shared_experts.{p}_proj.weight"].double() for p in ("gate", "up", "down"))
+    name, limit = shared or routed
+    wanted = activation(name, x_TH.double() @ gate.T, x_TH.double() @ up.T, limit=limit) @ down.T
+    assert float((made(x_TH).double() - wanted).norm() / wanted.norm()) < 0.01

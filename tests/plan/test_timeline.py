@@ -119,3 +119,18 @@ def test_programs_that_cannot_end_are_refused() -> None:
     with pytest.raises(ConfigError, match="gbs must be above 0"):
         SimulatedLink("x", 0.0, 1.0, 1.0, "")
     assert all(link.source for link in LINKS.values())
+
+
+def test_waits_are_all_pauses_by_rank_and_by_the_source_that_ended_them() -> None:
+    most = 0
+    for seed in range(8):
+        found = simulate(random_recording(seed), FAST, SLOW)
+        waits_WW, again = np.array(found.waits()), defaultdict[tuple[int, int], list[float]](list)
+        for pause in found.pauses:
+            source = found.recording.messages[pause.for_message].source
+            again[pause.rank, source].append(pause.ends_us - pause.begins_us)
+        for (rank, source), each in again.items():
+            assert waits_WW[rank, source] == pytest.approx(sum(each))
+        assert np.count_nonzero(waits_WW) <= len(again)
+        most = max(most, *map(len, again.values()))
+    assert most > 1, "some rank waits for another more than once"

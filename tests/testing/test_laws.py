@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.testing.cases import draw_experts
-from moe_mk.lab.testing.laws import COUNTS, OF_CALLS, Outcome, check, interface_of
+from moe_mk.lab.testing.laws import COUNTS, OF_CALLS, Call, Outcome, check, interface_of
+from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
@@ -223,3 +225,17 @@ def test_the_smallest_call_of_a_broken_law_is_one_that_breaks_it() -> None:
     assert call is not None and len(call) == 1 and float(call.x_TH.abs().max()) > 448
     assert call.wrong(clamps_outliers(call.x_TH, call.ids_TK, call.weights_TK))
     assert not call.wrong(right(call.x_TH, call.ids_TK, call.weights_TK))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+def test_each_limit_of_an_output_is_one_by_itself(tokens: int) -> None:
+    wanted, error = torch.ones((tokens, 4), dtype=torch.float64), torch.full((tokens,), 0.25, dtype=torch.float64)
+    call = Call(wanted, torch.zeros((tokens, 1)), torch.ones((tokens, 1)), wanted, error)
+    step = torch.full((4,), 0.25 / 2, dtype=torch.float64)  # one error long
+    for of_all, of_one in product((0.0, 0.99 * ALL_TOKENS, 1.01 * ALL_TOKENS), (0.0, 0.99 * ONE_TOKEN, torch.nan)):
+        y_TH = wanted + of_all * step
+        y_TH[0] = wanted[0] + max(of_all, of_one, key=lambda each: (each != each, each)) * step
+        distance_T = (y_TH - wanted).norm(dim=1)
+        together = float(distance_T.norm()) <= ALL_TOKENS * float(error.norm())
+        fits = together and bool((distance_T <= ONE_TOKEN * error).all())
+        assert (call.wrong(y_TH) == "") == fits, (of_all, of_one)

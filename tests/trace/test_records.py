@@ -275,6 +275,22 @@ def test_damaged_files_raise_nothing_but_trace_errors(tmp_path: Path, name: str)
 
 
 @pytest.mark.row("177")
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("entry", [vllm, sglang])
+def test_rows_of_bare_ids_are_those_behind_the_start(
+    tmp_path: Path, entry: Callable[[int], dict[str, Any]], first: int
+) -> None:
+    stated = entry(0) | {"routed_experts_prompt_start": first}
+    payload = bare(IDS[0][first:].contiguous())
+    if entry is vllm:
+        stated["choices"][0]["routed_experts"] = payload
+    else:
+        stated["meta_info"]["routed_experts"] = payload
+    (tmp_path / "a.json").write_text(json.dumps(stated))
+    found = read_record(tmp_path / "a.json", Sizes(num_layers=3)).sequences[0]  # the rows decide K
+    assert found.start == first and found.ids_TXK is not None and torch.equal(found.ids_TXK, IDS[0][first:])
+
+
 @pytest.mark.parametrize("entry", [vllm, sglang, dynamo, slime])
 def test_responses_with_parts_of_other_kinds_raise_nothing_but_trace_errors(
     tmp_path: Path, entry: Callable[[int], dict[str, Any]]

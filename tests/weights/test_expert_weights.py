@@ -156,10 +156,12 @@ def test_slots_of_parts_count_their_own_bytes() -> None:
 # Weights that an engine has split already.
 
 
-def of_engine(quant: str, order: str, *, inner: int = 64, block: tuple[int, int] = (32, 32)) -> tuple[list, dict]:
+def of_engine(
+    quant: str, order: str, *, inner: int = 64, hidden: int = 96, block: tuple[int, int] = (32, 32)
+) -> tuple[list, dict]:
     """Gate, up and down of three experts, and the tensors in which an engine holds them."""
     scheme, draw = scheme_of_kind(quant, block), torch.Generator().manual_seed(4)
-    sizes = (inner, 96), (inner, 96), (96, inner)
+    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
     experts = [[scheme.quantize(torch.randn(size, generator=draw)) for size in sizes] for _ in range(3)]
 
     def rows(pick: str) -> Tensor | None:
@@ -212,6 +214,23 @@ def test_a_slice_that_ends_inside_a_block_has_scales_of_gate_and_up_apart(order:
     slot = ExpertWeights.from_engine(**given).slot(2)
     for found, wanted in zip((slot.gate_IH, slot.up_IH, slot.down_HI), experts[2], strict=True):
         assert found is not None and torch.equal(found.dequantize(torch.float32), wanted.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("hidden", [48, 96])
+@pytest.mark.parametrize("inner", [32, 48, 64, 80])
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+def test_a_stack_of_an_engine_is_one_of_blocks_only_where_gate_fills_whole_ones(
+    order: str, inner: int, hidden: int
+) -> None:
+    experts, given = of_engine("fp8_block", order, inner=inner, hidden=hidden)
+    made = ExpertWeights.from_engine(**given)
+    for index, wanted in enumerate(experts):
+        slot = made.slot(index)
+        for q, matrix in zip((slot.gate_IH, slot.up_IH, slot.down_HI), wanted, strict=True):
+            assert q is not None and torch.equal(q.dequantize(torch.float32), matrix.dequantize(torch.float32))
+        if isinstance(made, ExpertWeights):  # backends that read the stack see the same
+            halves = torch.cat([each.dequantize(torch.float32) for each in wanted[:2]])
+            assert torch.equal(made.w13[index].dequantize(torch.float32), halves)
 
 
 def test_scales_and_shapes_of_engines_that_differ_in_the_writing() -> None:

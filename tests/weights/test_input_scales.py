@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from moe_mk.quant.fp8_whole import fp8_static
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from moe_mk.weights.input_scales import read_input_scales
+from moe_mk.weights.names import CONVENTIONS, Part, Role
 from moe_mk.weights.source import MappingSource
 from tests.support.draws import normal
 
@@ -86,6 +88,25 @@ def test_an_expert_that_calibration_sent_no_token_to_has_no_part_in_the_largest_
             content[name].zero_()
     with pytest.raises(WeightError, match="all input scales of down projections are 0"):
         read_input_scales(MappingSource(content), 3)
+
+
+WITH_INPUT = [name for name, each in CONVENTIONS.items() if each.holds(Role.EXPERT, "input")]
+
+
+@pytest.mark.parametrize("name", WITH_INPUT)
+def test_scales_are_read_in_the_names_and_the_direction_of_every_convention(name: str) -> None:
+    convention, stacked = CONVENTIONS[name], CONVENTIONS[name].stacked or CONVENTIONS[name].fused
+    wide, named = ("gate_up",) if convention.fused else ("gate", "up"), dict[str, Tensor]()
+    scales = {"gate": [0.5, 4.0], "up": [2.0, 0.25], "gate_up": [2.0, 4.0], "down": [0.125, 8.0]}
+    for projection in (*wide, "down"):
+        values = [1.0 / each if convention.divides else each for each in scales[projection]]
+        for expert, value in [(None, values)] if stacked else list(enumerate(values)):
+            part = Part(Role.EXPERT, projection, expert)
+            for extra in convention.expert:
+                if extra in ("", "scale", "global", "input"):
+                    named[convention.spell(replace(part, extra=extra))] = torch.tensor(value, dtype=torch.float32)
+    found = read_input_scales(MappingSource({PREFIX + each: t for each, t in named.items()}), 3, prefix=PREFIX)
+    assert found is not None and (found.tokens, found.hidden) == (4.0, 8.0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])

@@ -330,6 +330,26 @@ def test_what_was_made_of_replaced_weights_is_dropped_and_the_rest_is_kept(relea
     assert now[0]() is last[0]() is not None
 
 
+@NEEDS_COMPILER
+def test_released_weights_are_kept_however_long_a_layer_is_not_called() -> None:
+    (x_TH, weights_TK, ids_TK), held = call(), HeldExperts(release=True)
+    drawn = [Tiny.drawn() for _ in range(2)]
+    layers = [(each.w13.bfloat16(), each.w2.bfloat16()) for each in drawn]
+
+    def run(at: int) -> torch.Tensor:
+        given = EngineWeights(*layers[at])
+        return held.of(
+            layers[at],
+            lambda: EngineExperts("tiny", given, top_k=2, settings={"experts": "cpu_native"}, release=True),
+        )(x_TH.bfloat16(), weights_TK, ids_TK)
+
+    first = [run(0), run(1)]
+    assert all(is_released(tensor) for layer in layers for tensor in layer)
+    for _ in range(4 * HeldExperts.KEPT):
+        run(1)
+    assert torch.equal(run(0), first[0]) and torch.equal(run(1), first[1])
+
+
 def test_invalid_numbers_are_refused_with_the_name_of_the_layer() -> None:
     tiny = Tiny.drawn()
     tiny.w2[1, 2, 3] = float("nan")
