@@ -14,7 +14,7 @@ from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.comm.communicator import offsets, sum_in_order, summing_dtype
 from moe_mk.comm.failure import Exclusive, describe
 from moe_mk.errors import CommError
-from moe_mk.flight import InFlight, wait
+from moe_mk.flight import InFlight, interleave, wait
 from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from tests.layer.interrupted_ranks import Interrupts
 
@@ -110,3 +110,18 @@ def test_a_lock_is_free_again_whatever_a_signal_handler_raises_at_any_step(guard
         if not interrupts.at:
             break
     assert place > 3
+
+
+def test_an_error_of_a_call_from_before_a_recovery_ends_no_call_after_it() -> None:
+    comms = LockstepWorld(2).communicators()
+    of_call = comms[0].status.epoch
+    comms[0].fail(RuntimeError("of the first call"))
+    with pytest.raises(CommError, match="of the first call"):
+        comms[1].check("dispatch")
+    interleave([comm.recover() for comm in comms])
+    comms[0].fail(RuntimeError("late"), of_call)
+    for comm in comms:
+        comm.check("dispatch")
+    comms[0].fail(RuntimeError("of now"), comms[0].status.epoch)
+    with pytest.raises(CommError, match="of now"):
+        comms[1].check("dispatch")

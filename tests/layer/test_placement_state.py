@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
-from moe_mk.errors import ConfigError, FallbackWarning, ShapeError
+from moe_mk.errors import ConfigError, FallbackWarning, ShapeError, WeightError
 from moe_mk.flight import Flight, interleave
 from moe_mk.kernels.native.layer import MOST_SIZES
 from moe_mk.kernels.native.prepared import RouteCall, RouteMode
@@ -211,6 +212,19 @@ def test_a_warm_up_changes_no_counter_of_a_layer_with_lost_experts() -> None:
     made(tokens())
     once = made.dropped_assignments, made.unrouted, made.routing.tokens, made.expert_load.tolist()
     assert counted[1] == once and once[0] > 0
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_every_matrix_that_arrives_is_read_before_it_serves(projection: str) -> None:
+    made = build.layer(EXPERTS, TOP_K)
+    sent = made.live.export_slot(1)
+    field = {"gate": "gate_IH", "up": "up_IH", "down": "down_HI"}[projection]
+    values = sent.matrices[projection].values.clone()
+    values[1, 2] = torch.nan
+    damaged = replace(sent, **{field: replace(sent.matrices[projection], values=values)})
+    with pytest.raises(WeightError, match=rf"{projection} of expert 1\[1, 2\] = nan"):
+        made.live.stage(made.expert_map, {1: damaged})
+    made.live.stage(made.expert_map, {1: sent})
 
 
 def test_one_warning_a_loss_and_none_where_calls_raise() -> None:

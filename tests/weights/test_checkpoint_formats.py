@@ -1,5 +1,6 @@
 """Formats of numbers in a checkpoint: scales of one byte, ragged blocks, bf16, biases of another dtype."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.quant import BF16, FP16, NVFP4, weight_scheme
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, SafetensorsSource, load_layer
 from moe_mk.weights.input_scales import read_input_scales
 from moe_mk.weights.inspect import describe_block
+from moe_mk.weights.layer_spec import expected_tensors, unnamed_parts
+from moe_mk.weights.names import Role
 from tests.weights.one_layer import PREFIX, StateDict, load
 
 
@@ -125,3 +129,50 @@ def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(tiny: Shap
     assert weights.bias_E is not None
     assert weights.bias_E.dtype == torch.float32
     assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in tiny_state.items())
+
+
+NAMED = [
+    (kind, name)
+    for kind in ("fp8_tensor", "fp8_channel", "nvfp4")
+    for name, convention in CONVENTIONS.items()
+    if (convention.stacked or convention.fused)
+    and not convention.packing
+    and not unnamed_parts(LayerSpec(2, 64, 32, scheme_of_kind(kind)), convention)
+]
+
+
+@pytest.mark.parametrize("kind,name", NAMED)
+def test_a_tensor_is_read_alike_in_each_shape_that_it_may_have(kind: str, name: str) -> None:
+    """One value may stand for all experts: it is that of each."""
+    spec, convention = LayerSpec(2, 64, 32, scheme_of_kind(kind)), CONVENTIONS[name]
+    tensors = tensors_of(spec, convention, seed=1)
+    for local, each in expected_tensors(spec, convention).items():
+        if local not in tensors or each.part.role is not Role.EXPERT:
+            continue
+        for shape in each.also:
+            whole, one = tensors[local], tensors[local].reshape(-1)[0]
+            if math.prod(shape) not in (1, whole.numel()):
+                continue
+            same = math.prod(shape) == whole.numel()
+            whole = whole if same else one.expand(whole.shape).contiguous()
+            other = whole.reshape(shape) if same else one.reshape(shape)
+            found = []
+            for tensor in (whole, other):
+                given = {PREFIX + key: t for key, t in (tensors | {local: tensor}).items()}
+                found.append(load(given, spec, owned=range(2)).experts)
+            for index in range(2):
+                pairs = zip(found[0].slot(index).matrices.values(), found[1].slot(index).matrices.values(), strict=True)
+                assert all(torch.equal(*(q.dequantize(torch.float32) for q in pair)) for pair in pairs), (local, shape)
+
+
+@pytest.mark.parametrize("down", [None, "mxfp4"])
+@pytest.mark.parametrize("shared", [None, "fp16"])
+def test_shared_experts_have_the_formats_of_the_routed_ones_unless_theirs_is_stated(
+    down: str | None, shared: str | None
+) -> None:
+    of = {name: None if name is None else scheme_of_kind(name) for name in (down, shared)}
+    spec = LayerSpec(2, 64, 32, BF16, 1, 32, down_scheme=of[down], shared_scheme=of[shared])
+    for projection in ("gate", "up", "gate_up", "down"):
+        routed = of[down] if projection == "down" and down else BF16
+        assert spec.scheme_of(Role.EXPERT, projection) is routed
+        assert spec.scheme_of(Role.SHARED, projection) is (of[shared] or routed)

@@ -97,7 +97,7 @@ WITH_INPUT = [name for name, each in CONVENTIONS.items() if each.holds(Role.EXPE
 def test_scales_are_read_in_the_names_and_the_direction_of_every_convention(name: str) -> None:
     convention, stacked = CONVENTIONS[name], CONVENTIONS[name].stacked or CONVENTIONS[name].fused
     wide, named = ("gate_up",) if convention.fused else ("gate", "up"), dict[str, Tensor]()
-    scales = {"gate": [0.5, 4.0], "up": [2.0, 0.25], "gate_up": [2.0, 4.0], "down": [0.125, 8.0]}
+    scales = {"gate": [0.5, 4.0], "up": [2.0, 1.0], "gate_up": [2.0, 4.0], "down": [0.5, 8.0]}
     for projection in (*wide, "down"):
         values = [1.0 / each if convention.divides else each for each in scales[projection]]
         for expert, value in [(None, values)] if stacked else list(enumerate(values)):
