@@ -161,6 +161,7 @@ def transposed(entries: Mapping[str, TensorEntry], expected: Mapping[str, Expect
         name
         for name, entry in entries.items()
         if (shape := expected[name].shape) != entry.shape == (*shape[:-2], *shape[-2:][::-1])
+        and entry.shape not in expected[name].also
     ]
     roles = {expected[name].part.role for name in swapped}
     square = [

@@ -132,19 +132,21 @@ def test_a_bias_of_another_dtype_becomes_f32_and_no_tensor_is_changed(tiny: Shap
 
 
 NAMED = [
-    (kind, name)
+    (kind, name, turned)
+    for turned in (False, True)
     for kind in ("fp8_tensor", "fp8_channel", "nvfp4")
     for name, convention in CONVENTIONS.items()
     if (convention.stacked or convention.fused)
     and not convention.packing
-    and not unnamed_parts(LayerSpec(2, 64, 32, scheme_of_kind(kind)), convention)
+    and not unnamed_parts(LayerSpec(2, 64, 32, scheme_of_kind(kind), stacks_transposed=turned), convention)
 ]
 
 
-@pytest.mark.parametrize("kind,name", NAMED)
-def test_a_tensor_is_read_alike_in_each_shape_that_it_may_have(kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind,name,turned", NAMED)
+def test_a_tensor_is_read_alike_in_each_shape_that_it_may_have(kind: str, name: str, turned: bool) -> None:
     """One value may stand for all experts: it is that of each."""
-    spec, convention = LayerSpec(2, 64, 32, scheme_of_kind(kind)), CONVENTIONS[name]
+    spec = LayerSpec(2, 64, 32, scheme_of_kind(kind), stacks_transposed=turned)
+    convention = CONVENTIONS[name]
     tensors = tensors_of(spec, convention, seed=1)
     for local, each in expected_tensors(spec, convention).items():
         if local not in tensors or each.part.role is not Role.EXPERT:
