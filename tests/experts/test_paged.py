@@ -22,7 +22,8 @@ from moe_mk.experts.paged import Cache
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.weights.expert_store import ExpertStore
+from moe_mk.weights import expert_store
+from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore
 from tests.layer.interrupted_ranks import HANDLERS, Interrupts
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.threads import job_threads_left
@@ -329,6 +330,29 @@ def test_a_disk_that_does_not_answer_is_an_error_and_the_layer_serves_when_it_do
         may_end.set()
         layer.cache.limit_s = LIMIT_S
         scene.expect_sound(draw)
+
+
+def test_an_error_of_any_piece_of_a_record_ends_the_call_that_needs_it(tmp_path: Path) -> None:
+    scene, draw, read = Scene("slots", tmp_path), Random(0), ExpertStore.read_piece
+    layer = scene.layers[0]
+    with patch.object(expert_store, "PIECE", ALIGNMENT):
+        starts = list(layer.cache.store.pieces())  # type: ignore[union-attr]
+        assert len(starts) == 3
+        for failing in starts:
+
+            def fails(store: ExpertStore, expert: int, start: int, record: memoryview, at: int = failing) -> None:
+                if start == at:
+                    raise StoreError(f"piece at {at}")
+                read(store, expert, start, record)
+
+            layer.cache.clear()
+            with (
+                patch.object(ExpertStore, "read_piece", fails),
+                pytest.raises(StoreError, match=f"piece at {failing}$"),
+            ):
+                layer.layer.forward_routed(*layer.drawn(draw))
+            layer.call(draw)
+    scene.expect_sound(draw)
 
 
 def test_waits_for_another_call_and_for_a_slot_have_a_limit(tmp_path: Path) -> None:

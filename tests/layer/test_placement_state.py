@@ -19,6 +19,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.kernels.native.layer import MOST_SIZES
 from moe_mk.kernels.native.prepared import RouteCall, RouteMode
 from moe_mk.kernels.native.selfcheck import loaded
+from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.layer.live import check_sizes
 from moe_mk.layer.serving_state import LostExperts
 from moe_mk.tokens import Routing
@@ -225,6 +226,22 @@ def test_every_matrix_that_arrives_is_read_before_it_serves(projection: str) -> 
     with pytest.raises(WeightError, match=rf"{projection} of expert 1\[1, 2\] = nan"):
         made.live.stage(made.expert_map, {1: damaged})
     made.live.stage(made.expert_map, {1: sent})
+
+
+def test_a_gate_that_is_made_again_has_everything_that_the_old_one_had() -> None:
+    made, draw = build.layer(EXPERTS, TOP_K, experts="torch_cpu"), torch.Generator().manual_seed(0)
+    names = ("bias_E", "logit_bias_E", "expert_scale_E")
+    vectors = {name: torch.rand(EXPERTS, generator=draw) for name in names}
+    made.take(replace(made.weights, **vectors))
+    old, wanted = made.state.backends.gate, made(tokens())
+    assert swap_backends(made, tokens(), experts="reference").swapped
+    new = made.state.backends.gate
+    assert new is not old
+    for name, value in vars(old).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, getattr(new, name)), name
+    assert sum(isinstance(value, Tensor) for value in vars(new).values()) == 1 + len(vectors)
+    torch.testing.assert_close(made(tokens()), wanted)
 
 
 def test_one_warning_a_loss_and_none_where_calls_raise() -> None:

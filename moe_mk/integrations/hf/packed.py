@@ -308,7 +308,8 @@ def _are_alike(stated: str, facts: LayerFacts) -> bool:
         return stated == facts.kind
     sides = facts.hidden_size, facts.intermediate_size
     grids = [[scheme.scale_shape(*size) for size in (sides, sides[::-1])] for scheme in (one, other)]
-    return grids[0] == grids[1] and (one.bits, one.has_zeros) == (other.bits, other.has_zeros)
+    held = [(scheme.bits, scheme.has_zeros, scheme.has_biases) for scheme in (one, other)]
+    return grids[0] == grids[1] and held[0] == held[1]
 
 
 def _module_reasons(module: nn.Module, facts: LayerFacts) -> list[str]:

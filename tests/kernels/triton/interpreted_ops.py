@@ -70,6 +70,15 @@ def test_the_kept_assignments_of_a_row_come_first() -> None:
     assert found.tolist() == [[4, 0], [3, -1], [-1, -1], [1, 2]]
     assert shares.tolist() == [[1.0, 3.0], [5.0, 0.0], [0.0, 0.0], [18.0, 19.0]]
     assert first_kept(ids[:0], weights[:0], 2)[0].shape == (0, 2)
+    draw = torch.Generator().manual_seed(0)
+    for rows, top_k, most in ((1, 3, 1), (33, 5, 2), (40, 8, 3), (7, 4, 4)):  # the last of more than that are lost
+        ids = torch.randint(-1, 6, (rows, top_k), dtype=torch.int32, generator=draw)
+        weights = torch.rand((rows, top_k), generator=draw)
+        found, shares = first_kept(ids, weights, most)
+        for row in range(rows):
+            kept = [(i, w) for i, w in zip(ids[row].tolist(), weights[row].tolist(), strict=True) if i >= 0][:most]
+            kept += [(-1, 0.0)] * (most - len(kept))
+            assert list(zip(found[row].tolist(), shares[row].tolist(), strict=True)) == kept
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
