@@ -1,6 +1,7 @@
 """Calls in a process whose address space ends: an error that states it, and the layer is right again afterwards."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -85,3 +86,31 @@ def test_a_call_without_memory_ends_in_an_error_and_the_layer_is_right_afterward
     done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=os.environ | gives_back)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) >= 1, "some calls must have met the limit"
+
+
+SHARED = """
+import sys
+
+from moe_mk.lab.testing.on_ranks import RankWorld
+from tests.layer.little_shared_memory_ranks import serve
+
+with RankWorld(2) as world:
+    for found in zip(*world.call(serve, sys.argv[1], int(sys.argv[2]), timeout_s=160.0)):
+        print(*found, flush=True)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
+def test_calls_end_in_an_error_or_serve_while_shared_memory_is_full(transport: str) -> None:
+    """In a mount namespace with a /dev/shm of 1 MiB, of which a file takes all but a few pages."""
+    mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted in a namespace of its own here")
+    child = [sys.executable, "-W", "ignore", "-c", SHARED, transport, "20"]
+    done = subprocess.run([*mounted, *child], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 20 and not [line for line in lines if "bad" in line], done.stdout
+    ended = [line for line in lines if "CommError" in line]
+    assert bool(ended) == (transport == "one_sided"), "only windows are in shared memory"

@@ -62,6 +62,8 @@ class WindowShape:
     ranks: int
     num_flags: int
     data_bytes: int
+    notes_bytes: int = 0
+    """Of the data, the last ones, which have pages from the start, as flags have: a failure is reported there."""
 
     @cached_property
     def data_at(self) -> int:
@@ -210,6 +212,7 @@ class SymmetricHeap:
                     own = self.data(self.rank, self.notes_at + self.rank * NOTE_BYTES, NOTE_BYTES)
                     own.copy_(note)
                     self.put(peer, self.notes_at + self.rank * NOTE_BYTES, own.view(1, NOTE_BYTES))
+            with suppress(MoEMKError):
                 for flag in flags:
                     self.signal(peer, flag, 0, FAILED)
 

@@ -42,15 +42,17 @@ def reasons_against_heap(comm: Communicator) -> list[str]:
     return [*reasons, *filter(None, [reasons_against_words()])]
 
 
-def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock) -> SymmetricHeap:
+def open_heap(
+    comm: Communicator, num_flags: int, data_bytes: int, clock: Clock, *, notes_bytes: int = 0
+) -> SymmetricHeap:
     """Open the same heap on every rank; all ranks must do so in the same order.
 
-    clock: seconds, for deadlines. Between processes it blocks until every rank has come; virtual ranks do not wait.
+    clock: seconds, for deadlines. notes_bytes: see `WindowShape`. Between processes it blocks until every rank has come; virtual ranks do not wait.
     Raises UnsupportedError for a group that shares nothing, CommError if ranks disagree or are on several hosts.
     """
     if reasons := reasons_against_heap(comm):
         raise UnsupportedError("no memory can be shared in this group", reasons)
-    shape = WindowShape(comm.size, num_flags, data_bytes)
+    shape = WindowShape(comm.size, num_flags, data_bytes, notes_bytes)
     if isinstance(comm, LockstepCommunicator):
         memory = Memory(shape.total_bytes, shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
         return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, partial(WaitingInLockstep, comm.rank))
@@ -91,14 +93,17 @@ class Opening:
             unlink(self.name)  # everybody has mapped it, or never will; whoever is left removes it
 
     def create(self) -> None:
-        """The first rank of a host makes its file, with the pages of all flags taken; a rank alone needs none."""
+        """The first rank of a host makes its file, with the pages of all flags and notes; a rank alone needs none."""
         if len(self.near) == 1:
             self.memory = Memory(self.shape.total_bytes)
         elif self.comm.rank == self.near[0]:
             self.name, memory = create(self.shape.total_bytes)
             self.memory = memory
             for rank in self.near:
-                memory.reserve(rank * self.shape.window_bytes, self.shape.data_at)
+                start, data_at = rank * self.shape.window_bytes, self.shape.data_at
+                memory.reserve(start, data_at)
+                notes_at = start + data_at + self.shape.data_bytes - self.shape.notes_bytes
+                memory.reserve(notes_at, self.shape.notes_bytes)
 
     def attach(self, notes: Sequence[Mapping[str, Any]]) -> None:
         """The others map it. notes: of all ranks."""

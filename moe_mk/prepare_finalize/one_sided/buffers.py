@@ -146,7 +146,8 @@ class OneSidedBufferSlot(BufferSlot):
             self.exchange.failure_of = self.heap.failure_of
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
-        return open_heap(comm, FLAGS_OF_RANK * comm.size, self.region.data_bytes(comm.size), now)
+        flags, notes_bytes = FLAGS_OF_RANK * comm.size, comm.size * NOTE_BYTES
+        return open_heap(comm, flags, self.region.data_bytes(comm.size), now, notes_bytes=notes_bytes)
 
     def serve(self, comm: Communicator) -> None:
         """Begin the next call; errors name the layer that `comm` belongs to."""
