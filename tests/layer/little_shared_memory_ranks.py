@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ def serve(rank: int, transport: str, rounds: int) -> list[str]:
         dist.barrier()
         verbs: dict[str, Callable[[], Any]] = {
             "build": lambda: built(transport)(tokens(rank, MANY)),
-            "few": lambda: made[0](tokens(rank, MANY)[:1]),
-            "many": lambda: made[0](tokens(rank, MANY)),
-            "swap": lambda: swapped(made[1], rank, others),
+            "few": partial(made[0], tokens(rank, MANY)[:1]),
+            "many": partial(made[0], tokens(rank, MANY)),
+            "swap": partial(swapped, made[1], rank, others),
         }
         result = outcome(verbs[verb], {"few": few, "swap": None}.get(verb, expected[0]))
         dist.barrier()

@@ -101,16 +101,17 @@ with RankWorld(2) as world:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
 def test_calls_end_in_an_error_or_serve_while_shared_memory_is_full(transport: str) -> None:
     """In a mount namespace with a /dev/shm of 1 MiB, of which a file takes all but a few pages."""
     mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted in a namespace of its own here")
-    child = [sys.executable, "-W", "ignore", "-c", SHARED, transport, "20"]
+    child = [sys.executable, "-W", "ignore", "-c", SHARED, transport, "8"]
     done = subprocess.run([*mounted, *child], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 20 and not [line for line in lines if "bad" in line], done.stdout
+    assert len(lines) == 8 and not [line for line in lines if "bad" in line], done.stdout
     ended = [line for line in lines if "CommError" in line]
     assert bool(ended) == (transport == "one_sided"), "only windows are in shared memory"

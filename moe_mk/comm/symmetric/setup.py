@@ -47,7 +47,8 @@ def open_heap(
 ) -> SymmetricHeap:
     """Open the same heap on every rank; all ranks must do so in the same order.
 
-    clock: seconds, for deadlines. notes_bytes: see `WindowShape`. Between processes it blocks until every rank has come; virtual ranks do not wait.
+    clock: seconds, for deadlines. notes_bytes: see `WindowShape`.
+    Between processes it blocks until every rank has come; virtual ranks do not wait.
     Raises UnsupportedError for a group that shares nothing, CommError if ranks disagree or are on several hosts.
     """
     if reasons := reasons_against_heap(comm):
