@@ -35,7 +35,7 @@ def test_a_page_has_at_most_300_lines_and_4000_words(page: Path) -> None:
     assert len(text.split()) <= 4000
 
 
-def test_all_pages_have_at_most_47_000_words() -> None:
+def test_all_pages_together_have_at_most_45_500_words() -> None:
     """Generated pages are counted, capabilities.md, which lists tests, is not."""
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES if page.name != "README.md"}
     total = sum(words.values())
