@@ -15,7 +15,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.lab.judge.casefile import Case, read_case
-from moe_mk.lab.judge.recorders import joined, record, record_ggml, record_transformers, record_vllm
+from moe_mk.lab.judge.recorders import joined, record, record_ggml, record_sglang, record_transformers, record_vllm
 from moe_mk.lab.judge.verdict import judge
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.quant.kinds import scheme_of_kind
@@ -206,3 +206,40 @@ def test_ranks_of_vllm_become_one_case(tmp_path: Path) -> None:
         joined(parts[:1], tp=2)
     with pytest.raises(ConfigError, match="tokens must be equal"):
         joined([parts[0], replace(parts[1], x=-parts[1].x)], tp=2)
+
+
+def test_a_compiled_model_of_vllm_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([RoutedExperts(0)])})
+    model["layers"].do_not_compile = False
+    with pytest.raises(UnsupportedError, match="layers is compiled; set enforce_eager=True"):
+        record_vllm(model, str(tmp_path), checkpoint="tiny")
+
+
+class FusedMoE(nn.Module):
+    """What SGLang 0.5.23 has of a rank with whole experts."""
+
+    hidden_size, num_experts, intermediate_size_per_partition, moe_tp_size, moe_tp_rank, moe_ep_rank = (
+        64,
+        6,
+        32,
+        1,
+        0,
+        0,
+    )
+    dispatcher = None
+    moe_runner_config = SimpleNamespace(activation="silu", is_gated=True, routed_scaling_factor=2.5)
+
+    def forward(self, hidden_states: Tensor, topk_output: Any) -> Tensor:
+        y = 2.5 * kernel(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        hidden_states.zero_()  # an inplace layer
+        return y
+
+
+def test_a_layer_of_sglang_is_recorded_with_its_scaling_factor(tmp_path: Path) -> None:
+    model, (x, ids, weights) = nn.ModuleDict({"layers": nn.ModuleList([FusedMoE()])}), call()
+    (file,) = record_sglang(model, str(tmp_path), checkpoint="tiny", norm=0.0, weights="fp32")
+    y = model["layers"][0](x.clone(), SimpleNamespace(topk_ids=ids, topk_weights=weights))
+    case = read_case(Path(file))
+    assert (case.layer, case.checkpoint) == (0, "tiny") and torch.equal(case.y, y) and torch.equal(case.x, x)
+    slots = {e: EXPERTS.slot(e) for e in range(6)}
+    assert judge(case, slots).right and not judge(replace(case, topk_weights=weights), slots).right

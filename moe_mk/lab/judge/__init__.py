@@ -6,6 +6,23 @@ write_case("case.safetensors", Case(model=model, router=router, x=x, y=y, topk_i
 """
 
 from moe_mk.lab.judge.casefile import Case, read_case, write_case
-from moe_mk.lab.judge.recorders import joined, record, record_ggml, record_transformers, record_vllm
+from moe_mk.lab.judge.recorders import (
+    joined,
+    record,
+    record_ggml,
+    record_sglang,
+    record_transformers,
+    record_vllm,
+)
 
-__all__ = ["Case", "joined", "read_case", "record", "record_ggml", "record_transformers", "record_vllm", "write_case"]
+__all__ = [
+    "Case",
+    "joined",
+    "read_case",
+    "record",
+    "record_ggml",
+    "record_sglang",
+    "record_transformers",
+    "record_vllm",
+    "write_case",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -51,11 +52,9 @@ def of_scales(scene: Scene) -> Iterator[Change]:
     ]
     if bench.w13(experts[0]).parts[0].global_scale is not None:
         variants.append(("global scale dropped", "", lambda q, e, m: _without_global(q)))
-    for rank in range(bench.case.tp if bench.case.tp > 1 else 0):
-        yield _rescaled(scene, ("w2",), "scale of another TP slice", f"all have those of TP rank {rank}",
-                        lambda q, e, m, rank=rank: _of_slice(scales_of(q), 1, bench.case.tp, rank))  # fmt: skip
-        yield _rescaled(scene, ("w13",), "scale of another TP slice", f"all have those of TP rank {rank}",
-                        lambda q, e, m, rank=rank: _of_slice(scales_of(q), 0, bench.case.tp, rank))  # fmt: skip
+    for rank, (dim, which) in product(range(bench.case.tp if bench.case.tp > 1 else 0), ((1, "w2"), (0, "w13"))):
+        yield _rescaled(scene, (which,), "scale of another TP slice", f"{which}, all have those of TP rank {rank}",
+                        _of_slice(dim, bench.case.tp, rank))  # fmt: skip
     for which in (("w13",), ("w2",), ("w13", "w2")):
         for name, detail, new in variants:
             yield _rescaled(scene, which, name, f"{' and '.join(which)}{detail}", new)
@@ -73,13 +72,17 @@ def of_scales(scene: Scene) -> Iterator[Change]:
                         lambda q, e, m: scales_of(m.parts[0]))  # fmt: skip
 
 
-def _of_slice(scales: Tensor, dim: int, tp: int, rank: int) -> Tensor:
+def _of_slice(dim: int, tp: int, rank: int) -> NewScales:
     """The scales of one slice in place of those of all; unchanged where they do not divide."""
-    size = scales.shape[dim] // tp
-    if size * tp != scales.shape[dim]:
-        return scales
-    own = scales.narrow(dim, rank * size, size)
-    return own.repeat(*((tp, 1) if dim == 0 else (1, tp)))
+
+    def new(q: QuantTensor, expert: int, matrix: Matrix) -> Tensor:
+        scales = scales_of(q)
+        size = scales.shape[dim] // tp
+        if size * tp != scales.shape[dim]:
+            return scales
+        return scales.narrow(dim, rank * size, size).repeat(*((tp, 1) if dim == 0 else (1, tp)))
+
+    return new
 
 
 def _next(step: int) -> str:

@@ -3,7 +3,7 @@
     fn = record(fn, "case.safetensors", experts, top_k=8)        # any callable of `laws.interface_of`
     fn = record_ggml(fn, "case.safetensors", experts)            # a graph of ggml's operators
     recorded = record_transformers(model, "cases", norm=1e4)     # hooks on every experts module
-    recorded = record_vllm(model, "cases", checkpoint=name)      # in each rank: engine.apply_model
+    recorded = record_vllm(model, "cases", checkpoint=name)      # in each rank: engine.apply_model; record_sglang
     case = joined([read_case(part) for part in parts])           # ranks of one call
 
 A trigger is a row of the output with NaN, infinity, or a norm above `norm`; a norm of 0 picks the first call.
@@ -206,11 +206,15 @@ def record_vllm(
 ) -> list[str]:
     """Record the routed experts of a model of vLLM (0.32) with enforce_eager in one rank; the files by layer.
 
-    A compiled graph of a CPU holds the layer itself and calls nothing that could be recorded: no file is written.
-
     Engines repack weights at load, so cases name the checkpoint that has them. Each rank writes `<layer>.rank<n>`;
     `joined` makes one case of them. While ranks record, every call exchanges which tokens are picked.
+    Raises UnsupportedError for a compiled model: its graph contains the layer and calls nothing that can be recorded.
     """
+    compiled = [path for path, module in model.named_modules() if getattr(module, "do_not_compile", True) is False]
+    if compiled:
+        raise UnsupportedError(
+            "a compiled model cannot be recorded", [f"{compiled[0] or 'the model'} is compiled; set enforce_eager=True"]
+        )
     files = []
     for path, module in model.named_modules():
         if not hasattr(module, "forward_modular") or not hasattr(module, "w13_weight"):
@@ -221,9 +225,7 @@ def record_vllm(
             moe_intermediate_size=own.intermediate_size_per_partition * parallel.tp_size,
         )  # fmt: skip
         rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
-        layer = next((int(part) for part in path.split(".") if part.isdecimal()), -1)
-        facts = {"model": config, "checkpoint": checkpoint, "layer": layer, "layer_name": path}
-        recorder = Recorder(Path(folder) / f"{path}.rank{rank}.safetensors", norm, facts=facts)
+        recorder = _of_rank(path, config, rank, Path(folder), checkpoint, norm)
 
         def forward(
             x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any,
@@ -235,6 +237,45 @@ def record_vllm(
             return y
 
         module.forward_modular = forward
+        files.append(str(recorder.path))
+    return files
+
+
+def _of_rank(path: str, config: ModelConfig, rank: int, folder: Path, checkpoint: str, norm: float) -> Recorder:
+    """The recorder of an engine's layer in one rank; `<path>.rank<n>.safetensors`."""
+    layer = next((int(part) for part in path.split(".") if part.isdecimal()), -1)
+    facts = {"model": config, "checkpoint": checkpoint, "layer": layer, "layer_name": path}
+    return Recorder(folder / f"{path}.rank{rank}.safetensors", norm, facts=facts)
+
+
+def record_sglang(model: nn.Module, folder: str, *, checkpoint: str, norm: float = math.inf, **quant: Any) -> list[str]:
+    """Record the FusedMoE layers of a model of SGLang (0.5.23) in one rank, as `record_vllm` does; the files by layer.
+
+    Routing weights are recorded with the routed scaling factor where the layer applies it.
+    """
+    files = []
+    for path, module in model.named_modules():
+        own = getattr(module, "moe_runner_config", None)
+        if own is None or not hasattr(module, "dispatcher"):
+            continue
+        config = ModelConfig(
+            hidden_size=module.hidden_size, num_experts=module.num_experts, activation=own.activation, quant=quant,
+            moe_intermediate_size=module.intermediate_size_per_partition * module.moe_tp_size,
+            gated=own.is_gated,
+        )  # fmt: skip
+        rank = module.moe_ep_rank * module.moe_tp_size + module.moe_tp_rank
+        recorder = _of_rank(path, config, rank, Path(folder), checkpoint, norm)
+
+        def forward(
+            hidden_states: Tensor, topk_output: Any, *rest: Any, own: Callable[..., Tensor] = module.forward,
+            recorder: Recorder = recorder, factor: float = own.routed_scaling_factor or 1.0, **more: Any,
+        ) -> Tensor:  # fmt: skip
+            before = hidden_states.clone()
+            y = own(hidden_states, topk_output, *rest, **more)
+            recorder.see(before, topk_output.topk_ids, topk_output.topk_weights * factor, y)
+            return y
+
+        module.forward = forward
         files.append(str(recorder.path))
     return files
 

@@ -156,7 +156,8 @@ class Bench:
             matrix = self.w13(expert) if which == "w13" else self.w2(expert)
             x = x_TKX[at]
             found = torch.cat([x @ w.T for _, w in matrix.blocks()], -1)
-            out[at] = found if matrix.bias is None or not with_bias else found + matrix.wanted_bias
+            bias = matrix.wanted_bias if with_bias else None
+            out[at] = found if bias is None else found + bias
         return out
 
     def biases(self, used_TK: Tensor, which: str) -> Tensor:

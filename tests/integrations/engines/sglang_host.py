@@ -14,12 +14,17 @@ import socket
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers.utils.import_utils
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.lab.judge import read_case, record_sglang
+from moe_mk.lab.judge.verdict import judge
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import Tiny, error
 
@@ -166,6 +171,22 @@ def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
+def recorded() -> bool:
+    """Whether the layer's call as a case file is right."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    layer = FusedMoE(EXPERTS, HIDDEN, INNER, 0, top_k=TOP_K, params_dtype=torch.bfloat16, routed_scaling_factor=2.5)
+    for weight in layer.parameters():
+        weight.data.copy_(drawn(*weight.shape))
+    weights = {"w13": layer.w13_weight.data.clone(), "w2": layer.w2_weight.data.clone()}
+    layer.quant_method.process_weights_after_loading(layer)
+    with TemporaryDirectory() as folder:
+        (file,) = record_sglang(layer, folder, checkpoint="", norm=0.0)
+        layer(*call(torch.bfloat16))
+        case = read_case(Path(file))
+    return judge(replace(case, experts=torch.arange(EXPERTS), **weights)).right
+
+
 def refused(**changes: Any) -> str:
     try:
         unquantised(**changes)
@@ -199,6 +220,7 @@ def main() -> None:
                     "awq int4": integers("awq", 4, 32, zeros=True),
                 },
                 "refused": refused(swiglu_limit=7.0),
+                "recorded": recorded(),
             }
         )
     )

@@ -159,7 +159,7 @@ def test_layers_of_the_wheel_compute_what_loops_do() -> None:
     facts = json.loads(done.stdout.splitlines()[-1])
     assert len(facts["errors"]) == 11 and max(facts["errors"].values()) < 0.02
     assert set(facts["settings"]) == {*door.READ, *door.HARMLESS, *door.REFUSED}
-    assert "swiglu_limit=7.0" in facts["refused"]
+    assert "swiglu_limit=7.0" in facts["refused"] and facts["recorded"]
 
 
 @pytest.mark.external
