@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
 from moe_mk.errors import MoEMKError
-from moe_mk.integrations.hf.packed import PackedExperts
+from moe_mk.integrations.hf.packed import PackedExperts, _are_alike
 from moe_mk.integrations.transformers import replace_experts
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.weights.source import INDEX
 from tests.integrations.hf.packed import family_model, write_packed
 from tests.weights.test_hostile_files import changed_texts
@@ -71,3 +73,15 @@ def test_no_damage_ends_in_an_error_of_another_kind_or_in_a_model_that_is_half_r
             assert may_be_whole, f"{what}: not noticed"
             model = family_model("qwen3_moe")
     assert refused > 30
+
+
+def test_formats_are_alike_where_tensors_of_one_are_tensors_of_the_other() -> None:
+    facts = SimpleNamespace(hidden_size=128, intermediate_size=256, kind="")
+    for stated, one in GROUPED.items():
+        for facts.kind, other in GROUPED.items():
+            sizes = [(facts.hidden_size, facts.intermediate_size), (facts.intermediate_size, facts.hidden_size)]
+            same = all(one.scale_shape(*size) == other.scale_shape(*size) for size in sizes)
+            own = [(each.bits, each.has_zeros, each.has_biases) for each in (one, other)]
+            assert _are_alike(stated, facts) == (same and own[0] == own[1]), (stated, facts.kind)  # type: ignore[arg-type]
+    facts.kind = "mxfp4"
+    assert _are_alike("mxfp4", facts) and not _are_alike("int4_g32", facts)  # type: ignore[arg-type]

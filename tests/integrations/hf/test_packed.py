@@ -18,7 +18,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
-from moe_mk.integrations.hf.packed import PackedExperts, _are_alike, experts_of
+from moe_mk.integrations.hf.packed import PackedExperts, experts_of
 from moe_mk.integrations.hf.stored import stored_parameters
 from moe_mk.integrations.hf.without_experts import _load_rest
 from moe_mk.integrations.transformers import (
@@ -141,18 +141,6 @@ def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str
 
 @NEEDS_COMPILER
 @torch.no_grad()
-def test_formats_are_alike_where_tensors_of_one_are_tensors_of_the_other() -> None:
-    facts = SimpleNamespace(hidden_size=128, intermediate_size=256, kind="")
-    for stated, one in GROUPED.items():
-        for facts.kind, other in GROUPED.items():
-            sizes = [(facts.hidden_size, facts.intermediate_size), (facts.intermediate_size, facts.hidden_size)]
-            same = all(one.scale_shape(*size) == other.scale_shape(*size) for size in sizes)
-            own = [(each.bits, each.has_zeros, each.has_biases) for each in (one, other)]
-            assert _are_alike(stated, facts) == (same and own[0] == own[1]), (stated, facts.kind)  # type: ignore[arg-type]
-    facts.kind = "mxfp4"
-    assert _are_alike("mxfp4", facts) and not _are_alike("int4_g32", facts)  # type: ignore[arg-type]
-
-
 def test_a_patched_block_is_one_native_call_with_the_packed_experts(written: Written) -> None:
     folder = written("deepseek_v3", "int4_g32")
     model = model_without_experts(folder)
