@@ -94,24 +94,6 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
     assert ranks[2].layers[1].expert_map.physical_to_global() == list(PLACEMENT)
 
 
-@pytest.mark.thorough
-def test_each_layer_has_all_retries_for_itself() -> None:
-    ranks, damaged = world(max_retries=1), set[tuple[int, ...]]()
-
-    def damage_once_a_layer(chunk: int, arrived: Tensor) -> Tensor:
-        if (at := ranks[1].manager.status().epochs) not in damaged:
-            damaged.add(at)
-            arrived[HEADER] ^= 1
-        return arrived
-
-    touch_chunks(ranks[1], damage_once_a_layer)
-    with pytest.warns(RebalanceWarning, match="retry 1 at step"):
-        serve(ranks, 60)
-    check_that_all_is_well(ranks)
-    status = ranks[1].manager.status()
-    assert len(damaged) == len(status.incidents) == 2 and status.epochs == (1, 1)
-
-
 def test_a_rank_that_cannot_send_states_why() -> None:
     ranks = world()
     failing = ranks[3].layers[0]
