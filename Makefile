@@ -18,13 +18,6 @@ HF := .venv-hf-oldest
 HF_NEEDS := tests/integrations/hf/oldest.txt
 HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-OLDEST := .venv-oldest
-OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml $(CONTRIB)/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-
-NEWEST := .venv-newest
-NEWEST_TORCH := $(shell sed -n 's/^NEWEST_TORCH = "\(.*\)"/\1/p' moe_mk/lab/cli/report.py)
-NEWEST_INSTALLED := $(NEWEST)/.installed-$(shell cat pyproject.toml $(CONTRIB)/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 TESTS := tests $(CONTRIB)/tests
 QUICK := not gpu and not slow and not thorough and not emulated and not network
 REST := thorough or emulated or network
@@ -50,7 +43,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest newest hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
+.PHONY: help venv run test matrix hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,30 +77,9 @@ test-all: venv  ## both in one session, which starts each world of processes onc
 	@echo "pytest    quick, $(REST)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(QUICK)) or (($(REST)) and not gpu and not slow)" $(SPREAD) --junitxml build/junit/all.xml $(TESTS)
 
-oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is supported, where it installs; TESTS selects them
-	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
-	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
-
-newest: $(NEWEST_INSTALLED)  ## `make test-all` with the newest torch that is supported and its triton, where they install; TESTS selects them
-	@echo "pytest    $$($(NEWEST)/bin/python -c 'import sys, torch, triton; print("python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)')"
-	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
-
-# An environment with another torch, and what it asks for in other versions than constraints.txt has.
-define with_torch
-@echo "venv      $(1)"
-@rm -rf $(1) && $(PYTHON) -m venv $(1)
-@sed '$(3)' constraints.txt > $(1)/constraints.txt
-@$(1)/bin/python -m pip install -qq --disable-pip-version-check -c $(1)/constraints.txt 'torch$(2)' -e '.[dev]' -e $(CONTRIB)
-@touch $@
-endef
-
-# torch 2.11 asks for an older setuptools.
-$(OLDEST_INSTALLED):
-	$(call with_torch,$(OLDEST),==$(OLDEST_TORCH).*,/^torch==/d; /^setuptools==/d)
-
-# The newest torch asks for a newer triton; a build for CPUs asks for none, and pip takes the newest.
-$(NEWEST_INSTALLED):
-	$(call with_torch,$(NEWEST),==$(NEWEST_TORCH).*,/^torch==/d; /^setuptools==/d; /^triton==/d)
+matrix: venv  ## the quick tests with the oldest and the newest torch and numpy; CELLS="python3.14:==2.15.0:>=2" selects others
+	@echo "pytest    benchmarks/results/matrix.json; then make features"
+	@$(BIN)/python tools/matrix.py $(CELLS)
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"

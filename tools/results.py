@@ -21,6 +21,7 @@ from tools.pages import between, markdown, write_or_compare
 
 ROOT = Path(__file__).resolve().parent.parent
 README, ENGINES_PAGE, PROCESSORS_PAGE = "README.md", "docs/results-engines.md", "docs/results-processors.md"
+QUICKSTART = "docs/quickstart.md"
 INSTRUCTION_SETS_PAGE = "docs/results-instruction-sets.md"
 RESULTS = "benchmarks/results"
 BEGIN, END = "<!-- figures: written by `make features` -->", "<!-- end of figures -->"
@@ -365,6 +366,20 @@ def _placements(results: Path) -> Iterator[str]:
     yield f"\n```text\n{run['command']}\n```"
 
 
+MATRIX_BEGIN, MATRIX_END = "<!-- matrix: written by `make features` -->", "<!-- end of the matrix -->"
+
+
+def matrix_table(results: Path) -> str:
+    """The quick tests by versions, as `tools/matrix.py` ran them."""
+    rows: list[tuple[object, ...]] = [("Python", "torch", "numpy", "passed", "failed", "skipped", "date")]
+    for run in sorted(_read(results, "matrix"), key=lambda each: str(each.get("torch"))):
+        if "problem" not in run:
+            failed = run["failures"] + run["errors"]
+            passed = run["tests"] - failed - run["skipped"]
+            rows.append((run["python"], run["torch"], run["numpy"], passed, failed, run["skipped"], run["date"]))
+    return markdown(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
@@ -372,6 +387,8 @@ def main() -> int:
     text = between((ROOT / README).read_text(encoding="utf-8"), BEGIN, END, "\n" + readme_table(results))
     pages = {README: text, ENGINES_PAGE: engines_page(results), PROCESSORS_PAGE: processors_page(results)}
     pages[INSTRUCTION_SETS_PAGE] = instruction_sets_page(results)
+    begin = (ROOT / QUICKSTART).read_text(encoding="utf-8")
+    pages[QUICKSTART] = between(begin, MATRIX_BEGIN, MATRIX_END, matrix_table(results))
     stale = [write_or_compare(ROOT, name, text, "figures", check=check) for name, text in pages.items()]
     return int(any(stale))
 

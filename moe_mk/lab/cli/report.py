@@ -23,7 +23,7 @@ from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.version import own_version
 
 NEWEST_TORCH = "2.14"
-"""The newest torch that `make newest` has run."""
+"""The newest torch with which `make matrix` has run."""
 
 
 def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
