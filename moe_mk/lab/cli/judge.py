@@ -112,9 +112,9 @@ def _show(screen: Screen, file: Path, case: Case, verdict: Verdict) -> None:
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
 table{border-collapse:collapse;margin:1rem 0}
 td,th{padding:.25rem .6rem;border-bottom:1px solid #d8dee4;text-align:right}
-td:first-child,th:first-child,td:nth-child(2){text-align:left}.wrong{color:#b3261e}.right{color:#1a6b34}
+td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}.wrong{color:#b3261e}.right{color:#1a6b34}
 .map{overflow-x:auto}.map td{width:1.6rem;height:1.2rem;padding:0;border:1px solid #fff}.map th{font-weight:400;
-font-size:12px;border:0;padding:0 .3rem}footer{color:#59636e;font-size:13px}"""
+text-align:center;font-size:12px;border:0;padding:0 .3rem}footer{color:#59636e;font-size:13px}"""
 MOST_CELLS = 65_536
 
 
@@ -130,7 +130,8 @@ def page_of(verdicts: Sequence[tuple[str, Case, Verdict]]) -> str:
 
 def _section(name: str, case: Case, verdict: Verdict) -> str:
     kind, state = ("right", "right") if verdict.right else ("wrong", "wrong")
-    facts = [f"<h1>{escape(name)}</h1><p>{escape(case.layer_name)} {case.size} of "
+    layer = f"{escape(case.layer_name)}, " if case.layer_name else ""
+    facts = [f"<h1>{escape(name)}</h1><p>{layer}{case.size} of "
              f"{max(case.num_tokens, case.size)} tokens, {escape(case.model.quant.weights)} weights, "
              f"TP {case.tp}, EP {case.ep}</p>"]  # fmt: skip
     versions = ", ".join(f"{escape(k)} {escape(v)}" for k, v in case.versions.items())
