@@ -63,13 +63,13 @@ def test_a_damaged_checkpoint_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("version", "is_newer"),
-    [("2.11.0", False), ("2.14.1+cpu", False), ("2.15.0+cu130", True), ("3.0.0.dev20270101", True)],
+    [("2.11.0", False), ("2.15.1+cpu", False), ("2.16.0+cu130", True), ("3.0.0.dev20270101", True)],
 )
 def test_a_torch_newer_than_those_tested_is_named(
     version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    assert versions()["torch"] == version + ", newer than 2.14, the newest that is tested" * is_newer
+    assert versions()["torch"] == version + ", newer than 2.15, the newest that is tested" * is_newer
 
 
 def test_the_doctor_knows_every_backend(invoke: Invoke) -> None:

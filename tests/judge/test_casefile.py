@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -57,7 +57,9 @@ def test_a_case_is_read_as_it_was_written(file, kind, portable):
         assert same.dtype is tensor.dtype and same.contiguous().view(torch.uint8).equal(
             tensor.contiguous().view(torch.uint8)
         ), name
-    assert replace(found, **case.tensors) == case
+    # Each field by itself: since Python 3.13 dataclasses no longer take the same tensor for equal.
+    rest = {each.name for each in fields(case)} - case.tensors.keys()
+    assert {name: getattr(found, name) for name in rest} == {name: getattr(case, name) for name in rest}
 
 
 def test_slots_are_named_by_their_expert(file):

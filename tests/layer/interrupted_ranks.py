@@ -27,7 +27,7 @@ from tests.layer.failing_ranks import built, outcome, references, tokens
 TIMEOUT_S = 12.0
 """An error in half of it was reported, and not waited for."""
 PACKAGE = str(Path(moe_mk.__file__).parent)
-CHECKED = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
+CHECKED = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 """Instructions after which CPython runs handlers of signals."""
 
 
@@ -70,7 +70,6 @@ class Interrupts:
             self._inside += 1
         if not self._inside or not code.co_filename.startswith(PACKAGE):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         last = frame.f_lasti
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -93,6 +92,8 @@ class Interrupts:
                 raise error
             return trace
 
+        frame.f_trace = trace  # first: from Python 3.13 on, opcodes of a frame that has no function are not traced
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return trace
 
     def _error_at(self, code: CodeType, line: int, name: str) -> BaseException | None:

@@ -22,7 +22,7 @@ from moe_mk.lab.cli.outputs import new_figure, save_picture
 from moe_mk.lab.cli.plan import RunPlan
 from moe_mk.lab.cli.version import own_version
 
-NEWEST_TORCH = "2.14"
+NEWEST_TORCH = "2.15"
 """The newest torch with which `make matrix` has run."""
 
 
