@@ -372,7 +372,8 @@ MATRIX_BEGIN, MATRIX_END = "<!-- matrix: written by `make features` -->", "<!-- 
 def matrix_table(results: Path) -> str:
     """The quick tests by versions, as `tools/matrix.py` ran them."""
     rows: list[tuple[object, ...]] = [("Python", "torch", "numpy", "passed", "failed", "skipped", "date")]
-    for run in sorted(_read(results, "matrix"), key=lambda each: str(each.get("torch"))):
+    runs: list[dict[str, Any]] = json.loads((results / "matrix.json").read_text(encoding="utf-8"))
+    for run in sorted(runs, key=lambda each: str(each.get("torch"))):
         if "problem" not in run:
             failed = run["failures"] + run["errors"]
             passed = run["tests"] - failed - run["skipped"]

@@ -52,8 +52,8 @@ def of_scales(scene: Scene) -> Iterator[Change]:
     ]
     if bench.w13(experts[0]).parts[0].global_scale is not None:
         variants.append(("global scale dropped", "", lambda q, e, m: _without_global(q)))
-    for rank, (dim, which) in product(range(bench.case.tp if bench.case.tp > 1 else 0), ((1, "w2"), (0, "w13"))):
-        yield _rescaled(scene, (which,), "scale of another TP slice", f"{which}, all have those of TP rank {rank}",
+    for rank, (dim, side) in product(range(bench.case.tp if bench.case.tp > 1 else 0), ((1, "w2"), (0, "w13"))):
+        yield _rescaled(scene, (side,), "scale of another TP slice", f"{side}, all have those of TP rank {rank}",
                         _of_slice(dim, bench.case.tp, rank))  # fmt: skip
     for which in (("w13",), ("w2",), ("w13", "w2")):
         for name, detail, new in variants:
