@@ -44,10 +44,13 @@ def test_a_slow_choice_is_named_with_its_share_of_the_best() -> None:
     run = run_of(good, near, ("int4", 64, {"A": 3.0, "B": 2.0}, "A"))
     assert chosen_well(run) == "Chosen within 5% of the best in 2 of 3 cells: int4 at 64 rows 0.67."
     assert chosen_well(run_of(good)) == "Chosen within 5% of the best in 1 of 1 cells."
-    head, _, first, _, third = cells_table(run).splitlines()
-    assert head == "| format | rows | A, ms | B, ms | chosen | of best | of limit |"
-    assert first == "| fp8 | 1 | 4 | 2 | B | 1.00 | 0.89 of peak |"
-    assert third == "| int4 | 64 | 3 | 2 | A | 0.67 | 0.50 of read |"
+    head, _, first, second = cells_table(run).splitlines()
+    assert head == "| rows of an expert | 1 | 4 | 64 |"
+    assert first == (
+        "| fp8 | A 4, B 2; B chosen, 1.00 of best: 0.89 of peak "
+        "| A 2.08, B 2; A chosen, 0.96 of best: 0.86 of peak |  |"
+    )
+    assert second == "| int4 |  |  | A 3, B 2; A chosen, 0.67 of best: 0.50 of read |"
 
 
 @pytest.mark.thorough
