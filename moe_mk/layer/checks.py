@@ -59,7 +59,7 @@ def checked_tokens(layer: MoELayer, hidden_states: Tensor) -> Tensor:
         or hidden_states.shape[0] > max_num_tokens
         or hidden_states.requires_grad
         or forward_ad._current_level >= 0
-        or not hidden_states.data_ptr()  # no tokens, or memory that was freed
+        or (not torch.compiler.is_compiling() and not hidden_states.data_ptr())  # no tokens, or memory that was freed
     ):
         if layer.device.type == "meta":
             _ = layer.weights  # raises WeightError

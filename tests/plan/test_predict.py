@@ -288,6 +288,10 @@ def test_the_page_states_the_constants_and_the_errors_of_every_table() -> None:
         line = next(line for line in page.splitlines() if line.startswith(f"| `{kind}`"))
         both = [_constants("far", kind, "throughput", each, "")[0] for each in DIRECTIONS]
         assert ", ".join(f"{each.gbs:.1f}" for each in both) + " GB/s" in line
-    for name in dict.fromkeys(each.profile.name for each in held_out()):
-        worst = max((each.error for each in held_out() if each.profile.name == name), key=abs)
-        assert next(line for line in page.splitlines() if line.startswith(f"{name} ")).endswith(f"{100 * worst:+.1f} %")
+    names = dict.fromkeys(each.profile.name for each in held_out())
+    near = sum(abs(each.error) <= 0.2 for each in held_out())
+    assert f"Of {len(held_out())} values of {len(names)} tables {near} are within 20 %" in page
+    worst = {name: max((one.error for one in held_out() if one.profile.name == name), key=abs) for name in names}
+    for name in sorted(names, key=lambda name: -abs(worst[name]))[:3]:
+        digits = 0 if abs(worst[name]) >= 1 else 1
+        assert f"{100 * worst[name]:+.{digits}f} % (`{name}`)" in " ".join(page.split())
