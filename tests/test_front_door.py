@@ -49,7 +49,7 @@ import importlib.metadata
 importlib.metadata.entry_points = lambda **group: ()  # plugins are imported at the first look-up
 import moe_mk.layer
 modules = [name for name in sys.modules if name.split(".")[0] == "moe_mk"]
-assert len(modules) <= 125 and not [name for name in modules if name.startswith("moe_mk.lab")], modules
+assert len(modules) <= 126 and not [name for name in modules if name.startswith("moe_mk.lab")], modules
 registries = moe_mk.experts.EXPERTS, moe_mk.prepare_finalize.PREPARE_FINALIZE
 read = {registry.origin(name) for registry in registries for name in registry} & sys.modules.keys()
 assert read <= {"moe_mk.prepare_finalize.no_ep"}, read

@@ -151,13 +151,13 @@ BUGS = {
 
 
 def found(bug):
-    """(wrong, at the right stage, by a name that fits, what was said)."""
+    """(wrong, at the right stage, by a name that fits, the verdict)."""
     make, stage, names = BUGS[bug]
     case, *others = made if isinstance(made := make(), list) else [made]
     if others:
         (depends, *_) = dependences([case, *others])
-        said = [(each.stage, each.law) for each in depends] or [("", "equal")]
-        return bool(depends), said[0][0] == stage, said[0][1] in names, f"{said[0][0]}: {said[0][1]}"
+        stated = [(each.stage, each.law) for each in depends] or [("", "equal")]
+        return bool(depends), stated[0][0] == stage, stated[0][1] in names, f"{stated[0][0]}: {stated[0][1]}"
     verdict = judge(case.checked())
     where = verdict.stage or "one of " + ", ".join(verdict.span)
     return not verdict.right, verdict.stage == stage, verdict.fault in names, f"{where}: {verdict.fault}"
@@ -171,5 +171,5 @@ UNNAMED = ("Dao-AILab/sonic-moe#63",)
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_another_project_is_found_and_placed(bug):
-    *outcome, said = found(bug)
-    assert outcome == [True, True, bug not in UNNAMED], said
+    *outcome, stated = found(bug)
+    assert outcome == [True, True, bug not in UNNAMED], stated
