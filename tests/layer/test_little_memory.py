@@ -81,11 +81,16 @@ print(ended)
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu_native", "torch_cpu"])
 def test_a_call_without_memory_ends_in_an_error_and_the_layer_is_right_afterwards(backend: str) -> None:
-    child = [sys.executable, "-W", "ignore", "-c", CHILD, backend, "3", "30"]
     gives_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=os.environ | gives_back)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) >= 1, "some calls must have met the limit"
+    ended = 0
+    for seed in ("3", "4", "5", "6"):  # how much a process holds back for later calls differs from run to run
+        child = [sys.executable, "-W", "ignore", "-c", CHILD, backend, seed, "30"]
+        done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=os.environ | gives_back)
+        assert done.returncode == 0, done.stderr[-3000:]
+        ended += int(done.stdout)
+        if ended:
+            break
+    assert ended, "some calls must have met the limit"
 
 
 SHARED = """
