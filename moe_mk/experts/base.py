@@ -236,7 +236,7 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     model, reasons = problem.config.model, []
     held = {model.quant.kind, model.quant.kind if model.quant.down is None else model.quant.down}
     read = {*traits.weights, *(PLAIN_KINDS if "plain" in traits.weights else ())}
-    if not held <= read and not (traits.decodes and held.isdisjoint(FORMATS.built_in)):
+    if any(kind in FORMATS.built_in or not traits.decodes for kind in held - read):
         stored = problem.weights.name if model.quant.down is None else " and ".join(sorted(held))
         reasons.append(Reason("weights", f"reads {_kinds(traits.weights)} weights, the experts are {stored}"))
     elif len(held) > 1 and not traits.mixed_weights:

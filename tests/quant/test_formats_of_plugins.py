@@ -5,6 +5,7 @@ MXFP6 of the sample wheel is stored in three bytes for four values, which no bui
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_a_layer_computes_with_it(mxfp6: Any, experts: str) -> None:
         y = layer(x)
     assert (y.double() - wanted(stored["gate.weight"], exact, x)).norm() < 0.02 * y.double().norm()
     assert layer.weights.experts.slot(0).matrices["down"].scheme == mxfp6  # not held in another format
+
+
+def test_down_projections_may_have_another_format(mxfp6: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = replace(FORMATS["mxfp6_e3m2"], mixes=True)
+    monkeypatch.setitem(vars(FORMATS), "_all", {**FORMATS.built_in, "mxfp6_e3m2": mixed})
+    stored, exact = tensors(mxfp6)
+    for e in range(E):
+        del stored[f"experts.{e}.down_proj.weight_scale"]
+        stored[f"experts.{e}.down_proj.weight"] = exact[f"{e}.down"].bfloat16()
+        exact[f"{e}.down"] = stored[f"experts.{e}.down_proj.weight"].double()
+    layer = MoELayer(layer_of(quant={"weights": "mxfp6_e3m2", "down": "bf16"})).load_weights(stored)
+    assert layer.explain().chosen.experts == "torch_cpu"  # which decodes it; others would hold FP8
+    x = torch.randn(5, H).bfloat16()
+    with torch.no_grad():
+        right = wanted(stored["gate.weight"], exact, x)
+        assert (layer(x).double() - right).norm() < 0.02 * right.norm()
 
 
 def test_ranks_share_it(mxfp6: Any) -> None:
