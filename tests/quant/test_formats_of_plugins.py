@@ -91,7 +91,7 @@ def test_a_layer_computes_with_it(mxfp6: Any, experts: str) -> None:
     with torch.no_grad():
         y = layer(x)
     assert (y.double() - wanted(stored["gate.weight"], exact, x)).norm() < 0.02 * y.double().norm()
-    assert layer.weights.experts.slot(0).matrices["down"].scheme == mxfp6  # not held in another format
+    assert " are held as " not in str(layer.explain())
 
 
 def test_down_projections_may_have_another_format(mxfp6: Any, monkeypatch: pytest.MonkeyPatch) -> None:
