@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.flight import interleave
+from moe_mk.lab.verify.dense import decoded
 from moe_mk.quant.kinds import FORMATS, scheme_of_kind
 from moe_mk.weights.expert_weights import ExpertWeights
 from moe_mk.weights.inspect import kind_of_scheme
@@ -136,6 +137,11 @@ def test_an_engine_hands_over_stacks(mxfp6: Any) -> None:
             w13_scale=first.scales[:, :, :1],
             w2_scale=second.scales,
         )
+
+
+def test_the_verifier_decodes_it(mxfp6: Any) -> None:
+    q = mxfp6.quantize(torch.randn(H, I))
+    assert torch.equal(decoded(q), mxfp6.dequantize(q, torch.float64))
 
 
 def test_what_it_cannot_be_is_refused(mxfp6: Any) -> None:

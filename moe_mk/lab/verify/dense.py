@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_mk.config.moe import ModelConfig, MoEConfig, RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
@@ -33,6 +33,8 @@ def decoded(q: QuantTensor) -> Tensor:
         return torch.from_numpy(ggml_values(q.scheme.name, q.values.cpu().numpy()).astype(np.float64))
     if q.scheme.family == "wna16":
         return torch.from_numpy(_whole_numbers(q).astype(np.float64))
+    if isinstance(q.scheme, BlockedScheme) and type(q.scheme.element) is not Element:
+        return q.dequantize(torch.float32).double()  # of another distribution, which alone defines its codes
     values = _four_bits(q.values) if q.scheme.per_byte == 2 else _f32(q.values)
     if q.scales is not None:
         scales = _f32(q.scales)
