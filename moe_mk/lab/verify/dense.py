@@ -33,9 +33,7 @@ def decoded(q: QuantTensor) -> Tensor:
         return torch.from_numpy(ggml_values(q.scheme.name, q.values.cpu().numpy()).astype(np.float64))
     if q.scheme.family == "wna16":
         return torch.from_numpy(_whole_numbers(q).astype(np.float64))
-    if isinstance(q.scheme, BlockedScheme) and type(q.scheme.element) is not Element:
-        return q.dequantize(torch.float32).double()  # of another distribution, which alone defines its codes
-    values = _four_bits(q.values) if q.scheme.per_byte == 2 else _f32(q.values)
+    values = _elements(q)
     if q.scales is not None:
         scales = _f32(q.scales)
         if q.global_scale is not None:  # the scale of each block times that of its part of the rows
@@ -43,6 +41,12 @@ def decoded(q: QuantTensor) -> Tensor:
             scales = scales * np.repeat(above, scales.shape[0] // above.shape[0], axis=0)
         values = values * _over_blocks(scales, q)
     return torch.from_numpy(values.astype(np.float64))
+
+
+def _elements(q: QuantTensor) -> F32:
+    if isinstance(q.scheme, BlockedScheme) and type(q.scheme.element) is not Element:
+        return _f32(q.scheme.element.decode(q.values))  # of another distribution, which alone defines its codes
+    return _four_bits(q.values) if q.scheme.per_byte == 2 else _f32(q.values)
 
 
 def _f32(tensor: Tensor) -> F32:
