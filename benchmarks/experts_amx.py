@@ -1,6 +1,6 @@
 """The native experts on a processor with AMX, reported by the state of its cores: FP8 in blocks, then other formats.
 
-    python benchmarks/experts_amx.py [--vllm vllm] [--kt kt] [--state quiet] --json out.json
+    python benchmarks/experts_amx.py [--vllm vllm] [--kt kt] --json out.json
     python benchmarks/experts_amx.py --quant int4_g32 int4_g128 q4_k q8_0 mxfp4 --vllm vllm --kt kt --ggml ggml
 
 The cores of a virtual machine change within seconds between two states that nothing in the guest shows: a core of one's
@@ -16,7 +16,7 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from experts_cpu_peers import (
     KtKernel,
     Weights,
     errors_of,
-    left_out,
     load_vllm,
     vllm_bf16,
     vllm_fp8,
@@ -45,7 +44,6 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.selfcheck import load
 from moe_mk.lab.cli.outputs import output_file
-from tools.pages import markdown
 
 QUIET = 0.6
 """Share of the rate of one thread alone; a core that another thread shares reaches about 0.35."""
@@ -64,8 +62,6 @@ MOST_ROWS = {SLOW: 64, "kt-kernel fp8": 64}
 FORMATS = ("fp8_channel", "int8", "int8_w8a8", "int8_block", "int8_block_w8a8", "mxfp8", "mxfp4", "nvfp4")
 FORMAT_ROWS = (1, 16, 64, 256)
 """Numbers of tokens at which other formats are compared with FP8 blocks, in the last third of the run."""
-GOALS = {1: 1.10, 4: 1.8, 8: 2.1, 16: 1.9, 32: 1.8, 64: 1.9, 256: 1.9, 1024: 2.1}
-"""By tokens, the time of the faster of vLLM's paths over ours."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +195,9 @@ def one_case(
     ]
     flop = tokens * top_k * 6.0 * hidden * inter
     print(f"M={tokens}: {len(seen[OURS])} rounds, states {counts(lines)}", flush=True)
+    for line in lines:
+        times = (f"{state} {each['wall_ms']:.3g} ({each['wall_ms_min']:.3g})" for state, each in line["states"].items())
+        print(f"  {line['candidate']:28} ms, median (minimum): {', '.join(times)}", flush=True)
     case = {"rows": tokens, "experts_hit": int(ids.unique().numel()), "flop": flop, "lines": lines}
     return case | ({"wrong": wrong} if (wrong := wrong_results(errors)) else {})
 
@@ -209,79 +208,12 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"quiet {total['quiet']}, shared {total['shared']} of {total['all']}"
 
 
-def cases_of(results: Mapping[str, Any], state: str, key: str = "cases") -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Cases in which ours has samples of a state, with those of every candidate that has."""
-    for case in results[key]:
-        by_name = {line["candidate"]: line["states"][state] for line in case["lines"] if state in line["states"]}
-        if OURS in by_name:
-            yield case, by_name
-
-
-def table(results: Mapping[str, Any], state: str, key: str = "cases") -> str:
-    """One Markdown table of a state: medians (minima), of other candidates over ours. Empty without samples."""
-    candidates = dict.fromkeys(line["candidate"] for case in results[key] for line in case["lines"])
-    others = [name for name in candidates if name != OURS and not name.startswith("read")]
-    rows = [["tokens", "samples", "ours, ms", "of pure read", "of peak", *others]]
-    for case, by_name in cases_of(results, state, key):
-        own, clocks = by_name[OURS], ("wall_ms", "wall_ms_min")
-        read = min((line["wall_ms"] for name, line in by_name.items() if name.startswith("read")), default=None)
-        peak = own["products"] * results["threads"]
-        cells = [case["rows"], own["samples"], f"{own['wall_ms']:.3g} ({own['wall_ms_min']:.3g})"]
-        cells += ["-" if read is None else f"{read / own['wall_ms']:.0%}"]
-        cells += [f"{case['flop'] / peak / own['wall_ms'] * 1e3:.0%}"]
-        ratios = {name: [by_name[name][clock] / own[clock] for clock in clocks] for name in others if name in by_name}
-        rows.append([*cells, *("{:.2f} ({:.2f})".format(*ratios[name]) if name in ratios else "-" for name in others)])
-    return markdown(rows) if rows[1:] else ""
-
-
-def goals(results: Mapping[str, Any], state: str) -> str:
-    """For each number of tokens with a goal whether it is met in a state; empty without vLLM."""
-    lines = []
-    for case, by_name in cases_of(results, state):
-        peers = [each["wall_ms"] for name, each in by_name.items() if name.startswith("vllm")]
-        goal = GOALS.get(case["rows"])
-        if goal is None or not peers:
-            continue
-        ratio = min(peers) / by_name[OURS]["wall_ms"]
-        met = "met" if ratio >= goal else "not met"
-        lines.append(
-            f"- {case['rows']} tokens: the faster vLLM path takes {ratio:.2f} of ours; goal {goal:.2f}, {met}."
-        )
-    return "\n".join(lines)
-
-
-def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
-    """The tables of some states with a description of the machine as probed."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    shape = ", ".join(f"{name}={value}" for name, value in results["shape"].items())
-    parts = [
-        f"**{shape}**; {results['device']}; {versions}. One thread alone: {results['alone'] / 1e12:.2f} TFLOP/s of "
-        f"bare tile products.\n\n`{results['command']}`"
-    ]
-    for state in states:
-        lines = [
-            line["states"][state] for case in results["cases"] for line in case["lines"] if state in line["states"]
-        ]
-        if not lines:
-            parts.append(f"State {state}: no samples.")
-            continue
-        products = statistics.median(line["products"] for line in lines) / 1e12
-        reads = statistics.median(line["reads"] for line in lines) / 1e9
-        parts.append(f"State {state}; probed: {products:.2f} TFLOP/s per thread, {reads:.0f} GB/s from the caches.")
-        parts += [table(results, state), goals(results, state)]
-        if formats := table(results, state, "formats"):
-            parts += ["Other formats; *ours* is FP8 in blocks, the ratios are their time over it:", formats]
-    parts.append(left_out([*results["cases"], *results.get("formats", ())]))
-    return "\n\n".join(part for part in parts if part)
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, experts=8, hidden=7168, inter=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
     parser.add_argument("--quant", nargs="*", default=FORMATS, help="other formats of ours to compare with FP8 blocks")
     with_peers(parser)
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
-    parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
     parser.add_argument("--json", type=output_file, help="the result file to write")
     return parser.parse_args(arguments)
 
@@ -345,7 +277,6 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     except UnsupportedError as refusal:
         print(refusal)
         return 1
-    print(section(results, STATES if options.state == "all" else (options.state,)))
     write(options.json, results)
     return 0
 

@@ -14,7 +14,8 @@ fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: readi
 fastest of some ways, and the bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact
 scales.
 peers/README.md states how to get the other projects; what is not there is left out, and so is, for a number of rows,
-what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables of it.
+what took longer than --patience seconds at the number before. `make features` makes tables of results that are listed
+in tools/results.py.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from common import command, parser_of, processor, versions, with_output, with_pe
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights, errors_of, without_wrong, wrong_results
-from experts_cpu_report import four_bit_goals
 from torch import Tensor
 
 from moe_mk.kernels.native import instruction_set
@@ -119,10 +119,7 @@ def main() -> None:
             cases.append(one_case(layer, references, patient, yardsticks, options, tokens, skew))
             slow = {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
             patient = {name: run for name, run in patient.items() if name not in slow or name == "ours fp8"}
-    results = facts(native, options) | {"cases": cases}
-    if met := four_bit_goals(results):
-        print(met)
-    write(options.json, results)
+    write(options.json, facts(native, options) | {"cases": cases})
 
 
 def one_case(

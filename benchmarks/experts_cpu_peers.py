@@ -1,7 +1,7 @@
 """Other projects' CPU experts over the same weights, each one call `(x, ids, weights) -> out`; see peers/README.md."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -122,16 +122,6 @@ def without_wrong(candidates: Mapping[str, Experts], errors: Mapping[str, float]
 def wrong_results(errors: Mapping[str, float]) -> dict[str, str]:
     """L2 errors, as text, of candidates that err by more than rounding, or give NaN."""
     return {name: f"{error:.1e}" for name, error in errors.items() if not error < LARGEST_ERROR}
-
-
-def left_out(cases: Sequence[Mapping[str, Any]]) -> str:
-    """What a report says of the peers that `without_wrong` left out; empty if there are none."""
-    named: dict[str, list[str]] = {}
-    for case in cases:
-        for name, error in case.get("wrong", {}).items():
-            named.setdefault(name, []).append(f"{case['rows']} tokens: {error}")
-    listed = "; ".join(f"{name} ({', '.join(times)})" for name, times in named.items())
-    return f"Left out, as their results are not those of their weights (L2 error): {listed}." if listed else ""
 
 
 def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:

@@ -3,9 +3,11 @@
     python benchmarks/residency.py examples/data/tiny_routing.safetensors --json benchmarks/results/residency_cpu.json
     python benchmarks/residency.py examples/data/tiny_routing.safetensors --inter 256 --memory 900MB --tokens 1
 
-A layer of random FP8 experts of DeepSeek-V3's width with recorded routing, as in residency_bounds.py. The first half
-of the steps fills the slots, the second is measured. Each measured step runs in turn, some times over with the same
-experts missing, and the least time of each counts:
+A layer of random FP8 experts of DeepSeek-V3's width with recorded routing. A trace of fewer experts than `--experts` is
+cut into streams that run side by side: stream s has experts of its own, and each of its tokens takes the first of its
+recorded choices, so that 8 streams of a trace with 32 experts are a layer of 256 that chooses 8. The first half of the
+steps fills the slots, the second is measured. Each measured step runs in turn, some times over with the same experts
+missing, and the least time of each counts:
 
     forward    with what is resident; the missing experts are read
     compute    the same call again, with its experts resident (where they fit the slots)
@@ -38,7 +40,6 @@ from typing import Any, NamedTuple
 
 import torch
 from common import about, parser_of, with_output, write
-from residency_bounds import routing_of
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
@@ -65,6 +66,21 @@ SPARE = 200 << 20
 LEAST_STEPS = 8
 CHECKED = 16
 """One step of so many is compared with experts from the weights."""
+
+
+def routing_of(trace: RoutingTrace, experts: int) -> Tensor:
+    """Ids [T, K] of consecutive tokens of a layer with so many experts; see the head of this file."""
+    own = trace.facts.num_experts
+    if experts % own:
+        raise SystemExit(f"--experts {experts} is no multiple of the {own} experts of the trace")
+    by_layer = [torch.cat([e.ids_TK for e in trace.forwards() if e.layer == layer]) for layer in trace.layers]
+    if experts == own:
+        return by_layer[0].to(torch.int32)
+    streams = experts // own
+    first_R = torch.cat(by_layer)[:, 0].to(torch.int32)
+    length = len(first_R) // streams
+    ids_SK = first_R[: length * streams].view(streams, length).T
+    return (ids_SK + torch.arange(streams, dtype=torch.int32, device="cpu") * own).contiguous()
 
 
 def layer_of(options: argparse.Namespace, experts: int, top_k: int, residency: dict[str, Any] | None) -> MoELayer:

@@ -37,13 +37,13 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 28,
+    "short ones, no plugins": 24,
     "circles": 0,
     "orphans": 0,
     "core lines": 27_180,
-    "library lines": 52_910,
+    "library lines": 52_902,
     "test lines": 79_000,
-    "tool and benchmark lines": 11_230,
+    "tool and benchmark lines": 10_741,
     "long files": 0,
     "docstrings without a subject": 0,
     "frames at EP=1": 8,
