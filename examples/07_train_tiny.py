@@ -5,7 +5,7 @@ python examples/07_train_tiny.py build/tiny-ds3 --steps 30             # seconds
 python examples/05_nano_engine.py build/tiny-ds3 --prompt "def "       # generates text
 python examples/07_load_map.py build/tiny-ds3                          # its experts, and a routing trace
 
-Bytes are the tokens. Experts are balanced by the bias update without an auxiliary loss, `router.training`. At the
+Bytes are the tokens. Experts are balanced by the bias update without an auxiliary loss, `moe_mk.lab.training`. At the
 end, held-out text is evaluated with the trained model in bf16 and with the FP8 checkpoint in this library. The
 results are written to training.json in the folder of the checkpoint.
 """
@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from moe_mk.lab.training.router import updated_bias
 from moe_mk.quant.fp8_block import FP8_128x128
-from moe_mk.router.training import updated_bias
 
 BATCH, LENGTH, HELD_OUT = 8, 256, 16
 GAMMA, PEAK_RATE, WARM_UP = 5e-3, 3e-3, 40

@@ -12,7 +12,8 @@ import moe_mk
 from moe_mk import DeepseekV3MoE, DeviceProfile, ExpertMap, MoEConfig, MoELayer, ParallelGroups, Problem, ResidencyPool
 from moe_mk.comm import SingleRank, communicator, rank_groups
 from moe_mk.config import config_folder, device_profile
-from moe_mk.layer import SequenceParallelMoE, TrainingMoE
+from moe_mk.lab.training import TrainingMoE
+from moe_mk.layer import SequenceParallelMoE
 from moe_mk.quant.plain import BF16
 from moe_mk.router import Router
 from tools import docs_api

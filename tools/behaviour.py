@@ -48,8 +48,8 @@ from moe_mk.runner import run_dual
 
 # Everything imported from deeper than a room; corrected here when modules move.
 from moe_mk.flight import wait  # isort: skip
-from moe_mk.router.training import route_with_capacity  # isort: skip
-from moe_mk.router.training import noisy_topk  # isort: skip
+from moe_mk.lab.training.router import route_with_capacity  # isort: skip
+from moe_mk.lab.training.router import noisy_topk  # isort: skip
 from moe_mk.lab.testing.cases import hostile_routings  # isort: skip
 from moe_mk.lab.testing.on_ranks import (  # isort: skip
     outputs_of_experts, outputs_of_transport, outputs_on_processes, run_ranks,

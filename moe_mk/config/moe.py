@@ -183,7 +183,7 @@ class RouterConfig(Settings):
     """The selection of experts for each token."""
 
     kind: Literal["topk", "noisy_topk", "expert_capacity"] = "topk"
-    """topk: the best experts, in one group or several. For training only (`moe_mk.layer.TrainingMoE`): noisy_topk adds
+    """topk: the best experts, in one group or several. For training only (`moe_mk.lab.training`): noisy_topk adds
     trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert."""
     top_k: int = Experts
     scoring_func: Literal[

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
     from moe_mk.layer.hot_swap import SwapReport, swap_backends
     from moe_mk.layer.sequence_parallel import SequenceParallelMoE
-    from moe_mk.layer.training import TrainingMoE
 else:
     VARIANTS = {
         "custom_op": "bind",
@@ -20,11 +19,10 @@ else:
         "deepseek_v3": "DeepseekV3MoE",
         "hot_swap": "SwapReport swap_backends",
         "sequence_parallel": "SequenceParallelMoE",
-        "training": "TrainingMoE",
     }
     __getattr__ = at_first_use(__name__, VARIANTS)
 
 __all__ = [
-    "DecodePrefillMoE", "DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE", "SwapReport", "TrainingMoE",
-    "bind", "swap_backends",
+    "DecodePrefillMoE", "DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE", "SwapReport", "bind",
+    "swap_backends",
 ]  # fmt: skip

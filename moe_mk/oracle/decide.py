@@ -195,7 +195,7 @@ def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
     if (kind := problem.config.router.kind) != "topk":
         raise UnsupportedError(
             f"router.kind = {kind} is for training, and {problem.config.model.name} is to be served",
-            ["to train: moe_mk.layer.TrainingMoE(config, comm)", "to serve: router.kind = topk"],
+            ["to train: moe_mk.lab.training.TrainingMoE(config, comm)", "to serve: router.kind = topk"],
         )
     if problem.config.model.quant.weights not in oracle.stored:
         stored, served = problem.config.model.quant.weights, ", ".join(sorted(oracle.stored))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.router.training import coefficient_of_variation
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ def measure_balance(load_XE: NDArray[np.float64], ledger: Ledger) -> Balance:
     cv = [float(coefficient_of_variation(torch.tensor(row, dtype=torch.float64, device="cpu"))) for row in load_XE]
     total = float(ideal_X.sum())
     return Balance(np.asarray(cv), peak_X, float(busiest_X.sum()) / total if total > 0 else 1.0)
+
+
+def coefficient_of_variation(values: Tensor) -> Tensor:
+    """Population standard deviation over mean of values >= 0: 0 when all are equal, zeros included."""
+    return values.std(correction=0) / values.mean().clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def rank_times(load_XE: NDArray[np.float64], ledger: Ledger) -> NDArray[np.float64]:

@@ -27,19 +27,17 @@ if TYPE_CHECKING:
         plan_for,
         tile_sizes,
     )
-    from moe_mk.runner.training_exchange import TrainingExchange
 else:
     HOMES = {
         "monolithic": "MonolithicKernel",
         "overlap": "AsyncResult alongside finalize_async prepare_async run_alone run_dual run_with",
         "tiled_kernel": "on_workers",
         "tiles": "MicroBatch StageLink TilePlan TileRecord TileWork cut in_turns plan_for tile_sizes",
-        "training_exchange": "TrainingExchange",
     }
     __getattr__ = at_first_use(__name__, HOMES)
 
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
-    "TrainingExchange", "alongside", "cut", "finalize_async", "in_turns", "on_workers",
+    "alongside", "cut", "finalize_async", "in_turns", "on_workers",
     "plan_for", "prepare_async", "run_alone", "run_dual", "run_with", "tile_sizes",
 ]  # fmt: skip

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_mk.comm import LockstepWorld, ParallelGroups, SingleRank, communicator, rank_groups
 from moe_mk.config import load_config
 from moe_mk.errors import ConfigError
-from moe_mk.layer import MoELayer, SequenceParallelMoE, TrainingMoE
+from moe_mk.lab.training import TrainingMoE
+from moe_mk.layer import MoELayer, SequenceParallelMoE
 
 
 def test_a_group_that_is_not_given_is_one_rank_and_a_communicator_is_itself() -> None:

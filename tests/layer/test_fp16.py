@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from moe_mk.lab.testing.transports import run_together, virtual_groups
-from moe_mk.layer import TrainingMoE
+from moe_mk.lab.training import TrainingMoE
 from tests.support.tiers import quick_where
 
 EXPERTS, HIDDEN, INNER, SHARED = 4, 64, 32, -60000.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_mk import MoELayer, ParallelGroups, ShapeError, UnsupportedError
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.layer import TrainingMoE
+from moe_mk.lab.training import TrainingMoE
 from moe_mk.router.replay import RoutingCapture
 from moe_mk.tokens import Routing
 from tests.layer.native import NEEDS_COMPILER, built, written

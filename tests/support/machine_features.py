@@ -145,7 +145,7 @@ LEFT_OUT = {
     "model.stacks_transposed": "a layout of files, tests/weights/test_checkpoint_formats.py",
     "quant.activations": "set with mxfp4 by `settings_of`", "quant.activation_scales": "a claim, which tensors decide",
     "quant.gptq_v2": "a layout of files, tests/weights/test_packed_layouts.py",
-    "router.kind": "the others are for training, tests/router/test_training.py",
+    "router.kind": "the others are for training, tests/training/test_router.py",
     "router.noise_std": "training", "router.capacity_factor": "training", "router.num_choices": "training",
     "parallel.dp": "sums of loads over replicas of a layer, tests/rebalance",
     "kernel.wire": "auto follows the rounding; wires are a product of their own, tests/conformance",

@@ -10,8 +10,8 @@ from torch import Tensor
 from moe_mk import ConfigError, MoEConfig, MoELayer, UnsupportedError
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.layer import TrainingMoE
-from moe_mk.router.training import balance_loss, importance
+from moe_mk.lab.training import TrainingMoE
+from moe_mk.lab.training.router import balance_loss, importance
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 4, 2, 12
 

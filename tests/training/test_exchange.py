@@ -9,8 +9,8 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.lab.training import TrainingExchange
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner.training_exchange import TrainingExchange
 from tests.support.worlds import world_of
 
 EXPERTS, HIDDEN, TOKENS = 4, 3, 4

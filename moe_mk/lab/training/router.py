@@ -147,11 +147,6 @@ def importance(probabilities_TE: Tensor, all_reduce_sum: Callable[[Tensor], Tens
     return local_E + elsewhere_E
 
 
-def coefficient_of_variation(values: Tensor) -> Tensor:
-    """Population standard deviation over mean of values >= 0: 0 when all are equal, zeros included."""
-    return values.std(correction=0) / values.mean().clamp(min=torch.finfo(values.dtype).tiny)
-
-
 def balance_loss(importance_E: Tensor, weight: float, exponent: float = 2.0) -> Tensor:
     """The auxiliary loss: weight * CV(importance) ** exponent, a differentiable scalar.
 

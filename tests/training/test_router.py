@@ -9,16 +9,16 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.lab.testing.on_ranks import run_ranks
-from moe_mk.router import gate_logits, grouped_topk, topk
-from moe_mk.router.training import (
+from moe_mk.lab.training.router import (
     balance_loss,
-    coefficient_of_variation,
     expert_capacity,
     importance,
     noisy_topk,
     route_with_capacity,
     updated_bias,
 )
+from moe_mk.rebalance.metrics import coefficient_of_variation
+from moe_mk.router import gate_logits, grouped_topk, topk
 from tests.support.draws import normal, seeded
 
 X, GATE, NOISE = normal(64, 12), normal(16, 12, seed=1), normal(16, 12, seed=2)
