@@ -19,8 +19,8 @@ HF_NEEDS := tests/integrations/hf/oldest.txt
 HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 TESTS := tests $(CONTRIB)/tests
-QUICK := not gpu and not slow and not thorough and not emulated and not network
-REST := thorough or emulated or network
+EVERY := not gpu and not stress
+QUICK := not gpu and not stress and not slow
 # Files in the order of collection, which tests/conftest.py begins with those that take long.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -43,7 +43,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test matrix hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-rest test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
+.PHONY: help venv run test matrix hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,13 +69,9 @@ test: venv  ## the quick tests: every room, in about five minutes on two cores
 	@echo "pytest    quick"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" $(SPREAD) --junitxml build/junit/quick.xml $(TESTS)
 
-test-rest: venv  ## what `make test` leaves out: more cases, the imitated libraries, the network engine
-	@echo "pytest    $(REST)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(REST)) and not gpu and not slow" $(SPREAD) --junitxml build/junit/rest.xml $(TESTS)
-
-test-all: venv  ## both in one session, which starts each world of processes once: what CI runs
-	@echo "pytest    quick, $(REST)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(QUICK)) or (($(REST)) and not gpu and not slow)" $(SPREAD) --junitxml build/junit/all.xml $(TESTS)
+test-all: venv  ## the quick tests and the slow ones: what CI runs, in about half an hour
+	@echo "pytest    quick and slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(EVERY)" $(SPREAD) --junitxml build/junit/all.xml $(TESTS)
 
 matrix: venv  ## the quick tests with the oldest and the newest torch and numpy; CELLS="python3.14:==2.15.0:>=2" selects others
 	@echo "pytest    benchmarks/results/matrix.json; then make features"
@@ -83,7 +79,7 @@ matrix: venv  ## the quick tests with the oldest and the newest torch and numpy;
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"
-	@OMP_NUM_THREADS=1 $(HF)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) tests/integrations/hf
+	@OMP_NUM_THREADS=1 $(HF)/bin/python -m pytest -q -m "$(EVERY)" $(SPREAD) tests/integrations/hf
 
 $(HF_INSTALLED): | $(INSTALLED)
 	@echo "venv      $(HF)"
@@ -113,7 +109,7 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 
 nixl: $(NIXL_INSTALLED)  ## the tests of the network transport over NIXL, where it installs
 	@echo "pytest    $$($(NIXL)/bin/python -c 'import importlib.metadata as m; print("nixl-cu12", m.version("nixl-cu12"))')"
-	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "not gpu and not slow" -k nixl $(SPREAD) \
+	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "$(EVERY)" -k nixl $(SPREAD) \
 	    --junitxml build/junit/nixl.xml $(NIXL_TESTS)
 
 nixl-hosts: $(NIXL_INSTALLED)  ## the same over two hosts made of network namespaces, and a cut cable
@@ -130,9 +126,9 @@ $(NIXL_INSTALLED): | $(INSTALLED)
 	@$(NIXL)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: --no-deps -r $(NIXL_NEEDS)
 	@touch $@
 
-stress: venv  ## the tests that take minutes
-	@echo "pytest    slow, emulated, network"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "(slow or emulated or network) and not gpu" --junitxml build/junit/stress.xml
+stress: venv  ## every test, the full product of settings too, and 1000 runs with one fault each: hours
+	@echo "pytest    everything"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --junitxml build/junit/stress.xml
 	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json

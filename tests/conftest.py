@@ -7,7 +7,6 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from zlib import crc32
 
 import hypothesis
 import numpy as np
@@ -17,34 +16,8 @@ import yaml
 
 SEED = 20_260_101
 
-MARKS_OF_FOLDERS = {
-    "tests/testing/emulated/": "emulated",
-    "contrib/moe_mk_contrib/tests/emulated/": "emulated",
-    "tests/comm/network/": "network",
-    "tests/prepare_finalize/one_sided/test_network": "network",
-    "tests/architecture/test_conftest": "thorough",
-    "tests/cli/test_timeline": "thorough",
-    "tests/comm/symmetric/test_processes": "thorough",
-    "tests/examples/test_plugin": "thorough",
-    "tests/integrations/hf/test_parallel": "thorough",
-    "tests/kernels/triton/test_interpreted": "thorough",
-    "tests/kernels/triton/test_one_sided": "thorough",
-    "tests/prepare_finalize/test_long_runs": "thorough",
-    "tests/rebalance/test_live_processes": "thorough",
-    "tests/rebalance/test_moving_processes": "thorough",
-    "tests/testing/test_faults": "thorough",
-    "tests/tools/test_docs_certified": "thorough",
-}
-"""Marks of every test below a path. CI always runs `thorough`; .ci/run lists the sources whose changes make it run
-`emulated` and `network`."""
-SAMPLED = (
-    "tests/conformance/test_experts", "tests/conformance/test_pairs", "tests/conformance/test_transports",
-    "tests/kernels/triton/test_sm90", "tests/testing/test_broken", "tests/verify/test_compare",
-)  # fmt: skip
-"""Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
-
 DURATIONS: dict[str, float] = json.loads((Path(__file__).parent / "durations.json").read_text(encoding="utf-8"))
-"""Seconds of the tests that take longest, which are `thorough`; `tools/durations.py` writes them."""
+"""Seconds of the tests that take longest, which are `slow`; `tools/durations.py` writes them."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -117,16 +90,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     content = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
-    root = Path(__file__).resolve().parents[1]
     check_rows(items, {row for section in content["sections"] for row in section["rows"]})
     for item in items:
-        where = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
-        for mark in (mark for path, mark in MARKS_OF_FOLDERS.items() if where.startswith(path)):
-            item.add_marker(mark)
-        if where.startswith(SAMPLED) and item.get_closest_marker("thorough") and crc32(item.name.encode()) % 3:
+        if item.nodeid in DURATIONS:
             item.add_marker("slow")
-        if item.nodeid in DURATIONS and not any(map(item.get_closest_marker, ("emulated", "network"))):
-            item.add_marker("thorough")
         if missing := missing_device(item):
             item.add_marker(pytest.mark.skip(reason=missing))
     # Files that take longest first: a worker that begins one of them last works alone for a minute.

@@ -193,7 +193,7 @@ def read_them_all(files: list[list[str]]) -> list[tuple[str, int]]:
 
 
 @NEEDS_PEAKS
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_reader_takes_more_memory_than_the_size_of_a_file_allows(tmp_path: Path) -> None:
     cases = hostile_files(tmp_path)
     results = alone(read_them_all, [(reader, file) for reader, file, _ in cases])

@@ -121,7 +121,7 @@ def test_names_imported_at_first_use_are_no_modules_of_their_package() -> None:
         assert all(getattr(package, name) is not None for name in named)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_any_room_can_be_entered_first_and_registers_its_plugins() -> None:
     rooms = sorted(
         f"moe_mk.{path.stem}" for path in SOURCE.parent.iterdir()

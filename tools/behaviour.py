@@ -131,7 +131,7 @@ def outputs_of_pair(pair: conformance.Pair) -> list[Tensor]:
     """Every case that its test tries; one also with other work and as two micro-batches."""
     outputs: list[Tensor] = []
     for name in conformance.cases_of(pair.ranks):
-        if pair.thorough or name in conformance.IN_EVERY_PAIR:
+        if pair.every_case or name in conformance.IN_EVERY_PAIR:
             case, tokens, logits, _ = conformance.asked(pair.form, pair.ranks, pair.tokens, pair.inside, name)
             ranks = conformance.Ranks(pair.decision, case, conformance.stored(pair.form))
             outputs += fly_together(ranks.world, ranks.flights(tokens, logits))

@@ -2,7 +2,7 @@
 
 The rows come from tests/rows.yaml, the proofs from `@pytest.mark.row(...)` in tests/, found by reading the source, so
 that nothing needs to be imported or run. How a proof ended comes from tests/results.yaml, which keeps what junit files
-of test runs state: `make test` and `make test-rest` leave them in build/junit, and `make features` takes them over.
+of test runs state: `make test` and `make test-all` leave them in build/junit, and `make features` takes them over.
 
 python tools/features.py                                 write the page; results of build/junit are recorded first
 python tools/features.py --results gpu.xml --machine H100    record what ran elsewhere
@@ -38,8 +38,6 @@ NO_GPU = "needs a CUDA device"
 """The reason for which tests/conftest.py skips a test marked `gpu`."""
 HAS_IT = re.compile(r"(\S+) is not installed: make \1 has it")
 """The reason of a test that another target runs, in an environment of its own."""
-LEFT_OUT_AT_TIMES = ("emulated", "network")
-"""Marks of folders that CI leaves out where their sources are unchanged; tests/conftest.py gives them."""
 CPU_KINDS = {
     "amx_tile": "AMX",
     "avx512_bf16": "AVX-512 BF16",
@@ -68,7 +66,7 @@ class Proof:
     name: str
     gpu: bool = False
     """It needs a GPU."""
-    slow: bool = False
+    stress: bool = False
     """Only `make stress` runs it."""
 
     @property
@@ -137,11 +135,11 @@ def find_proofs(root: Path, known: set[str]) -> dict[str, list[Proof]]:
             if claim.names & NEVER_PROVES:
                 continue
             for row in (row for mark in claim.rows for row in row_ids(mark)):
-                proofs[row].add(Proof(where, claim.test, bool(claim.names & NEEDS_GPU), "slow" in claim.names))
+                proofs[row].add(Proof(where, claim.test, bool(claim.names & NEEDS_GPU), "stress" in claim.names))
     if problems:
         raise MarkError("\n".join(problems))
     for found in proofs.values():  # of cases of one test, those that need less prove as much
-        less = {proof: (replace(proof, gpu=False), replace(proof, slow=False)) for proof in found}
+        less = {proof: (replace(proof, gpu=False), replace(proof, stress=False)) for proof in found}
         found -= {proof for proof in found if found & {each for each in less[proof] if each != proof}}
     return {row: sorted(found) for row, found in proofs.items()}
 
@@ -370,11 +368,10 @@ def contradictions(
     results: Results,
     run: Mapping[str, Result],
     machine: str,
-    at_times: Sequence[str],
 ) -> Iterator[str]:
     """Where a run on a kind of machine differs from what is recorded.
 
-    at_times: folders whose tests a run may leave out. A skip is no contradiction where the test passed on machines of
+    A skip is no contradiction where the test passed on machines of
     other kinds alone, or where another target has the library that it needs.
     """
     for proof in sorted({proof for found in proofs.values() for proof in found}):
@@ -382,24 +379,13 @@ def contradictions(
         if state_of(proof, results) != "passed":
             continue
         if now is None:
-            if not (proof.gpu or proof.slow or proof.path.startswith(tuple(at_times))):
+            if not (proof.gpu or proof.stress):
                 yield f"{proof.test}: the page states passed, and this run does not have it"
         elif now.failed:
             yield f"{proof.test}: the page states passed, and {now.failed} of its cases failed"
         elif not now.passed and recorded.passed and not all(HAS_IT.fullmatch(reason) for reason in now.skipped):
             reasons = "; ".join(sorted(now.skipped))
             yield f"{proof.test}: the page states passed, and this run on {machine} skipped it: {reasons}"
-
-
-def folders_left_out_at_times(root: Path) -> list[str]:
-    """Folders with the marks `emulated` and `network`, from the table of tests/conftest.py."""
-    conftest = root / "tests" / "conftest.py"
-    tree = ast.parse(conftest.read_text(encoding="utf-8")) if conftest.exists() else ast.Module([], [])
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and _last_name(statement.targets[0]) == "MARKS_OF_FOLDERS":
-            table = ast.literal_eval(statement.value)
-            return [path for path, mark in table.items() if mark in LEFT_OUT_AT_TIMES]
-    return []
 
 
 def _cell(text: str) -> str:
@@ -426,9 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         problems = [f"{test}: recorded in {RESULTS}, and proves no row" for test in sorted(set(results) - tests)]
         if options.results:
-            at_times = folders_left_out_at_times(root)
             run = read_junit(options.results)
-            problems += contradictions(proofs, results, run, options.machine or this_machine(), at_times)
+            problems += contradictions(proofs, results, run, options.machine or this_machine())
         if problems:
             print(*problems, "run `make features` after the tests, and commit", sep="\n", file=sys.stderr)
             return 1

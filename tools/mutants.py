@@ -63,8 +63,8 @@ RANDOM_LIMIT_S = 120.0
 """Seconds that the tests of a change made by machine may take; one that hangs is noticed."""
 LIMIT_S = 240.0
 """Seconds that the tests of a mutant may take. A slow test and one that hangs look the same, so neither counts."""
-NOT_RUN = "not slow and not gpu"
-QUICK = f"{NOT_RUN} and not thorough and not emulated and not network"
+NOT_RUN = "not stress and not gpu"
+QUICK = f"{NOT_RUN} and not slow"
 RECORD = Path("build/mutants")
 """Folder of the recordings: which lines each test executes."""
 AT_IMPORT = "tests/architecture/test_defaults"

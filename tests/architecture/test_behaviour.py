@@ -54,7 +54,7 @@ def problems() -> list[tuple[str, str, str]]:
     return [(m, d, w) for m in shipped_models() for d in shipped_devices() for w in WORKLOADS]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("model", shipped_models())
 def test_prices_and_bytes_are_those_recorded(model: str) -> None:
     asked = [problem for problem in problems() if problem[0] == model]

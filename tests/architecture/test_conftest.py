@@ -1,6 +1,6 @@
 """What tests/conftest.py promises to every test, seen from outside in runs of small test files."""
 
-import ast
+import itertools
 import json
 import re
 import shutil
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.tiers import pairwise_cover, quick_where, slow
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -37,13 +39,23 @@ def test_known_rows(): pass
 """
 
 
-@pytest.mark.parametrize("table", ["MARKS_OF_FOLDERS", "SAMPLED"])
-def test_tables_of_paths_name_tests_that_exist(table: str) -> None:
-    tree = ast.parse((TESTS / "conftest.py").read_text())
-    (value,) = (s.value for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == table)
-    folders = (TESTS, TESTS.parent / "contrib" / "moe_mk_contrib" / "tests")
-    there = [path.relative_to(TESTS.parent).as_posix() for each in folders for path in each.rglob("test_*.py")]
-    assert [path for path in ast.literal_eval(value) if not any(name.startswith(path) for name in there)] == []
+def test_a_pairwise_cover_has_every_pair_of_values_that_the_product_has() -> None:
+    product = [row for row in itertools.product(range(5), "abcd", (1, 2, 4), "xy") if row[:2] != (0, "a")]
+    cover = pairwise_cover(product, chosen=[7])
+    assert 7 in cover and 19 <= len(cover) <= 25 < len(product)
+    for one, other in itertools.combinations(range(4), 2):
+        pairs = {(row[one], row[other]) for row in product}
+        assert {(product[number][one], product[number][other]) for number in cover} == pairs
+    assert cover == pairwise_cover(product, chosen=[7]), "the same on every run"
+
+
+def test_cases_are_quick_or_slow_in_the_cover_or_stress() -> None:
+    marked = quick_where(lambda a, b: a == b == 0, itertools.product(range(2), repeat=2), lambda a, b: (a, b, a ^ b))
+    tiers = {case.values: [mark.name for mark in case.marks] for case in marked}
+    assert tiers == {(0, 0): [], (0, 1): ["slow"], (1, 0): ["slow"], (1, 1): ["slow"]}
+    halves = quick_where(lambda a, b: False, itertools.product(range(2), repeat=2), lambda a, b: (a, 0))
+    assert [case.marks[0].name for case in halves] == ["slow", "stress", "slow", "stress"]
+    assert [case.marks[0].name for case in slow(1, 2)] == ["slow", "slow"]
 
 
 def test_recorded_durations_are_of_tests_that_exist() -> None:
@@ -70,6 +82,7 @@ def run_pytest(folder: Path, source: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
     stated = run_pytest(tmp_path, LEAKS)
     leaks = re.findall(r"^ERROR \S+::(\w+) - .*the test left", stated, re.MULTILINE)
@@ -81,6 +94,7 @@ def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
         assert re.search(r"7 passed, 1 skipped, 3 errors", stated), stated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mark", "complaint"),
     [("row(165)", r"test_small\.py::test_a: unknown row 165"), ("rwo(66)", r"'rwo' not found in `markers`")],

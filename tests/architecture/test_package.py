@@ -75,7 +75,7 @@ assert not device, device
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(159)
 def test_pip_installs_the_wheel_into_an_empty_environment_where_it_runs_without_a_device_library(
     wheel: zipfile.ZipFile, tmp_path: Path
@@ -120,7 +120,7 @@ def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith((".venv", "build")) or "__pycache__" in name]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_example_of_the_readme_and_every_explain_command_of_the_docs_run_from_the_wheel(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import moe_mk, printed, usage_error
-from tests.support.tiers import quick_where, thorough
+from tests.support.tiers import quick_where, slow
 
 SMALL = ("--experts", 8, "--hidden", 256, "--intermediate", 256)
 RUN = ("run", "{tiny}", "--tokens", 1, "--repeats", 1)
@@ -52,8 +52,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("verb", "limit"),
     [
-        *((verb, 700) for verb in VERBS), *thorough(*zip(VERBS, cycle((0, 20_000)), strict=False)),
-        *thorough(*zip(LONG, cycle((0, 700, 20_000)), strict=False)),
+        *((verb, 700) for verb in VERBS), *slow(*zip(VERBS, cycle((0, 20_000)), strict=False)),
+        *slow(*zip(LONG, cycle((0, 700, 20_000)), strict=False)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_named_and_nothing_is_left(
@@ -91,7 +91,7 @@ def test_names_of_files_need_not_be_utf8(verb: str, tiny: Path, tmp_path: Path) 
         printed("place", "--trace", names["out"].rename(inside / "trace.safetensors"), "--gpus", 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_no_regular_file_is_written_directly_and_named() -> None:
     assert "/dev/full: " in usage_error("plan", "timeline", "--trace", "/dev/full")
     command = [sys.executable, "-m", "moe_mk", "plan", "timeline", "--trace", "/dev/stdout"]

@@ -39,7 +39,7 @@ def test_inspection_states_how_it_chooses(hashed: Path) -> None:
     assert "deepseek_v4" in done and "routed by a table of 40 token ids" in done
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_ranks_route_the_ids_of_a_file_as_the_table_states(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
     ids = [3, 39, 0, 3, 17, 8, 8]  # shared out 4 + 3
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"

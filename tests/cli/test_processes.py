@@ -99,7 +99,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("by,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Signals, code: int) -> None:
     script = tmp_path / "script.py"
@@ -213,7 +213,7 @@ def late_on_rank_1(folder: Path, place: Place) -> int:
     return 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rank_that_sleeps_ends_the_run_within_the_timeout_with_rank_and_phase(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

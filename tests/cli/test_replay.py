@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.row("177")
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_replayed_experts_bring_two_formats_of_a_model_together(tmp_path: Path, invoke: Invoke) -> None:
     from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 

@@ -55,7 +55,7 @@ def test_every_rank_has_a_store_that_ranks_find(tiny: Path, tmp_path: Path) -> N
     assert len(list(tmp_path.glob("*.experts"))) == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_ranks_run_from_their_stores(tiny: Path, invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("convert", tiny, tmp_path / "s", "--store", "--ranks", 2).exit_code == 0
     options = ("--memory", "1MB", "--store", tmp_path / "s", "--tokens", 8, "--repeats", 1, "--out", tmp_path / "o")
@@ -180,7 +180,7 @@ def test_hits_and_reads_are_drawn(tiny: Path, store: Path, tmp_path: Path) -> No
     assert os.listdir(store) == [next(store.iterdir()).name]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", "bf16 fp8_channel int8_block mxfp4 nvfp4 int4_g32_zp awq q4_k_m".split())
 def test_every_format_has_a_store_of_the_planned_size(quant: str, invoke: Invoke, tmp_path: Path) -> None:
     sizes = ("--experts", 16, "--hidden", 512, "--intermediate", 256, "--quant", quant)

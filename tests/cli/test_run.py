@@ -28,7 +28,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words_, capture_output=True, text=True, timeout=100, cwd=ROOT, env=ENVIRONMENT)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Path) -> None:
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
     words = ("run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--out", report, "--record-trace", traced)
@@ -51,7 +51,7 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
     assert trace.facts.num_ranks == 2 and trace.weights_RK is not None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(39)
 def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(
     tiny: Path, tmp_path: Path, invoke: Invoke, capfd: pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(
     assert f"{amount(near)} inside the node and {amount(far)} between nodes" in printed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((3, 256)))
     words = ("run", tiny, "--hidden-states", tmp_path / "rows.npy", "--repeats", 1)
@@ -82,7 +82,7 @@ def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     assert "ep=2" in done.stdout and "2+1 tokens" in done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_torchrun_of_the_script_reports_an_error_once(tiny: Path) -> None:
     torchrun = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2)
     done = command(*torchrun, BIN / "moe-mk", "run", tiny, "--tokens", "1,2,3")
@@ -90,7 +90,7 @@ def test_torchrun_of_the_script_reports_an_error_once(tiny: Path) -> None:
     assert done.stderr.count("moe-mk: --tokens lists 3 numbers for 2 batches") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_1(tiny: Path) -> None:
     words = ["run", str(tiny), "--ranks", "2", "--tokens", "4", "--timeout", "20", "--repeats", "1000000"]
     run = subprocess.Popen(
@@ -119,7 +119,7 @@ def rank_1_at_work(parent: int) -> int:
     raise AssertionError("two ranks did not meet")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("quant", "ranks"), [("int4_g32", 1), ("gptq", 1), ("awq", 1), ("q4_k_m", 2)])
 def test_weight_only_experts_run_and_are_verified(
     quant: str, ranks: int, tmp_path: Path, invoke: Invoke, capfd: pytest.CaptureFixture[str]
@@ -134,7 +134,7 @@ def test_weight_only_experts_run_and_are_verified(
     assert done.exit_code == 0 and printed.count("PASS") == 1, printed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "code"), [(None, 0), ("routed_scaling_factor=1.5", 1), ("renormalize=false", 1)])
 def test_what_is_read_otherwise_than_the_models_own_class_computes_fails(
     setting: str | None, code: int, tiny: Path, invoke: Invoke

@@ -13,6 +13,7 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.mark.row(93)
+@pytest.mark.slow
 def test_a_run_of_two_processes_shows_shared_experts_while_rows_travel(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ["run", tiny, "--ranks", 2, "--tokens", 40, "--repeats", 1, "--no-verify", "--trace", out]

@@ -72,7 +72,7 @@ def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
     return "landed"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_process_of_another_host_is_not_looked_for_on_this_one(world: RankWorld) -> None:
     assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]
     assert "peer 1" in world.call(waits_for_a_slow_peer, False)[0], "on this host it counts as ended"
@@ -150,7 +150,7 @@ def late_for_its_peer(rank: int) -> list[str]:
     return texts
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_late_rank_learns_that_it_was_waited_for(world: RankWorld) -> None:
     (failed, closed), (late, *_) = world.call(late_for_its_peer)
     assert "peer 1: sent nothing within 1 s" in failed and "connections of the group are closed" in closed
@@ -211,7 +211,7 @@ def dies_while_the_watch_lacks(rank: int, what: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks", ["threads", "memory to look", "memory to report", "descriptors"])
 def test_the_watch_of_a_group_lives_through_what_it_lacks_and_notices_a_death(lacks: str) -> None:
     with RankWorld(2) as mortal, pytest.raises(RankError) as died:

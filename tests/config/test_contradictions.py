@@ -23,7 +23,7 @@ from tests.config.test_keys import FLOATS, ONE, QUANTS, TOKENS, full, grouped, s
 from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
 from tests.config.test_quant_values import KEYS, VALUES
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 from tests.weights.test_inspect import rewritten
 
 ALONE = {**ONE, "num_experts_per_tok": 1, "n_routed_experts": 2, "num_hidden_layers": 1}
@@ -106,8 +106,8 @@ CASES: list[tuple[int | str, str]] = [
 CASES += [(name, "") for name in NAMES]
 QUICK = [*CASES[:6], (0, "mixtral"), (1, "minimax_m2"), (2, "qwen2_moe"), (5, "mixtral")]
 EVERY = [
-    *((*case, 41) for case in QUICK), *thorough(*((*case, 23) for case in CASES)),
-    *(pytest.param(*case, 3, marks=pytest.mark.slow) for case in CASES),
+    *((*case, 41) for case in QUICK), *slow(*((*case, 23) for case in CASES)),
+    *(pytest.param(*case, 3, marks=pytest.mark.stress) for case in CASES),
 ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_a_change_of_ranks_keeps_every_other_field(path: tuple[str, ...]) -> Non
     assert for_ranks(made, ExpertMap.linear(experts, 2)) == expected == with_sizes(made, {"ep": 2})
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_field_is_read_somewhere_in_the_package() -> None:
     """As an attribute, outside of the file that defines it and of what only shows a configuration."""
     root = Path(moe_mk.__file__).parent

@@ -153,7 +153,7 @@ def test_names_are_those_of_the_tensors_where_a_folder_has_them(tmp_path: Path) 
     assert read(tmp_path, ignored, 3) == "int4_g128"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_the_names_of_a_family_are_those_of_a_small_checkpoint(name: str, tmp_path: Path) -> None:
     """As `weights.names` spells them; stacks of all experts are one module where they are not quantised by module."""

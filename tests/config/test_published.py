@@ -143,7 +143,7 @@ def test_every_other_published_configuration_is_read_in_its_format_and_as_declar
         declared(file, "kimi_k3")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - REFUSED.keys()))
 def test_a_small_layer_of_a_published_model_is_loaded_and_right(name: str, tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
@@ -272,7 +272,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BLOCKS, *CLASSES])
 def test_a_layer_computes_what_the_block_of_transformers_does(name: str, tmp_path: Path) -> None:
     """With weights of our reader in f64: a configuration that is read wrongly differs here."""

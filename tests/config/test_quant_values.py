@@ -49,7 +49,7 @@ def accepted(name: str) -> dict[str, dict[str, list[Any]]]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTS)
 def test_values_that_are_taken_are_those_recorded(name: str) -> None:
     assert accepted(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]

@@ -144,7 +144,7 @@ def survivors(world: RankWorld, tmp_path_factory: pytest.TempPathFactory) -> dic
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_survivors_get_commerror_that_names_rank_and_phase_in_time(
     name: str, survivors: dict[int, dict[str, Outcome]]
@@ -163,7 +163,7 @@ def test_every_transport_that_can_run_on_cpu_processes_was_killed() -> None:
     assert left_out == {"no_ep", "one_sided_gpu"}, f"{left_out} cannot run here"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_the_next_world_works(world: RankWorld, survivors: dict[int, dict[str, Outcome]]) -> None:
     assert survivors
     names = PARTS[0]

@@ -1,5 +1,7 @@
 """Every registered transport carries every hostile case, in every wire scheme it states it can carry."""
 
+from collections.abc import Hashable
+
 import pytest
 
 from moe_mk.lab.testing.conformance import check_transport
@@ -8,6 +10,7 @@ from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from tests.support.formats import FORMATS
+from tests.support.tiers import quick_where
 
 WIRES: dict[str, list[QuantScheme]] = {
     "plain": [FP32, BF16],
@@ -27,14 +30,12 @@ def is_quick(name: str, ranks: int, wire: QuantScheme) -> bool:
     return (ranks == 2 and wire in IN_FOUR and turns) or (wire is BF16 and (turns or ranks == 2))
 
 
+def axes(name: str, ranks: int, wire: QuantScheme) -> tuple[Hashable, ...]:
+    return name, ranks, next(family for family, schemes in WIRES.items() if wire in schemes)
+
+
 CASES = [
-    pytest.param(
-        name,
-        ranks,
-        wire,
-        id=f"{name}-{ranks}-{wire.name}",
-        marks=[] if is_quick(name, ranks, wire) else [pytest.mark.thorough],
-    )
+    (name, ranks, wire)
     for name, transport in PREPARE_FINALIZE.items()
     for ranks in (1, 2, 4)
     if transport.traits.min_ranks <= ranks <= (transport.traits.max_ranks or ranks)
@@ -44,7 +45,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name,ranks,wire", CASES)
+@pytest.mark.parametrize(
+    "name,ranks,wire", quick_where(is_quick, CASES, axes), ids=lambda value: str(getattr(value, "name", value))
+)
 def test_tokens_return_times_the_sum_of_their_weights(name: str, ranks: int, wire: QuantScheme) -> None:
     dtype = FP32 if wire is FP32 else BF16
     form, tokens = next(f for f in FORMATS if f.dtype is dtype), next(iter(PREPARE_FINALIZE[name].traits.tokens))
@@ -56,7 +59,7 @@ def test_tokens_return_times_the_sum_of_their_weights(name: str, ranks: int, wir
 
 
 def test_every_registered_transport_is_tried() -> None:
-    assert {str(case.id).split("-")[0] for case in CASES} == set(PREPARE_FINALIZE)
+    assert {name for name, *_ in CASES} == set(PREPARE_FINALIZE)
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])

@@ -43,14 +43,14 @@ def problems(workplace: Path) -> dict[str, str]:
 
 
 # A process of its own for each page: pages register backends, and those must not reach other tests.
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_what_it_states(page: Path, problems: dict[str, str]) -> None:
     assert not problems[str(page)], problems[str(page)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pages_that_are_wrong_are_found(tmp_path: Path) -> None:
     (tmp_path / "raises.md").write_text("Some words.\n\n```python\nx = 1\n\nx.nothing\n```\n", encoding="utf-8")
     (tmp_path / "prints.md").write_text("```python\nprint(1)\n```\n```text output\n2\n```\n", encoding="utf-8")
@@ -60,7 +60,7 @@ def test_pages_that_are_wrong_are_found(tmp_path: Path) -> None:
     assert "prints.md:5: expected\n2\nbut the block above prints\n1" in done.stderr, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_backends_of_the_page_work_from_a_wheel(tmp_path: Path) -> None:
     page = ROOT / "docs/add-a-backend.md"
     wheel, facts = tmp_path / "my_wheel", tmp_path / "my_wheel-0.1.dist-info"

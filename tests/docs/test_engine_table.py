@@ -39,7 +39,7 @@ def process_group(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_line_of_the_table_for_engines_runs(process_group: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines, wanted = table(), layer(4, 2, dtype=torch.float32)
     assert tuple(lines) == STEPS and all(lines.values())

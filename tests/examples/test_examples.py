@@ -39,7 +39,7 @@ def test_every_example_is_run_here() -> None:
     assert [file.name for file in sorted(EXAMPLES.glob("*.py")) if f'"{file.name}"' not in text] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_layer_explains_itself_and_counts_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(example("01_layer.py"), run_name="__main__")
     stated = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_the_layer_explains_itself_and_counts_the_load(capsys: pytest.CaptureFix
     assert "512 assignments" in stated
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["by_itself", "torchrun"])
 def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
     stated = run(*launcher, example("02_torchrun_ep.py"))
@@ -64,7 +64,7 @@ def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
         assert float(error) < 2 * 2**-8
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_oracle_plans_machines_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(example("03_explain_hypothetical.py"), run_name="__main__")
     stated = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_the_oracle_plans_machines_that_are_not_here(capsys: pytest.CaptureFixtu
     assert "serves 1 rank, the group has 32" in stated and "kernel.graphs = false" in stated
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None:
     stated = run(example("09_own_backend.py"))
     assert "no_ep + my_loop: pinned by kernel.experts = my_loop" in stated
@@ -85,7 +85,7 @@ def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None
     assert float(re.findall(r"reference: (\S+),", stated)[0]) < 7**0.5 * 2**-8
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_experts_move_while_four_ranks_serve() -> None:
     stated = run(example("06_live_rebalance.py"))
     moved, predicted = re.findall(r"moved ([\d,]+) B of ([\d,]+) B predicted; incidents: 0", stated)[0]
@@ -107,7 +107,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_experts_of_the_tiny_model_are_reported_by_kind_and_leave_a_trace(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[lab]'")
     # After the eight steps of `tiny_model` the gate of layer 2 has learned nothing yet.
@@ -126,7 +126,7 @@ def test_experts_of_the_tiny_model_are_reported_by_kind_and_leave_a_trace(tmp_pa
 
 
 @pytest.mark.row("23a")
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
     assert torch.equal(seen["model.norm"], residual_TH + delta_TH)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_engine_writes_the_same_on_one_rank_and_on_two(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +172,7 @@ def test_the_engine_writes_the_same_on_one_rank_and_on_two(
     assert written == other and "def main(" in written
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +201,7 @@ def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
     assert paged.written == drawn[0].written
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     engine = importlib.import_module("05_nano_engine")
@@ -221,7 +221,7 @@ def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypat
         ("07_train_tiny", ["--experts", "6"], "4 groups of 2 experts or more"),
     ],
 )
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_before_any_work(
     script: str,
     arguments: list[str],
@@ -239,7 +239,7 @@ def test_what_cannot_work_is_refused_before_any_work(
     assert sorted(tiny_model.iterdir()) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_transformers_generates_with_its_experts_computed_here() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
     stated = run(example("08_hf_generate.py"))

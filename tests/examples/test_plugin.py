@@ -15,6 +15,7 @@ import pytest
 from moe_mk.errors import ConfigError
 from moe_mk.experts import EXPERTS
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples/04_custom_backend_plugin"
 GROUPS = ("prepare_finalize", "experts", "oracles", "eplb_policies", "residency_policies", "network_links")
@@ -136,7 +137,7 @@ print(chosen.experts, chosen.cost_source)
 TUNE = "tune matmul_loop --hidden 256 --intermediate 128 --slots 8 --top-k 2 --weights plain --tokens 1,8"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(500)
 def test_a_wheel_is_selected_once_it_is_certified_and_timed(with_plugin: Run, tmp_path: Path) -> None:
     assert with_plugin("-c", SELECTS, str(tmp_path)).stdout.split()[0] != "matmul_loop"
@@ -150,7 +151,7 @@ def test_a_wheel_is_selected_once_it_is_certified_and_timed(with_plugin: Run, tm
     assert faster == ["matmul_loop", "measured"] and slower[0] in ("matmul_loop", "cpu_native", "torch_cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_both_are_certified_as_they_come_out_of_the_wheel(with_plugin: Run) -> None:
     for name, origin in (("one_by_one", "transport:OneByOne"), ("matmul_loop", "experts:MatmulLoop")):
         done = with_plugin("-m", "moe_mk", "certify", name, "--quick", "--json")

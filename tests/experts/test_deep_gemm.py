@@ -43,7 +43,7 @@ TYPES = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("weights,compute", TYPES)
 def test_the_conformance_kit(weights: QuantScheme, compute: QuantScheme) -> None:
     ran = check_experts("deep_gemm", weights, dtype=BF16, compute=compute, hidden_size=256, num_slots=3)

@@ -27,7 +27,7 @@ from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore
 from tests.layer.interrupted_ranks import HANDLERS, Interrupts
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.threads import job_threads_left
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 pytestmark = NEEDS_COMPILER
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 64, 32, 3
@@ -212,9 +212,7 @@ VERBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "verb", "most"), [("pool", "call", 2), ("slots", "slow call", 2), *thorough(*THOROUGH)]
-)
+@pytest.mark.parametrize(("kind", "verb", "most"), [("pool", "call", 2), ("slots", "slow call", 2), *slow(*THOROUGH)])
 def test_an_interrupt_at_any_instruction_of_a_verb_leaves_all_layers_right(
     kind: str, verb: str, most: int, tmp_path: Path
 ) -> None:
@@ -222,7 +220,7 @@ def test_an_interrupt_at_any_instruction_of_a_verb_leaves_all_layers_right(
     expect_few_threads()
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "verb"), VERBS)
 def test_an_interrupt_at_more_instructions(kind: str, verb: str, tmp_path: Path) -> None:
@@ -289,14 +287,14 @@ def tried_at_random(scene: Scene, seconds: float, seed: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slots", "pool", "resident"])
 def test_signals_at_random_moments_of_random_verbs_leave_all_layers_right(kind: str, tmp_path: Path) -> None:
     assert tried_at_random(Scene(kind, tmp_path), 4.0, 1) > 10
     expect_few_threads()
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["slots", "pool", "resident"])

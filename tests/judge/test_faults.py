@@ -75,7 +75,7 @@ def planted(seed, *, each_once):
 
 
 @pytest.mark.row(175)
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_each_fault_is_found_at_its_stage_and_by_its_name():
     lost = []
     for what, layer, fault, stage in planted(1, each_once=True):
@@ -86,7 +86,7 @@ def test_each_fault_is_found_at_its_stage_and_by_its_name():
 
 
 @pytest.mark.row(175)
-@pytest.mark.slow
+@pytest.mark.stress
 def test_planted_faults_of_another_seed_are_found_in_every_kind_of_layer():
     """At least 95 % at the right stage, 90 % by the right name."""
     stages, names, lost = [], [], []

@@ -168,7 +168,7 @@ UNNAMED = ("Dao-AILab/sonic-moe#63",)
 
 
 @pytest.mark.row(175)
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_another_project_is_found_and_placed(bug):
     *outcome, stated = found(bug)

@@ -31,7 +31,7 @@ def layer_of(seed):
 
 
 @pytest.mark.row(175)
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_clean_cases_of_an_engine_in_bf16_are_right():
     wrong = []
     for seed in range(80):
@@ -62,7 +62,7 @@ def experts_case(layer, backend):
     return replace(case, y=y[: case.size].clone())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch_cpu", "cpu_native"])
 def test_clean_cases_of_our_backends_are_right(backend):
     wrong = []
@@ -101,7 +101,7 @@ def test_recorded_stages_place_a_fault_too(fault, stage):
     assert verdict.stage == stage and verdict.fault == fault.split(",")[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["gate and up swapped", "scale squared, w2"])
 def test_explanations_of_large_layers_are_tried_on_the_worst_columns_and_a_few_others(fault, monkeypatch):
     layer, tried = Layer(kind="fp8_block", hidden=1152, inner=128, tokens=2, quantised_rows=True, seed=1), []

@@ -76,7 +76,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     return {"model": model, "router": router, "kernel": kernel}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(any_settings(), st.sampled_from([1, 2, 9]), st.integers(0, 99), st.sampled_from(["bfloat16", "float32"]))
 def test_any_layer_gives_what_the_reference_gives(stated: dict[str, Any], count: int, seed: int, dtype: str) -> None:
@@ -102,7 +102,7 @@ def test_any_layer_gives_what_the_reference_gives(stated: dict[str, Any], count:
     assert judged.error <= 2 * judged.limit and judged.worst_token_error <= 2 * judged.worst_token_limit, judged
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     any_settings(),

@@ -29,19 +29,19 @@ def test_an_exception_at_any_step_of_any_call_ends_it_on_all_ranks_and_they_go_o
     assert world.call(ranks.thrown, transport, verb, draws, 1, timeout_s=300.0) == [[], []]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "step"), [("step", 1), ("forward", 1), ("swap", 1), ("load", 4), ("warm_up", 4)])
 def test_where_the_stack_ends_within_a_call_peers_hear_of_it_at_once(world: RankWorld, verb: str, step: int) -> None:
     assert world.call(ranks.too_deep, "all_to_all", verb, step, timeout_s=300.0) == [[], []]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_call_without_descriptors_ends_as_an_error_or_needs_none(world: RankWorld) -> None:
     verbs = ["swap", "swap_transport", "rebalance", "recover"]
     assert world.call(ranks.lacking_descriptors, "one_sided", verbs, timeout_s=300.0) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("verb", ranks.VERBS)
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -46,7 +46,7 @@ def of_other_process(entry: Tensor) -> Tensor:
     return other
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_program_calls_the_layer_that_it_was_exported_from_or_none() -> None:
     """Of every set of layers that are bound: it answers as the exported layer did, or refuses with what differs."""
     first = made()
@@ -134,7 +134,7 @@ def test_there_must_be_something_to_bind() -> None:
             bind(owner)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_of_another_process_is_bound_by_name(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from tests.support.layers import config, tensors; from moe_mk import MoELayer\n"

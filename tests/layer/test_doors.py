@@ -25,7 +25,7 @@ from moe_mk.router.topk import grouped_topk, topk
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
-from tests.support.tiers import quick_where, thorough
+from tests.support.tiers import quick_where, slow
 
 TOKENS, EXPERTS, TOP_K = 3, 8, 2
 BACKENDS = {"torch_cpu": torch.float32, "reference": torch.float32, "cpu_native": torch.bfloat16}
@@ -315,9 +315,7 @@ def test_routers_and_kernels_take_it_or_name_what_is_wrong(door: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", ["experts.0.up_proj.weight", *thorough("gate.weight", "shared_experts.down_proj.weight")]
-)
+@pytest.mark.parametrize("name", ["experts.0.up_proj.weight", *slow("gate.weight", "shared_experts.down_proj.weight")])
 def test_what_is_no_weight_is_refused_when_it_is_loaded(name: str) -> None:
     good = tensors(EXPERTS, shared=1)
 

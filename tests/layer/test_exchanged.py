@@ -109,7 +109,7 @@ def test_a_failure_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
             assert phase in failed["text"] or (where, rank) in (("slots", 1), ("slots", 2))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_rank_that_makes_no_call_is_named_with_the_limit(world: RankWorld, transport: str) -> None:
     found = world.call(ranks.absent, transport)
@@ -123,7 +123,7 @@ def test_a_second_thread_is_refused(world: RankWorld) -> None:
         assert any("phase 'dispatch'" in text and "another thread is calling over" in text for text in found), found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @TRANSPORTS
 def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(world: RankWorld, transport: str) -> None:
     assert world.call(ranks.interrupted, transport, 17, timeout_s=300.0) == [[], [], []]

@@ -7,7 +7,7 @@ import pytest
 
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
-from tests.support.tiers import quick_where, thorough
+from tests.support.tiers import quick_where, slow
 from tests.support.worlds import world_of
 
 TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]
@@ -15,7 +15,7 @@ AT_ONCE_S = 5.0
 
 
 def is_quick(transport: str) -> bool:
-    """One transport of collectives and one of shared memory; the others are thorough."""
+    """One transport of collectives and one of shared memory; the others are slow."""
     return transport in ("all_to_all", "one_sided")
 
 
@@ -26,9 +26,9 @@ world = world_of(3)
     "transport,error",
     [
         ("all_to_all", "MemoryError"), ("one_sided", "MemoryError"),
-        *thorough(("all_to_all", "KeyboardInterrupt"), ("one_sided", "KeyboardInterrupt")),
-        *thorough(("all_gather", "MemoryError"), ("hierarchical", "KeyboardInterrupt")),
-        *thorough(("all_to_all_p2p", "MemoryError"), ("one_sided_network", "KeyboardInterrupt")),
+        *slow(("all_to_all", "KeyboardInterrupt"), ("one_sided", "KeyboardInterrupt")),
+        *slow(("all_gather", "MemoryError"), ("hierarchical", "KeyboardInterrupt")),
+        *slow(("all_to_all_p2p", "MemoryError"), ("one_sided_network", "KeyboardInterrupt")),
     ],
 )  # fmt: skip
 def test_a_caught_exception_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
@@ -109,7 +109,7 @@ def test_rows_for_experts_that_do_not_exist_are_refused_by_the_name_of_their_sen
         assert f"{number}, out of range (0 <= " in found["text"], found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
     with RankWorld(4) as four:
         for rank, (found,) in enumerate(four.call(ranks.hostile_ids, "hierarchical", 8, 2)):
@@ -117,7 +117,7 @@ def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
             assert "is for expert 8, out of range (0 <= expert < 8, or -1" in found["text"], found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "late"),
     [("all_to_all", None), ("one_sided", None), ("one_sided_network", None), ("all_to_all", 0), ("all_gather", -1)],
@@ -135,7 +135,7 @@ def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: s
         assert left["is"] == f"rank {[0, None, 1][rank]} of 2, {transport}"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ranks_that_go_on_without_different_ones_get_errors() -> None:
     with RankWorld(4) as four:
         found = four.call(ranks.disagree_on_who_is_lost)
@@ -143,7 +143,7 @@ def test_ranks_that_go_on_without_different_ones_get_errors() -> None:
     assert any("goes on without ranks" in outcome["text"] for each in found for outcome in each), found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_on_a_grid_every_rank_hears_of_a_failure_and_none_is_named_for_itself() -> None:
     with RankWorld(4) as four:
         (zero,), (one,), (two,), (three,) = four.call(ranks.fails_on_a_grid)

@@ -28,7 +28,7 @@ INT4 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
         "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}},
 }  # fmt: skip
-THOROUGH = pytest.mark.thorough
+THOROUGH = pytest.mark.slow
 FORMATS = {"bf16": None, "fp8": FP8, "nvfp4": NVFP4, "int4": INT4}
 
 

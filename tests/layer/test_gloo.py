@@ -20,7 +20,7 @@ from moe_mk.layer import DeepseekV3MoE
 from tests.layer import gloo_ranks, test_fp16
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 from tests.support.worlds import world_of
 
 LIMIT = 1e-6
@@ -45,8 +45,8 @@ def forward(world: RankWorld, twin: Twin, inputs: list[Tensor], grid: str = "ep4
     "transport,weights,activations",
     [
         ("all_to_all", "fp32", "plain"),
-        *thorough(("all_to_all", "fp8_block", "checkpoint"), ("all_gather", "fp32", "plain")),
-        *thorough(("replicated", "fp8_block", "checkpoint")),
+        *slow(("all_to_all", "fp8_block", "checkpoint"), ("all_gather", "fp32", "plain")),
+        *slow(("replicated", "fp8_block", "checkpoint")),
     ],
 )
 def test_processes_give_the_bits_that_lockstep_gives(
@@ -63,7 +63,7 @@ def test_processes_give_the_bits_that_lockstep_gives(
         assert len(set(hops)) == 1, f"{case.name}: {hops}"
 
 
-@pytest.mark.parametrize("transport", thorough("all_to_all", "one_sided"))
+@pytest.mark.parametrize("transport", slow("all_to_all", "one_sided"))
 def test_processes_send_sums_that_fp16_cannot_hold(world: RankWorld, transport: str) -> None:
     for outputs in world.call(test_fp16.over_processes, transport):
         for y_TH in outputs:
@@ -183,7 +183,7 @@ def wide_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.row(51, 99)
-@pytest.mark.parametrize("transport", ["all_to_all", *thorough("all_gather")])
+@pytest.mark.parametrize("transport", ["all_to_all", *slow("all_gather")])
 def test_fp8_rows_take_the_bytes_they_should(
     world: RankWorld, wide_checkpoint: tuple[Path, bool], transport: str
 ) -> None:

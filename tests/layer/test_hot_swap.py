@@ -230,7 +230,7 @@ world = world_of(4)
 
 
 @pytest.mark.row("N14")
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_four_processes_serve_across_swaps(world: RankWorld, twin: Twin) -> None:
     tokens = [twin.x_TH[:3], twin.x_TH[3:3], twin.x_TH[3:8], twin.x_TH[8:9]]
     settings = ["all_gather", "one_sided", "all_to_all"]

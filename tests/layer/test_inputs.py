@@ -303,7 +303,7 @@ def test_a_mask_of_sequences_is_an_attention_mask(dtype: torch.dtype) -> None:
     assert torch.equal(y_BSH[mask_BS.bool()], made(x_BSH[mask_BS.bool()])) and not y_BSH[~mask_BS.bool()].any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_compiled_layer_takes_a_mask() -> None:
     made, x_TH, mask_T = build("torch_cpu", torch.float32), tokens(4, torch.float32), torch.tensor([1, 0, 1, 1])
     wanted_TH = made(x_TH, active_T=mask_T)

@@ -28,7 +28,7 @@ CASES = quick_where(
 )
 
 
-@pytest.mark.slow  # the bound of one timeout a place does not hold on a loaded machine
+@pytest.mark.stress  # the bound of one timeout a place does not hold on a loaded machine
 @pytest.mark.parametrize(("transport", "first"), CASES)
 def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
     world: RankWorld, transport: str, first: bool
@@ -70,12 +70,12 @@ def test_a_recovery_without_a_failed_call_ends_the_calls_of_peers(world: RankWor
     assert world.call(ranks.recovers_before_its_call) == [[], []]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_messages_that_were_posted_outlive_an_interrupt(world: RankWorld) -> None:
     assert world.call(ranks.long_rows, 5) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("first", [True, False])

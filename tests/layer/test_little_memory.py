@@ -78,7 +78,7 @@ print(ended)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu_native", "torch_cpu"])
 def test_a_call_without_memory_ends_in_an_error_and_the_layer_is_right_afterwards(backend: str) -> None:
     gives_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,7 @@ with RankWorld(2) as world:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
 def test_calls_end_in_an_error_or_serve_while_shared_memory_is_full(transport: str) -> None:

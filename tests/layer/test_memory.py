@@ -78,7 +78,7 @@ EXPERTS, SIDE = 4, 256
 BACKENDS = [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu", "reference"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", BACKENDS)
 @torch.no_grad()
 def test_nothing_outlives_a_layer_that_was_used_in_every_way(
@@ -114,7 +114,7 @@ def test_nothing_outlives_a_layer_that_was_used_in_every_way(
     assert [kept for each in alive if (kept := each()) is not None] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @NEEDS_COMPILER
 @torch.no_grad()
 def test_resident_memory_stays_flat_where_layers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def measured(path: str) -> dict[str, Any]:
 
 @NEEDS_COMPILER
 @NEEDS_PEAKS
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_loading_and_serving_take_what_was_predicted_within_five_per_cent(tmp_path: Path) -> None:
     paths = []
     for name, (experts, hidden, inter) in {"small": (4, 128, 128), "large": (20, 1024, 1536)}.items():
@@ -218,7 +218,7 @@ else:
 TRANSPORTS = ("one_sided", "all_to_all", "deepep_ll")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 def test_a_group_ends_when_it_is_destroyed_after_a_forward(tmp_path: Path) -> None:
     # A group that outlives its destruction has worker threads, and one of them may free a tensor while Python ends.

@@ -56,7 +56,7 @@ print(sorted({{key for key, _ in reads}}))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_layer_runs_without_an_environment_and_without_a_process_group(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BARE.format(root=str(ROOT))], env={}, cwd=tmp_path, capture_output=True, text=True
@@ -125,7 +125,7 @@ def run_in_a_new_process(pickled: bytes, x_TH: Tensor, out: object) -> None:
     out.send_bytes(buffer.getvalue())  # type: ignore[attr-defined]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_spawned_process_computes_the_same(x_TH: Tensor) -> None:
     first, (here, there) = made(), multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
@@ -214,7 +214,7 @@ def expected(experts: str, dtype: torch.dtype) -> tuple[MoELayer, EngineExperts 
 @pytest.mark.parametrize(
     "experts,dtype,name",
     [
-        pytest.param(*backend.values, name, marks=[*backend.marks, *[pytest.mark.thorough] * (name not in QUICK)])
+        pytest.param(*backend.values, name, marks=[*backend.marks, *[pytest.mark.slow] * (name not in QUICK)])
         for at, name in enumerate(AMBIENT)
         for place, backend in enumerate(BACKENDS)
         if name in QUICK or (at + place) % 2

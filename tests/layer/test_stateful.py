@@ -1,7 +1,7 @@
 """Any layer under any sequence of changes: the numbers of an independent f64 layer, and what must be counted.
 
 Three ways to draw rows of features and programs of verbs: a pairwise cover in which every verb follows every value of
-every feature (`thorough`), a few rows of it (the quick tests), and hypothesis, whose failures shrink (`slow`, for as
+every feature (`slow`), a few rows of it (the quick tests), and hypothesis, whose failures shrink (`stress`, for as
 long as `--machine-seconds` states).
 """
 
@@ -110,7 +110,7 @@ def run(program: Program, seed: int, folder: Path) -> set[Followed]:
 
 
 @NEEDS_COMPILER
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_verb_follows_every_feature(part: int, tmp_path: Path) -> None:
     done, planned = set[Followed](), set[Followed]()
@@ -154,7 +154,7 @@ def test_what_was_found_stays_right(name: str, tmp_path: Path) -> None:
     World(row_of(row), seed=3, folder=tmp_path).run(program)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_plan_has_every_pair_of_features_and_every_verb_after_each() -> None:
     pairs = {pair for row, _ in programs() for pair in combinations(sorted(row.items()), 2)}
     singles = sorted((feature, value) for feature, values in FEATURES.items() for value in values)
@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @NEEDS_COMPILER
-@pytest.mark.slow
+@pytest.mark.stress
 def test_whatever_hypothesis_draws(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     seconds = float(pytestconfig.getoption("--machine-seconds"))
     Machine.folder, ends, seed = tmp_path / "stores", time.monotonic() + seconds, 0

@@ -374,7 +374,7 @@ class Block(torch.nn.Module):
         return out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=NEEDS_COMPILER)])
 def test_61_blocks_compiled_one_by_one_share_one_graph(experts: str) -> None:
     dtype, weights = torch.bfloat16, tensors(4, dtype=torch.bfloat16)

@@ -135,7 +135,7 @@ def hostile_load(kind: str, experts: int, rng: np.random.Generator) -> Doubles:
     return loads[kind]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(2, 24), st.integers(2, 8), st.sampled_from(HOSTILE), st.integers(0, 10_000), st.integers(0, 3))
 def test_any_load_is_even_once_slots_reach_experts_plus_gpus(gpus: int, slots: int, kind: str, seed: int, spare: int):

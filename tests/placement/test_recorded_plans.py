@@ -95,7 +95,7 @@ def worths() -> list[Any]:
     return [worth(seed) for seed in range(PROBLEMS)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plans_are_the_same_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     # numpy takes its products and solutions from OpenBLAS, which has others for each processor, with other last bits.
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")

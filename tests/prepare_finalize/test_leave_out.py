@@ -216,7 +216,7 @@ def survive(rank: int, names: list[str]) -> list[int]:
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("names", [LIBRARIES], ids=["all"])
 def test_processes_go_on_without_one_that_was_killed(names: list[str]) -> None:
     with RankWorld(3) as world, pytest.raises(RankError, match="rank 1: .* exit code -9") as ended:

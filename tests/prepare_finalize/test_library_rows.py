@@ -158,7 +158,7 @@ def test_more_tokens_than_planned_are_refused_before_any_work(name: str) -> None
         next(ranks.transports[0].prepare(torch.zeros(5, 2, dtype=x[0].dtype), ROUTINGS[0]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name,rank,phase", LATE)
 def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call(
     name: str, rank: int, phase: str

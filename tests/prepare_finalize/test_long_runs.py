@@ -26,7 +26,8 @@ HIDDEN, MOST_TOKENS, BATCHES = 32, 12, 61
 MOST_GROWTH, MOST_BYTES = 40, 1 << 20
 """What a container may be longer by, as queues are fuller at one time than at another; and bytes of a whole process."""
 LONG = 20_000
-SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
+pytestmark = pytest.mark.slow
+SLOW = (pytest.mark.stress, pytest.mark.timeout(3600))
 """Two minutes, the limit of every other test, are not enough where other work has the cores."""
 QUICK = {"all_to_all": 1000, "all_gather": 1000, "one_sided": 1000, "hierarchical": 300, "one_sided_network": 300}
 """Calls that take a second or two."""

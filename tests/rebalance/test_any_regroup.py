@@ -9,7 +9,7 @@ from tests.support.worlds import world_of
 world = world_of(3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "verb"),
     [("all_to_all", "lose"), ("all_to_all", "leave"), ("all_to_all", "join"), ("one_sided", "join")],
@@ -20,7 +20,7 @@ def test_a_change_of_ranks_that_is_cut_anywhere_ends_at_once_and_can_be_made_aga
     assert world.call(ranks.thrown, transport, verb, 5, 1, timeout_s=300.0) == [[], [], []]
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("verb", ranks.VERBS)
 @pytest.mark.parametrize("transport", ["all_to_all", "one_sided"])

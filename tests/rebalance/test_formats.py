@@ -15,7 +15,7 @@ from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.transfer import flat_bytes
 from tests.support.rebalance_world import PLACEMENT, RANKS, settings
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 EXPERTS, HIDDEN, INNER, TOKENS = 8, 128, 128, 16
 
@@ -54,7 +54,7 @@ def tokens(rank: int) -> Tensor:
 
 
 @pytest.mark.row(109, 120)
-@pytest.mark.parametrize("experts", ["reference", *thorough("torch_cpu"), "cpu_native"])
+@pytest.mark.parametrize("experts", ["reference", *slow("torch_cpu"), "cpu_native"])
 def test_after_moving_live_a_layer_is_one_that_was_loaded_so(checkpoint: tuple[str, Path], experts: str) -> None:
     try:
         layers = [layer(checkpoint, comm, experts) for comm in LockstepWorld(RANKS).communicators()]

@@ -22,9 +22,10 @@ from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from tests.support.rebalance_world import RANKS, Rank, damage_first, holds_right_weights, settings, touch_chunks
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 from tests.support.worlds import world_of
 
+pytestmark = pytest.mark.slow
 Report = dict[str, object]
 MOST_STEPS = 400
 
@@ -127,7 +128,7 @@ def with_managers_that_end(number: int, seed: int) -> Report:
     return story(rank) | {"ended": ended}
 
 
-@pytest.mark.parametrize("seed", [0, *thorough(1)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, seed: int) -> None:
     reported = world.call(with_managers_that_end, seed)
     for each in reported:

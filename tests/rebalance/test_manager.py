@@ -139,7 +139,7 @@ def test_new_shares_alone_move_no_weights() -> None:
     assert ranks[0].manager.status().plan_id == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(133)
 def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
     plans: list[int] = []

@@ -113,7 +113,7 @@ def test_a_rank_that_cannot_send_states_why() -> None:
     assert ranks[0].manager.status().epochs == (1, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(4))
 def test_weights_that_are_loaded_during_a_move_serve_afterwards(steps: int) -> None:
     ranks = world(bytes_per_step=100)

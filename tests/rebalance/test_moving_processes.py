@@ -43,6 +43,7 @@ from tests.rebalance.test_regroup_processes import (
 from tests.support import layers as build
 from tests.support import rebalance_world as world
 
+pytestmark = pytest.mark.slow
 Outcome = dict[str, Any]
 RANKS, MOST_STEPS = 4, 200
 POINTS: dict[str, tuple[type, str, int]] = {
@@ -260,7 +261,7 @@ def test_a_rank_killed_while_experts_move_is_replaced(seed: int, tmp_path: Path)
     run_case(seed, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("seed", range(40))
 def test_a_rank_killed_anywhere_in_a_migration_is_replaced(seed: int, tmp_path: Path) -> None:
     run_case(seed, tmp_path)

@@ -173,7 +173,7 @@ def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 @pytest.mark.parametrize(("ranks", "maps"), [(4, [[0, 1, 6], [2, 3, 7], [4, 5]]), (2, [[0, 1, 2, 3, 4, 5, 6, 7]])])
-@pytest.mark.slow
+@pytest.mark.stress
 def test_survivors_of_a_killed_rank_serve_every_expert_again(ranks: int, maps: list[list[int]]) -> None:
     with RankWorld(ranks) as world, pytest.raises(RankError) as failed:
         world.call(with_a_death, ranks, timeout_s=LONG_S)

@@ -98,7 +98,7 @@ def test_a_rank_whose_map_differs_is_stopped_on_every_slice() -> None:
         serve(ranks, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_slices_of_one_ep_rank_leave_together_and_their_experts_are_read_again() -> None:
     ranks = grid(3)

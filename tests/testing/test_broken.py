@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,11 +68,16 @@ KIT = ROOT / "moe_mk/lab/testing"
 SLOW = ("transports.KeepsEveryInput", *(name for name, broken in CORPUS.items() if broken.larger))
 
 
+def is_quick(name: str) -> bool:
+    return name not in SLOW and (name in STATED or name.startswith("experts."))
+
+
+def axes(name: str) -> tuple[Hashable, ...]:
+    return name.partition(".")[0], CORPUS[name].law, CORPUS[name].larger
+
+
 @pytest.mark.row("N5")
-@pytest.mark.parametrize(
-    "name",
-    quick_where(lambda name: name not in SLOW and (name in STATED or name.startswith("experts.")), list(CORPUS)),
-)
+@pytest.mark.parametrize("name", quick_where(is_quick, CORPUS, axes))
 def test_a_broken_backend_is_refused_with_the_law_that_it_violates(name: str) -> None:
     failures = refused(name).failures
     assert all(failure.text for failure in failures)
@@ -87,7 +92,7 @@ def correct(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_backends_that_they_are_made_of_are_correct(correct: str) -> None:
     certificate = certify(correct, processes=False, quick=True)
     assert certificate.passed, certificate.failures

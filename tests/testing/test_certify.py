@@ -45,7 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
     return name
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_certificate_states_the_sizes_that_its_checks_have_reached() -> None:
     full, quick = certify("no_ep", processes=False), certify("no_ep", processes=False, quick=True)
     assert full.passed and quick.passed and len(full.coverage) > len(quick.coverage)
@@ -107,7 +107,7 @@ def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_states_so(
 
 
 @pytest.mark.row("N6")
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
     one, other = (certify("no_ep", processes=False) for _ in range(2))
     assert one.passed and one.digest == other.digest
@@ -121,7 +121,7 @@ def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
     assert len(digested) == len(facts["coverage"]) - 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_processes_give_the_bits_of_virtual_ranks() -> None:
     (check,) = [check for check in checks_of("all_to_all", processes=True) if "processes" in check.name]
     assert check.run() >= 12
@@ -147,7 +147,7 @@ def test_every_built_in_backend_has_checks_or_states_why_it_cannot_run_here() ->
     assert checks_of("hierarchical", processes=False)[0].name.startswith("4 ranks, 2 a host, ")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify_checks, "FP8_BLOCKS", certify_checks.FP8_BLOCKS[:1])
     certificate = certify("deep_gemm", processes=False, quick=True)  # its library needs multiples of 128, 192 is none
@@ -232,7 +232,7 @@ def test_messages_of_the_kit_name_their_law() -> None:
 
 
 @pytest.mark.row("N6")
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     done = moe_mk("certify", "no_ep", "--out", first)
@@ -291,7 +291,7 @@ def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside(
     assert isinstance(world, ThreadWorld) and world.timeout_s >= 100.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two ranks and one format are enough here; `conformance/test_transports.py` runs the others.
     monkeypatch.setattr(certify_checks, "RANKS", (2,))

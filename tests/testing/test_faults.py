@@ -46,6 +46,7 @@ from moe_mk.oracle.expected_error import ONE_TOKEN, error_of
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 
 BROKEN = "tests.testing.broken_transports"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +96,6 @@ def report() -> Report:
         ("broken_swallows", "WRONG"),
     ],
 )
-@pytest.mark.thorough
 def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, transport: str, outcome: str) -> None:
     (result,) = (one for one in report.worlds if one.plan.transport == transport)
     assert {row.outcome for row in result.bad} == {outcome}, result.bad
@@ -104,7 +104,6 @@ def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, trans
 
 
 @pytest.mark.row("N9")
-@pytest.mark.thorough
 def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
     result = report.worlds[4]
     assert not result.bad and result.fired
@@ -118,7 +117,6 @@ def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
 
 
 @pytest.mark.row(148, "N9")
-@pytest.mark.thorough
 def test_a_rank_that_loses_its_proxy_ends_calls_in_errors_in_time_and_the_group_recovers(report: Report) -> None:
     result = report.worlds[7]
     assert result.fired and not result.bad, result.bad
@@ -132,19 +130,16 @@ def test_a_rank_that_loses_its_proxy_ends_calls_in_errors_in_time_and_the_group_
     assert {row.outcome for row in result.rows if row.stage == "again"} == {"right"}
 
 
-@pytest.mark.thorough
 def test_a_hang_is_reported_with_the_stack_that_hangs(report: Report) -> None:
     (row,) = report.worlds[0].bad
     assert "in serve 1" in row.text and "broken_transports.py" in row.text and " in hang" in row.text
 
 
-@pytest.mark.thorough
 def test_a_world_without_a_fault_is_right(report: Report) -> None:
     result = report.worlds[5]
     assert {row.outcome for row in result.rows} == {"right"} and len(result.rows) == 2 * (1 + len(CALLS) + 1)
 
 
-@pytest.mark.thorough
 def test_an_interrupt_that_comes_between_calls_is_raised_in_the_next_one(report: Report) -> None:
     result = report.worlds[8]
     assert result.fired and not result.bad, result.bad
@@ -163,7 +158,6 @@ def test_a_fault_that_is_not_reached_is_no_success(report: Report) -> None:
     assert not result.fired and [row.outcome for row in result.bad] == ["not injected"]
 
 
-@pytest.mark.thorough
 def test_the_table_counts_what_the_worlds_saw(report: Report) -> None:
     lines = {line["key"]: line for line in report.table()}
     assert lines["broken_aborts"]["outcomes"]["abort"] == 1 and lines["broken_aborts"]["failed_worlds"] == 1
@@ -171,7 +165,6 @@ def test_the_table_counts_what_the_worlds_saw(report: Report) -> None:
     assert json.loads(json.dumps(report.as_dict()))["failed"] == [one.plan.number for one in report.worlds if one.bad]
 
 
-@pytest.mark.thorough
 def test_failed_worlds_are_printed_with_the_command_that_repeats_them(
     report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +245,6 @@ def test_imports_that_take_too_long_are_no_failed_imports(monkeypatch: pytest.Mo
         run_plans([world("all_to_all", None)])
 
 
-@pytest.mark.thorough
 def test_only_repeats_a_world_bit_for_bit(tmp_path: Path) -> None:
     number = str(next(n for n in range(99) if Campaign(("all_to_all",), seed=5).world(n).kind == "delay"))
     file = tmp_path / "report"
@@ -279,8 +271,7 @@ def processes_of_session(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.stress)])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, ending: signal.Signals) -> None:
     script = (
@@ -314,7 +305,6 @@ def wait_for(condition, timeout_s: float = 60.0):  # type: ignore[no-untyped-def
     return found
 
 
-@pytest.mark.thorough
 def test_certify_refuses_a_transport_that_breaks_the_law_of_faults(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:

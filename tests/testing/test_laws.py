@@ -212,7 +212,7 @@ def test_other_parameters_are_refused_with_those_that_are_known() -> None:
         interface_of(lambda x, router_logits: x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_that_are_rounded_are_right_within_that_rounding_only() -> None:
     rounding = partial(right, round_to=INT8_TOKEN)
     assert all(each.status == "kept" for each in found(rounding, INT8_TOKEN))

@@ -43,9 +43,7 @@ def sent(messages: Sequence[Message]) -> Counter[tuple[str, int, int]]:
 @pytest.mark.parametrize(
     "transport",
     [
-        pytest.param(name, marks=pytest.mark.thorough)
-        if name in ("all_to_all_p2p", "all_to_all_v", "all_gather")
-        else name
+        pytest.param(name, marks=pytest.mark.slow) if name in ("all_to_all_p2p", "all_to_all_v", "all_gather") else name
         for name in TRANSPORTS
     ],
 )
@@ -93,7 +91,7 @@ def spread(ranks: int, tokens: int) -> list[Routing]:
     return [Routing(torch.tensor(ids, dtype=torch.int32), torch.full((tokens, 8), 0.125)) for ids in ids_W]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(146)
 def test_the_algorithms_take_the_times_of_the_worked_example() -> None:
     # 16 tokens of 7168 fp16 values, top-8, on 64 ranks of 8 servers: a full mesh takes 86.1 us over 20.98 GB/s, a relay

@@ -19,7 +19,7 @@ def test_every_type_has_a_line() -> None:
     assert {case.settings.weights for case in tool.CASES} == set(KINDS) - {"fp16", "fp32"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_page_shows_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (tool.ROOT / tool.PAGE).read_text(encoding="utf-8")
     shown = rows(page[page.index(tool.BEGIN) : page.index(tool.END)])

@@ -23,7 +23,7 @@ def test_differences_are_named_to_the_leaf() -> None:
     assert list(differences(old, old)) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_changed_since_a_record_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, only = tmp_path / "record.json", ["--match", "^scheme/(fp8|int8)"]
     assert main(["record", str(file), *only]) == 0

@@ -10,6 +10,7 @@ from tests.testing.broken import transports
 from tools import docs_certified
 from tools.pages import between
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,7 +66,7 @@ def test_the_page_has_every_built_in_backend_and_refuses_none() -> None:
     assert set(stated.values()) <= {"certified", "cannot run here"}
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", docs_certified.backends())
 def test_every_built_in_backend_is_certified(name: str) -> None:

@@ -33,7 +33,7 @@ def pages_of(nav: Any) -> list[str]:
     return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(entry)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_page_has_one_place_and_every_place_a_page() -> None:
     config = docs_site.on_config(SimpleNamespace(nav=settings()["nav"]))
     placed = pages_of(config.nav)

@@ -52,7 +52,7 @@ def test_a_processor_without_amx_is_refused_with_the_reason(
     assert not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_writes_the_result_file_and_prints_the_tables(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,7 @@ def test_a_marked_test_proves_its_rows(repository: Path) -> None:
 def test_marks_of_module_and_class_hold_for_the_tests_inside(repository: Path) -> None:
     write_test(
         repository,
-        "pytestmark = [pytest.mark.row(1), pytest.mark.slow]\n"
+        "pytestmark = [pytest.mark.row(1), pytest.mark.stress]\n"
         "@pytest.mark.row(2)\nclass TestRoom:\n    pytestmark = pytest.mark.row(3)\n    async def test_in(self): ...\n"
         "def test_out(): ...\n",
     )
@@ -164,7 +164,7 @@ class TestRoom:
 def test_fails(n): assert n == 1
 
 @pytest.mark.row("23a")
-@pytest.mark.slow
+@pytest.mark.stress
 def test_takes_long(): ...
 """
 
@@ -172,14 +172,14 @@ def test_takes_long(): ...
 def test_a_row_is_proven_by_a_run_and_not_by_a_mark(repository: Path) -> None:
     here = ["--root", str(repository), "--machine", "lathe"]
     write_test(repository, SEVERAL)
-    write_junit(repository, "-m", "not slow")
+    write_junit(repository, "-m", "not stress")
     assert main(here) == 0
     assert "| passed |" in row_of(repository, "1")
     assert "| skipped: needs a lathe |" in row_of(repository, "2")
     assert "| failed on lathe |" in row_of(repository, "3")
     assert "| never run |" in row_of(repository, "23a")
     assert "**1 of 4 rows" in (repository / "docs" / "capabilities.md").read_text()
-    write_junit(repository, "-m", "slow")
+    write_junit(repository, "-m", "stress")
     assert main(here) == 0  # what is recorded of the others is kept
     assert "| passed |" in row_of(repository, "1") and "| passed |" in row_of(repository, "23a")
 

@@ -342,7 +342,7 @@ def test_a_plugin_that_is_there_as_sources_is_found(tmp_path: Path) -> None:
     assert found.name == "moe-mk-contrib" and points["moe_mk.triton_engines", "gluon"].load().name == "gluon"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_part_imports_with_what_is_carried_and_the_machine_has() -> None:
     allowed, left = (
         {canonical(name) for name in gpu_carry.NEEDED} | {"moe-mk", "moe-mk-contrib"},

@@ -39,7 +39,7 @@ def test_what_the_machine_states_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
     assert multihost.reason_against(inside=False) == "Operation not permitted"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_a_layer_runs_over_two_hosts_and_a_cut_cable_ends_it_on_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,9 +15,7 @@ FILES = {
     "moe_mk/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n",
     "tests/rows.yaml": 'sections:\n- title: Sums\n  rows:\n    "1": Sums add up\n    "2": Twice is twice\n',
     "tests/conftest.py": "",
-    "pyproject.toml": (
-        '[tool.pytest.ini_options]\nmarkers = ["row", "slow", "gpu", "thorough", "emulated", "network"]\n'
-    ),
+    "pyproject.toml": ('[tool.pytest.ini_options]\nmarkers = ["row", "slow", "stress", "gpu"]\n'),
     "tests/test_sums.py": (
         "import pytest\nfrom moe_mk.sums import add, twice\n\n"
         "@pytest.mark.row(1)\ndef test_sums():\n    assert add(2, 3) == 5\n\n"
@@ -99,7 +97,7 @@ def test_changes_are_those_of_running_code() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_changes_by_machine_are_judged_by_the_tests_that_execute_them(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +136,7 @@ def test_lines_of_started_processes_are_recorded_and_found_again_after_a_change_
     assert mutants.Record(repository)._chosen(kernel, {"tests/test_sums.py::test_sums"}) == found["2 * a"][1:]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_equivalent_change_is_left_out_of_the_sample(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = mutants.changed_at_random(repository, ["."], 9, 0)
     one = before[0]

@@ -53,7 +53,7 @@ def test_a_slow_choice_is_named_with_its_share_of_the_best() -> None:
     assert second == "| int4 |  |  | A 3, B 2; A chosen, 0.67 of best: 0.50 of read |"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_has_every_cell_and_every_instruction_set(
     bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

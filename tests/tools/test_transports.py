@@ -15,7 +15,7 @@ def test_the_page_in_the_repository_is_current(capsys: pytest.CaptureFixture[str
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stale_page_is_reported_and_then_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "docs" / "transports.md"
     assert main(["--check", "--root", str(tmp_path)]) == 1 and not page.exists()

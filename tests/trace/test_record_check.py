@@ -37,7 +37,7 @@ def test_a_planted_fault_is_found_and_named_alone(shape: str, fault: str) -> Non
 
 
 @pytest.mark.row("177")
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_fault_of_every_model_is_named_and_nothing_else(shape: str) -> None:
     wrong = []
@@ -63,7 +63,7 @@ def test_a_right_record_passes_at_the_noise_of_bf16(shape: str, noise: float) ->
 
 
 @pytest.mark.row("177")
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_false_alarm_in_many_right_records(shape: str) -> None:
     for seed in range(40):

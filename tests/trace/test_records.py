@@ -302,7 +302,7 @@ def test_responses_with_parts_of_other_kinds_raise_nothing_but_trace_errors(
 
 
 @pytest.mark.row("177")
-@pytest.mark.thorough
+@pytest.mark.slow
 @every
 def test_many_damaged_files_raise_nothing_but_trace_errors(tmp_path: Path, name: str) -> None:
     draw, content = random.Random(name + "more"), FILES[name][2]()

@@ -67,7 +67,7 @@ def one_step(rank: int) -> dict[str, object]:
 HOPS = ("dispatch", "combine")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(23)
 def test_two_processes_go_backwards_as_one_does(world: RankWorld) -> None:
     found = world.call(one_step)

@@ -252,7 +252,7 @@ def of_rank(rank: int) -> tuple[Tensor, Tensor]:
     return importance_and_gradient(normal(30, 12), rank, NUM_RANKS)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(13)
 def test_importance_over_four_ranks_equals_that_of_the_whole_batch() -> None:
     whole, whole_gradient = importance_and_gradient(normal(30, 12), 0, 1)

@@ -19,7 +19,7 @@ from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
 from tests.cli.conftest import printed, usage_error
 
-pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 8, 2
 MODEL = {
     "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS,
@@ -72,7 +72,7 @@ def test_slices_of_tensor_parallel_ranks_have_the_kernels_of_their_size(tmp_path
     assert keys[0] == keys[1] != keys[2]
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_another_process_elsewhere_compiles_under_the_same_keys(tmp_path: Path) -> None:
     config, out = tmp_path / "model.yaml", tmp_path / "kernels"
     config.write_text(json.dumps({"model": MODEL, "router": ROUTER}))

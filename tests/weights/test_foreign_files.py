@@ -144,7 +144,7 @@ def test_blocks_of_ggml_are_read_as_the_gguf_package_writes_them(form: str, layo
     expect_read(Draw(form, layout, hidden=160, inner=320, zero_block=True), tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(draws())
 def test_what_is_read_is_what_was_written(draw: Draw) -> None:
@@ -190,7 +190,7 @@ def test_shards_without_names_are_placed_by_their_shapes(form: str, backwards: b
             torch.testing.assert_close(one.double(), other, rtol=4e-7, atol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("form,layout", ONCE)
 def test_layers_compute_what_a_file_holds_at_odd_widths(form: str, layout: str, tmp_path: Path) -> None:
     """Zero blocks under scales of 0, and widths that end within a block, in every backend of a CPU that serves them."""

@@ -171,7 +171,7 @@ def changed_texts(content: Any) -> Iterator[bytes]:
     yield from (json.dumps(each).encode() for each in changed(content))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["config.json", INDEX, "*.safetensors"])
 def test_no_change_of_a_file_ends_in_an_error_of_another_kind(file: str, tiny_directory: Path, tmp_path: Path) -> None:
     folder, right = tmp_path / "changed", outcome_of(tiny_directory)
@@ -221,7 +221,7 @@ def test_a_gguf_header_that_cannot_be_is_reported(tmp_path: Path) -> None:
     assert [*read_gguf(file).tensors.values()][-1].num_bytes == 2**60 * 2 * 4, "counted without an end"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_change_of_a_gguf_file_ends_in_an_error_of_another_kind(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
     shape = Shape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="q8_0")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.prepare_finalize.deepep import test_buffers as core
 from tests.support.more_cases import with_cases
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 EMULATED = "moe_mk_contrib.emulated"
 MADE = {
@@ -46,7 +46,7 @@ test_tokens_are_finalized_once_whoever_uses_their_lane_by_then = with_cases(
     [name for name in SLOTS if name != "nccl_ep"],
 )
 test_a_buffer_ends_with_what_its_group_keeps = with_cases(
-    core.test_a_buffer_ends_with_what_its_group_keeps, "name", thorough("deepep_v2", "nixl_ep")
+    core.test_a_buffer_ends_with_what_its_group_keeps, "name", slow("deepep_v2", "nixl_ep")
 )
 test_a_layer_that_needs_more_replaces_the_buffer_and_calls_under_way_end_in_the_old_one = with_cases(
     core.test_a_layer_that_needs_more_replaces_the_buffer_and_calls_under_way_end_in_the_old_one,

@@ -17,14 +17,14 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import BF16, FP16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing
 from tests.support.library_ranks import ROUTINGS, Ranks, X, problem, reported, small
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 LL, HT = "nccl_ep", "nccl_ep_ht"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(75)
-@pytest.mark.parametrize("name", [LL, *thorough(HT)])
+@pytest.mark.parametrize("name", [LL, *slow(HT)])
 def test_calls_survive_a_collection_of_garbage_between_their_halves(name: str) -> None:
     """The library keeps addresses of ids, weights and rooms, not the tensors."""
     ranks = Ranks(name, dtype=BF16, wire=BF16)

@@ -71,7 +71,7 @@ def build(root: Path, into: Path) -> Path:
         return Path(next(iter(WheelBuilder(str(root)).build(directory=str(into), versions=["standard"]))))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(159)
 def test_the_wheel_is_a_plugin_of_the_installed_wheel_of_the_core(tmp_path: Path) -> None:
     wheels = [build(root, tmp_path) for root in (ROOT, CONTRIB)]

@@ -139,10 +139,10 @@ def open_in(rank: int, folder: str, step: str, ending: list[int]) -> list[str]:
 
 
 def rarely(step: str, ending: list[int]) -> ParameterSet:
-    return pytest.param(step, ending, marks=pytest.mark.slow)
+    return pytest.param(step, ending, marks=pytest.mark.stress)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step,ending",
     [
@@ -160,7 +160,7 @@ def test_ranks_killed_while_they_open_a_heap(world: RankWorld, folder: Path, ste
     assert names_in(folder) == []
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "step,ending",
     [("after create", [2]), ("after gather1", [2]), ("before attach", [1]), ("after gather1", [0, 1, 2, 3])],

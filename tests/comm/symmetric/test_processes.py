@@ -19,6 +19,7 @@ from tests.comm.symmetric.test_heap import row
 from tests.support.one_sided_ranks import world_comm
 from tests.support.worlds import world_of
 
+pytestmark = pytest.mark.slow
 world = world_of(2)
 
 

@@ -26,7 +26,7 @@ from moe_mk.oracle.verdict import Verdict
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 
 def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] = ("triton",), **given: Any) -> Problem:
@@ -47,7 +47,7 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
 
 
 @pytest.mark.row(174)
-@pytest.mark.parametrize("weights", ["fp8_block", *thorough("bf16", "mxfp4", "nvfp4", "int4_g32_zp", "int8")])
+@pytest.mark.parametrize("weights", ["fp8_block", *slow("bf16", "mxfp4", "nvfp4", "int4_g32_zp", "int8")])
 def test_experts_below_a_gpu_are_planned_with_the_size_of_their_records(weights: str) -> None:
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
     asked = problem(weights=weights, residency={"slots": 3}, **sizes)

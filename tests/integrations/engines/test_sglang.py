@@ -152,7 +152,7 @@ def run_host(plugins: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 def test_layers_of_the_wheel_compute_what_loops_do() -> None:
     done = run_host("moe_mk")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -163,7 +163,7 @@ def test_layers_of_the_wheel_compute_what_loops_do() -> None:
 
 
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 def test_the_wheel_keeps_its_own_runner_where_the_plugin_is_not_named() -> None:
     done = run_host("another")
     assert done.returncode != 0 and "MoeMkRunnerCore" in done.stderr, done.stderr[-2000:]

@@ -393,7 +393,7 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.row(175)
 @pytest.mark.parametrize("options", [["--eager"], ["--tp", "--eager"], ["--ep", "--eager"]], ids=" ".join)
 def test_calls_of_vllm_are_recorded_with_all_ranks(tmp_path: Path, options: list[str]) -> None:
@@ -405,7 +405,7 @@ def test_calls_of_vllm_are_recorded_with_all_ranks(tmp_path: Path, options: list
 
 @pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("names", "options"),
     [
@@ -433,7 +433,7 @@ def test_vllm_generates_the_tokens_of_transformers(tmp_path: Path, names: list[s
 
 @pytest.mark.timeout(300)  # as long as its process may take
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
     alone, ours = hosted(tmp_path, "--alone", "--eager", "bf16"), hosted(tmp_path, "--eager", "bf16")
     assert alone["bf16"]["calls"]["experts"] == 0
@@ -441,7 +441,7 @@ def test_vllm_generates_the_same_tokens_without_us(tmp_path: Path) -> None:
 
 
 @pytest.mark.external
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(300)  # three processes import vLLM
 @pytest.mark.parametrize(("option", "experts", "width"), [("--tp", 8, 64), ("--ep", 4, 128), ("--dp", 4, 128)])
 def test_two_ranks_of_vllm_generate_the_tokens_of_transformers(

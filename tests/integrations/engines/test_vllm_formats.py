@@ -215,7 +215,7 @@ def peak_of_packing(name: str, count: int, experts: int) -> float:
 
 @NEEDS_COMPILER
 @NEEDS_PEAKS
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the first one compiles the kernels
 @pytest.mark.parametrize("name", ["UnquantizedFusedMoEMethod", "CompressedTensorsWNA16MoEMethod"])
 def test_the_peak_while_layers_are_packed_is_one_layer_above_the_end(name: str) -> None:

@@ -101,7 +101,7 @@ def test_blocks_of_other_families_are_patched_whole(name: str) -> None:
     assert all(int(layer.expert_load.sum()) for layer in layers.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_patched_blocks_compile_into_one_graph() -> None:
     model, ids = tiny_model(), prompt()
     with patched_blocks(model):
@@ -115,8 +115,8 @@ def test_patched_blocks_compile_into_one_graph() -> None:
     [
         ("gate", "weight"),
         ("gate", "e_score_correction_bias"),
-        pytest.param("experts", "down_proj", marks=pytest.mark.thorough),
-        pytest.param("shared_experts.up_proj", "weight", marks=pytest.mark.thorough),
+        pytest.param("experts", "down_proj", marks=pytest.mark.slow),
+        pytest.param("shared_experts.up_proj", "weight", marks=pytest.mark.slow),
     ],
 )
 def test_a_patched_block_computes_with_the_weights_of_now(path: str, name: str) -> None:
@@ -193,7 +193,7 @@ def peak_of_patching(called_before: bool) -> tuple[float, int]:
 
 
 @NEEDS_PEAKS
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("called_before", [False, True])
 @NEEDS_COMPILER
 def test_the_peak_of_patching_is_one_copy_of_the_experts(called_before: bool) -> None:

@@ -59,7 +59,7 @@ def other_texts(file: Path) -> Iterator[tuple[str, bool]]:
     file.write_bytes(right)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_damage_ends_in_an_error_of_another_kind_or_in_a_model_that_is_half_replaced(tmp_path: Path) -> None:
     folder, refused = write_packed(tmp_path / "folder", "qwen3_moe", "int4_g32"), 0
     model = family_model("qwen3_moe")

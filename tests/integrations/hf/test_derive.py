@@ -26,7 +26,7 @@ from tests.config.test_keys import QUANTS
 from tests.config.test_published import REFUSED as PUBLISHED_ALONE
 from tests.config.test_published import by_definition, loaded
 from tests.config.test_published import written as published
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 H, I, E, K, S = 40, 12, 6, 3, 20
 
@@ -231,7 +231,7 @@ def configured(folder: Path, family: str) -> Path:
 
 @pytest.mark.parametrize(
     "family",
-    ["jamba", "baidu--ERNIE-4.5-21B-A3B-PT", *thorough(*sorted(PUBLISHED_ALONE.keys() - REASONS), "granitemoe", "flint",
+    ["jamba", "baidu--ERNIE-4.5-21B-A3B-PT", *slow(*sorted(PUBLISHED_ALONE.keys() - REASONS), "granitemoe", "flint",
      "minimax", "axk2", "inkling_text", "phimoe", "kolibri1", "beam", "aria", "flex_olmo", "unlimited_ocr")],
 )  # fmt: skip
 def test_a_model_reads_a_layer_that_is_like_it(family: str, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ WHOLE = (
 """With the default configuration of their class."""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [derive, model_without_experts])
 def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own_code", "auto_map": {"AutoConfig": "own.Own"}}')
@@ -297,7 +297,7 @@ def test_code_of_a_checkpoint_is_never_run(door: Callable[[Path], object], tmp_p
         door(tmp_path)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *thorough(*WHOLE)])
+@pytest.mark.parametrize("family", [*FAMILIES, *slow(*WHOLE)])
 def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -> None:
     config = config_for(family, SMALL | FAMILIES[family] if family in FAMILIES else {})
     hf = json.loads(json.dumps(config.to_dict(), default=str)) | {"dtype": "float32"}
@@ -312,7 +312,7 @@ def test_derived_equations_are_those_of_the_table(family: str, tmp_path: Path) -
     assert {k: (v, theirs[k]) for k, v in ours.items() if k not in stated and v != theirs[k]} == {}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REASONS)
 def test_models_that_are_not_derived_are_refused_with_the_reason(family: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=REASONS[family]):

@@ -60,7 +60,7 @@ def test_the_report_names_every_module_and_every_rival() -> None:
     assert "refused" in str(report) and "2 experts modules" in str(report)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_graph_without_breaks() -> None:
     model, ids = tiny_model(), prompt()
     model.set_experts_implementation("moe_mk")

@@ -53,7 +53,7 @@ from tests.integrations.hf.packed import (
     write_packed,
 )
 from tests.layer.native import NEEDS_COMPILER
-from tests.support.tiers import quick_where, thorough
+from tests.support.tiers import quick_where, slow
 
 STATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as it is": lambda model: model,
@@ -163,7 +163,7 @@ def test_a_patched_block_is_one_native_call_with_the_packed_experts(written: Wri
         patch_blocks(model)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "quant"), [*CASES, ("qwen3_moe", "q4_k"), ("qwen3_moe", "q8_0")])
 def test_native_experts_in_bf16_are_as_near_as_their_formats_allow(family: str, quant: str, written: Written) -> None:
     folder = written(family, quant)
@@ -182,7 +182,7 @@ def test_native_experts_in_bf16_are_as_near_as_their_formats_allow(family: str, 
 
 
 @pytest.mark.parametrize("experts", ["cpu_native", "torch_cpu"])
-@pytest.mark.parametrize("quant", ["int4_g32", *thorough("awq")])
+@pytest.mark.parametrize("quant", ["int4_g32", *slow("awq")])
 def test_no_more_than_the_packed_bytes_are_allocated(quant: str, experts: str, written: Written) -> None:
     folder = written("qwen3_moe", quant)
     replace_experts(model_without_experts(folder), folder, experts=experts)  # kernels are checked at their first use
@@ -248,7 +248,7 @@ def test_mixed_types_of_gguf_are_read_by_projection(written: Written) -> None:
     assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5) and "down q6_k" in str(report)
 
 
-@pytest.mark.parametrize("rest", ["Q6_K", *thorough("Q5_1")])
+@pytest.mark.parametrize("rest", ["Q6_K", *slow("Q5_1")])
 def test_a_gguf_model_has_the_parameters_that_transformers_reads(rest: str, tmp_path: Path) -> None:
     file, empty = write_gguf_model(tmp_path, "q4_k", rest), family_model("qwen3_moe", dense=())
     theirs = load_gguf_checkpoint(file, return_tensors=True, model_to_load=empty)["tensors"]
@@ -470,7 +470,7 @@ def test_a_damaged_checkpoint_leaves_the_model_as_it_was(written: Written, tmp_p
     assert torch.equal(logits(model, prompt()), wanted) and not packed_modules(model)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_replaced_model_compiles_into_one_graph_and_runs_long_batches(written: Written) -> None:
     folder, ids = written("qwen3_moe", "int4_g32"), prompt()
     model = model_without_experts(folder, dtype=torch.float32)

@@ -17,6 +17,7 @@ from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from tests.support.worlds import world_of
 
+pytestmark = pytest.mark.slow
 CLOSE = 1e-5
 """Relative, in f32: two ranks add up in another order than one."""
 

@@ -48,7 +48,7 @@ def test_a_changed_weight_is_seen_and_a_copy_has_a_plan_of_its_own() -> None:
     assert getattr(twin, plans.NUMBER) != getattr(module, plans.NUMBER)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
 def test_parameters_can_be_given_up_where_the_backend_has_a_copy(tmp_path: Path) -> None:
     model, ids = tiny_model(dtype=torch.bfloat16), prompt()

@@ -14,7 +14,7 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.prepared import experts_rows
 from tests.kernels.native.layers import Layer, Storage, batch, error
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 AMX = Isa.AMX_BF16
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
@@ -48,7 +48,7 @@ def to_one_expert(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, ids.zero_()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 130, 300, *thorough(1024)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 130, 300, *slow(1024)])
 @pytest.mark.parametrize("storage", list(Storage))
 def test_every_weight_is_decoded_once_for_any_number_of_rows(emulated: Native, storage: Storage, rows: int) -> None:
     packed = Layer(1, 288, 144, storage).pack(
@@ -60,7 +60,7 @@ def test_every_weight_is_decoded_once_for_any_number_of_rows(emulated: Native, s
     assert counts(emulated).decoded == (0 if storage is Storage.BF16 else weights_of(*packed))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_than_1024_rows_are_split_where_their_sums_would_leave_the_l2(emulated: Native) -> None:
     packed = Layer(1, 64, 32).pack(emulated)
     x, ids = to_one_expert(1025, 64)

@@ -213,7 +213,7 @@ def test_a_lock_that_is_not_freed_ends_in_an_error_that_names_its_holder(tmp_pat
         assert ctypes.CDLL(str(build(recipe, cache, lock_timeout_s=0.2))).answer() == 42
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_lock_without_a_name_in_it_is_reported_as_such(tmp_path: Path) -> None:
     recipe, cache = tiny_recipe(tmp_path), tmp_path / "cache"
     with held(lock_of(recipe, cache), "alone"):
@@ -230,7 +230,7 @@ def test_the_lock_of_a_killed_holder_is_taken_over_although_its_child_lives(tmp_
         assert ctypes.CDLL(str(build(recipe, cache, lock_timeout_s=60.0))).answer() == 42
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_lock_is_free_after_its_holder_although_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
     recipe, cache = tiny_recipe(tmp_path), tmp_path / "cache"
     with held(lock_of(recipe, cache), "with a child") as holder:
@@ -417,7 +417,7 @@ def slow_compiler(tmp_path: Path) -> Iterator[SlowCompiler]:
     os.close(made.alive)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
     tmp_path: Path, slow_compiler: SlowCompiler, error: type[BaseException]
@@ -431,7 +431,7 @@ def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_at_the_keyboard_ends_the_compilers(tmp_path: Path, slow_compiler: SlowCompiler) -> None:
     """SIGINT while the build waits for a compiler, not between two of them."""

@@ -154,7 +154,7 @@ def test_rows_rounded_on_the_way_have_the_bits_of_the_reference(
         assert torch.equal(tails[rank][:, : groups * width], expected.view(torch.uint8).view(24, -1)[tokens])
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_all_bf16_numbers_under_many_scales_have_the_bits_of_the_reference(isa_here: IsaHere) -> None:
     native, isa = isa_here
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()

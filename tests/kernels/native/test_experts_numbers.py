@@ -13,7 +13,7 @@ from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.kernels.reference.quantize import quantize_rows
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, error
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
 
@@ -40,9 +40,7 @@ def test_one_row_worked_by_hand(isa_here: IsaHere) -> None:
 
 @pytest.mark.row(96)
 @pytest.mark.parametrize("storage", list(Storage))
-@pytest.mark.parametrize(
-    ("slots", "hidden", "inter"), [(3, 200, 72), (1, 40, 8), *thorough((4, 256, 384), (2, 96, 144))]
-)
+@pytest.mark.parametrize(("slots", "hidden", "inter"), [(3, 200, 72), (1, 40, 8), *slow((4, 256, 384), (2, 96, 144))])
 def test_rows_equal_f64_whatever_their_number(
     native: Native, isas: list[IsaHere], storage: Storage, slots: int, hidden: int, inter: int
 ) -> None:

@@ -30,7 +30,7 @@ def place_in(size: int, at: float) -> int:
     return size - 1 if at > 0.75 else int(at * size)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.tuples(st.integers(2, 12), st.integers(1, 3), WIDTHS, WIDTHS), st.sampled_from(list(Storage)), VALUES,

@@ -84,7 +84,7 @@ print(found.best.name, found.path.name)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(600)  # every source is compiled
 def test_a_wheel_brings_its_kernels_and_nothing_is_compiled_after_its_installation(
     native: Native, tmp_path: Path

@@ -174,7 +174,7 @@ print(native.functions["pool_calls"](1))
 """
 
 
-@pytest.mark.parametrize("mode", ["RTLD_LOCAL", pytest.param("RTLD_GLOBAL", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", ["RTLD_LOCAL", pytest.param("RTLD_GLOBAL", marks=pytest.mark.slow)])
 def test_limits_of_the_process_and_other_copies_of_the_runtime(mode: str, on_engine: Native, tmp_path: Path) -> None:
     """A copy before and one after torch, two threads allowed, bound to processors, workers that never sleep. torch
     itself uses the earlier copy if its symbols are global."""

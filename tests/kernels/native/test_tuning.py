@@ -60,7 +60,7 @@ def test_rows_of_bf16_have_the_bits_that_they_have_alone(isa_here, rows: int) ->
         assert torch.equal(alone, together[one]), row
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_rows_than_a_block_in_the_least_memory(isa_here) -> None:
     # 256 rows at a time, few steps of k each; the one row that is left over goes its own way.
     native, isa = isa_here

@@ -101,7 +101,7 @@ def test_masked_groups_are_minus_infinity() -> None:
     assert mask_other_groups(biased, 2, 1, 1).tolist() == [[-torch.inf, -torch.inf, -1.0, -9.0]]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(66)
 def test_ten_thousand_tokens_with_ties_equal_plain_loops() -> None:
     generator = torch.Generator().manual_seed(0)

@@ -184,7 +184,7 @@ def test_one_expert_a_row_has_the_bits_of_a_sum_and_zeros_where_there_is_none(
     assert (direct.any(1) == (ids[:, 0] >= 0)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize(
     "weights,compute",

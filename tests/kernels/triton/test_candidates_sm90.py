@@ -54,7 +54,7 @@ def recorded() -> dict[str, Any]:
 @pytest.mark.sm90
 @pytest.mark.parametrize(
     "tile",
-    [pytest.param(t, marks=pytest.mark.thorough if t in IN_CI else pytest.mark.slow, id=name(t)) for t in CANDIDATES],
+    [pytest.param(t, marks=pytest.mark.slow if t in IN_CI else pytest.mark.stress, id=name(t)) for t in CANDIDATES],
 )
 def test_a_candidate_keeps_to_its_budget(tile: Tile) -> None:
     for gemm, built in found(tile).items():

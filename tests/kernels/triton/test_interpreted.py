@@ -18,7 +18,7 @@ EXPERTS = {
     "paged": 9, "weight_types": 54,
 }  # fmt: skip
 """Tests of each file that one process runs."""
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 def run_interpreted(*files: str | Path, options: tuple[str, ...] = ("-m", "not slow"), seconds: int = 470) -> str:
@@ -80,7 +80,7 @@ def test_experts_below_a_gpu_have_the_bits_of_those_on_it() -> None:
     check_passed(EXPERTS["paged"], "paged")
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
 def test_experts_pass_the_whole_conformance_kit(form: str) -> None:

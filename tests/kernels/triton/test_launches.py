@@ -75,7 +75,7 @@ def test_rows_in_bf16_take_four_launches_and_one_expert_a_row_needs_no_sum(
     assert names(launches) == [*seen, "_prologue", *GEMMS[tile]]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_outputs_that_the_second_product_does_not_write_are_summed(launches: list[tuple[str, int, Any]]) -> None:
     """Of another dtype, with a pitch, or of the routed and the shared expert of a row."""
     tile, pitched = Tile(16, True, 4, 5), torch.empty((ROWS, HIDDEN + 16), dtype=torch.bfloat16)[:, :HIDDEN]
@@ -84,7 +84,7 @@ def test_outputs_that_the_second_product_does_not_write_are_summed(launches: lis
     assert names(launches) == 3 * ["_prologue", *GEMMS[tile], "_combine"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [*GEMMS][::3], ids=lambda tile: f"{tile.engine}-{tile.rows}")
 def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_batched
@@ -96,7 +96,7 @@ def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: l
     assert names(launches) == ["_tile_map", *GEMMS[tile]]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_grouped
 
@@ -105,7 +105,7 @@ def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: l
     assert names(launches) == ["_tile_map", "_w13", "_w2"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_clamps_are_passed_to_the_kernels_by_hand_and_biases_go_to_their_twins(
     launches: list[tuple[str, int, Any]],
 ) -> None:
@@ -127,7 +127,7 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
     assert names(launches) == ["_count", "_prefix_over_chunks", "_prefix_over_slots", "_place"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8", "mxfp4"])
 def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
     assert rows_through(empty_experts(format), Tile(16, True, 4, 5)).shape == (ROWS, HIDDEN)
@@ -141,7 +141,7 @@ def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> 
     assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fp8_rows_at_an_odd_pitch_are_copied_for_the_asynchronous_loads(launches: list[tuple[str, int, Any]]) -> None:
     """Rows that start at no multiple of 16 bytes cannot be gathered by cp.async, nor read as boxes."""
     x, scales = torch.empty((ROWS, HIDDEN + 8), dtype=FP8)[:, :HIDDEN], torch.empty((ROWS, HIDDEN // 128))

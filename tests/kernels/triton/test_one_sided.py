@@ -10,6 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
+
 
 def built(name: str, given: dict[str, str], constants: dict[str, Any]) -> Compiled:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -24,7 +26,6 @@ def built(name: str, given: dict[str, str], constants: dict[str, Any]) -> Compil
     return compile_for_hopper(kernel, types, constants, aligned=aligned, num_warps=4)
 
 
-@pytest.mark.sm90
 def test_rows_are_stored_sixteen_bytes_at_a_time_and_published_with_release() -> None:
     made = built("_send_rows", {}, {"ROW_WORDS": 3584, "WORDS": 1024, "FLAG": 128})
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", made.ptx) and not re.search(r"st\.global\.b(8|16)\b", made.ptx)
@@ -34,7 +35,6 @@ def test_rows_are_stored_sixteen_bytes_at_a_time_and_published_with_release() ->
     assert made.instructions["STG"] and made.instructions["MEMBAR"] and not made.spills and not made.scratch
 
 
-@pytest.mark.sm90
 @pytest.mark.parametrize("name,given", [("_show", {}), ("_await_flags", {"counts_ptr": "*i32"})])
 def test_flags_are_ordered_at_system_scope(name: str, given: dict[str, str]) -> None:
     made = built(name, given, {"FLAG": 128})
@@ -46,7 +46,6 @@ def test_flags_are_ordered_at_system_scope(name: str, given: dict[str, str]) -> 
     assert not made.spills and not made.scratch
 
 
-@pytest.mark.sm90
 def test_sums_are_loaded_sixteen_bytes_at_a_time() -> None:
     made = built("_pull_sums", {"out_ptr": "*bf16"}, {"RANKS": 8, "COLUMNS": 1024})
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", made.ptx)) >= 8, "one a rank"

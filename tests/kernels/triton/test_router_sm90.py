@@ -35,7 +35,7 @@ def test_the_gate_keeps_its_sums_in_registers_as_a_link_of_the_chain(tokens: int
     assert "ld.global.v4.b32" in built.ptx or "ld.global.v2.b32" in built.ptx, "rows are read several values at a time"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "softmax,sizes", quick_where(lambda softmax, _: not softmax, [(False, DEEPSEEK), (True, QWEN), (False, KIMI)])
 )
@@ -57,7 +57,7 @@ def test_routing_counts_and_places_without_spills_as_a_link_of_the_chain(softmax
     assert body.index("griddepcontrol.wait") < body.index("ld.global"), "the gate's products are read after the wait"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_program_sorts_few_assignments_in_microseconds() -> None:
     """Comparing every pair took 4,528, 14,912 and 60,992 instructions for 256, 512 and 1,024 assignments."""
     from moe_mk.kernels.triton.align import SMALL, STEP, _align_small, sizes

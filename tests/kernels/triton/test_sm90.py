@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
 from tests.kernels.triton.sm90_gemms import by_hand, w2, w13, w13_of
+from tests.support.tiers import quick_where
 
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
-pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 
 FP8_KERNELS: Mapping[str, Any] = {
     "w13 decode, 16 rows": lambda: w13(16, swap=True, warps=4, stages=5, gather=True),
@@ -38,7 +39,12 @@ FP8_KERNELS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", FP8_KERNELS)
+def axes(name: str) -> tuple[Hashable, ...]:
+    rows = re.search(r"\d+ rows", name)
+    return name[:3], "by hand" in name, "as they lie" in name, rows and rows[0]
+
+
+@pytest.mark.parametrize("name", quick_where(lambda name: False, FP8_KERNELS, axes))
 def test_an_fp8_gemm_is_what_its_file_states(name: str) -> None:
     built = FP8_KERNELS[name]()
     assert built.instructions["QGMMA"] >= 4, "the FP8 matrix unit of Hopper multiplies"
@@ -67,7 +73,7 @@ def test_clamps_cost_an_fp8_gemm_no_spill(tile: Tile) -> None:
     check_clamped(w13_of("fp8", tile, act="swiglu_limit"))
 
 
-@pytest.mark.parametrize("act", ["swiglu_limit", pytest.param("swiglu_oai", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("act", ["swiglu_limit", pytest.param("swiglu_oai", marks=pytest.mark.stress)])
 @pytest.mark.parametrize(
     "rows,gather,stages", [(8, True, 6), (64, True, 5), (128, True, 4)], ids=["decode", "middle", "prefill"]
 )

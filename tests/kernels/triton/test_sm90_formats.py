@@ -17,14 +17,14 @@ from tests.kernels.triton.sm90_gemms import is_after_3_6, w2_of, w13, w13_of
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
-pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 
 DECODED_FORMS = ("w_fp8", "w_int8_block", "w_fp8_row", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4")
 INTEGER_FORMS = ("w_int4", "w_int4/128", "w_int4_zero", "w_int4_zero/128", "w_int8_group", "w_int8_zero")
 FORMAT_TILES = dict.fromkeys(("int8", "int8_block", "fp8_row"), BUILT_IN) | dict.fromkeys(DECODED_FORMS, DECODED)
 FORMAT_TILES |= dict.fromkeys(INTEGER_FORMS, INTEGERS) | {"mxfp4": DECODED_TO_FP8}
-LIKE_OTHERS = ("w_int8_block", "w_fp8_row", "w_int8", "w_int4/128", "w_int4_zero", "w_int8_group")
-"""Forms whose codes and whose scales are those of other formats, or nearly."""
+IN_CI = ("int8", "fp8_row", "w_fp8", "w_mxfp4", "w_nvfp4", "w_int4_zero/128")
+"""One form of each way to decode codes and to apply scales; test_mxfp4_is_decoded has that of mxfp4."""
 UNITS = {"int8": "IGMMA", "int8_block": "IGMMA", "fp8_row": "QGMMA", "mxfp4": "QGMMA"}
 """Of the matrix unit where both sides are codes; decoded weights are multiplied in 16 bits."""
 
@@ -48,7 +48,7 @@ def stack_of_w13(format: str, tile: Tile) -> int:
 
 
 @pytest.mark.parametrize(
-    "format", [pytest.param(format, marks=[pytest.mark.slow] * (format in LIKE_OTHERS)) for format in FORMAT_TILES]
+    "format", [pytest.param(format, marks=[pytest.mark.stress] * (format not in IN_CI)) for format in FORMAT_TILES]
 )
 def test_every_type_of_weights_is_decoded_on_the_way_to_the_matrix_unit(format: str) -> None:
     decode, prefill = FORMAT_TILES[format][0][1], FORMAT_TILES[format][-1][1]
@@ -57,7 +57,7 @@ def test_every_type_of_weights_is_decoded_on_the_way_to_the_matrix_unit(format: 
     check_format(format, w13_of(format, prefill), swap=False, stack=stack_of_w13(format, prefill))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("place", [1, 2, 3], ids=["few rows", "mid", "prefill"])
 @pytest.mark.parametrize("format", FORMAT_TILES)
 def test_so_it_is_at_every_tile(format: str, place: int) -> None:
@@ -74,7 +74,7 @@ def test_biases_and_clamps_cost_no_spill(place: int) -> None:
     check_format("w_mxfp4", w2_of("w_mxfp4", tile, biased=True), swap=tile.swap)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("format", ["int8", "int8_block", "w_int8", "w_fp8"])
 @pytest.mark.parametrize("act", ["silu", "swiglu_oai"])
 def test_nor_do_they_beside_scales_of_whole_rows(format: str, act: str) -> None:
@@ -82,7 +82,7 @@ def test_nor_do_they_beside_scales_of_whole_rows(format: str, act: str) -> None:
     check_format(format, w13_of(format, tile, act=act, biased=True), swap=False)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_of_biased_nvfp4_only_what_is_needed_once_a_tile_leaves_the_registers() -> None:
     built = w13_of("w_nvfp4", FORMAT_TILES["w_nvfp4"][-1][1], act="swiglu_oai", biased=True)
     assert built.instructions["HGMMA"] >= 4 and built.spills_in_loop == 0 and built.stack <= 16
@@ -107,7 +107,7 @@ def test_mxfp4_is_decoded_to_fp8_without_a_conversion_instruction(place: int) ->
             assert built.in_step["STS"] <= words * blocks, "shifts go through shared memory, weights do not"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("place", range(4), ids=lambda place: f"{DECODED_TO_FP8[place][1].rows} rows")
 def test_of_mxfp4_with_rows_in_place_one_address_leaves_the_registers(place: int) -> None:
     tile = DECODED_TO_FP8[place][1]
@@ -178,7 +178,7 @@ def test_the_assembly_decodes_every_code_under_every_shift() -> None:
             assert torch.equal(halves.flatten().float(), expected[row])
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("place", range(4), ids=lambda place: f"{DECODED_TO_FP8[place][1].rows} rows")
 def test_of_biased_mxfp4_only_what_is_needed_once_a_tile_leaves_the_registers(place: int) -> None:
     tile = DECODED_TO_FP8[place][1]

@@ -12,7 +12,7 @@ from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.kernels.triton.no_driver import FP8, watch_compiler
 
-pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 
 HIDDEN, INNER, SLOTS, TOP_K = 512, 256, 256, 8
 EMPTY = torch.empty

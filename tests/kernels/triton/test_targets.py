@@ -12,7 +12,7 @@ from moe_mk.kernels.triton.tile import NOT_COMPILING, SHARED_MEMORY, TARGETS, Ti
 from moe_mk.quant import BF16
 from tests.kernels.triton.sm90_gemms import by_hand, w2, w13
 
-pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("tile", [tile for _, tile in BUILT_IN], ids=lambda tile: f"{tile.rows} rows")
@@ -28,7 +28,7 @@ def test_gluon_kernels_compile_only_where_the_table_lists_them() -> None:
         by_hand(8, second=False, gather=True, stages=6, arch=100)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("tile", [BUILT_IN[0][1], BUILT_IN[-1][1]], ids=lambda tile: f"{tile.rows} rows")
 def test_a_target_that_is_listed_as_not_compiling_does_not(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.compiler import GPUTarget

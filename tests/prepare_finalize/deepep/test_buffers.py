@@ -18,7 +18,7 @@ from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySessio
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 CPU = torch.device("cpu")
 EMULATED = "moe_mk.lab.testing.emulated"
@@ -146,7 +146,7 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
     model.each(twice, model.layers, range(2))
 
 
-@pytest.mark.parametrize("name", ["deepep_ll", *thorough("uccl_ep_ht")])
+@pytest.mark.parametrize("name", ["deepep_ll", *slow("uccl_ep_ht")])
 def test_a_buffer_ends_with_what_its_group_keeps(name: str) -> None:
     model = Model(name, layers=2)
     ends = [weakref.ref(mine[0]) for mine in model.buffers]

@@ -20,7 +20,7 @@ from moe_mk.prepare_finalize.rows.sums import Part
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 128, 12, 3, 8
 LIMITS: tuple[tuple[ModuleType, str], ...] = (
@@ -124,9 +124,9 @@ def there_and_back(comm_ranks: int, per_node: int, name: str, wire: QuantScheme,
     "name,ranks,per_node,pieces,wire",
     [
         ("hierarchical", 4, 2, None, FP8_1x128), ("hierarchical", 4, 2, 3, FP8_1x128),
-        *thorough(("hierarchical", 4, 1, 3, BF16), ("hierarchical", 4, 2, None, BF16)),
-        *thorough(("hierarchical", 6, 2, None, FP8_1x128), ("hierarchical", 2, 2, None, BF16)),
-        *thorough(("all_to_all", 4, 2, None, FP8_1x128)),
+        *slow(("hierarchical", 4, 1, 3, BF16), ("hierarchical", 4, 2, None, BF16)),
+        *slow(("hierarchical", 6, 2, None, FP8_1x128), ("hierarchical", 2, 2, None, BF16)),
+        *slow(("all_to_all", 4, 2, None, FP8_1x128)),
     ],
     ids=str,
 )  # fmt: skip

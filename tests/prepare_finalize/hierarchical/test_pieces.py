@@ -19,7 +19,7 @@ from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.tokens import Routing
 from tests.support.one_sided_ranks import there_and_back
 from tests.support.problems import problem
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 256, 16, 3, 8
 CROSSING_US, RELAYING_US = 38.3, 8.0
@@ -45,7 +45,7 @@ def rows(count: int, seed: int) -> Tensor:
 
 
 @pytest.mark.row(46, 145)
-@pytest.mark.parametrize("ranks,per_node", [(4, 2), *thorough((8, 4)), (4, 1)])
+@pytest.mark.parametrize("ranks,per_node", [(4, 2), *slow((8, 4)), (4, 1)])
 def test_output_and_rows_sent_do_not_depend_on_the_size_of_a_piece(ranks: int, per_node: int) -> None:
     for case in hostile_routings(ranks, num_experts=EXPERTS, top_k=TOP_K):
         if len(case.expert_map.experts_of_rank[0]) * ranks != EXPERTS or case.expert_map.num_physical != EXPERTS:

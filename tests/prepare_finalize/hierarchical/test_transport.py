@@ -240,13 +240,13 @@ def against_the_model(rank: int, ranks: int, per_node: int) -> list[str]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(39, 44)
 def test_processes_of_two_nodes_of_two_send_what_the_model_states(world: RankWorld) -> None:
     assert world.call(against_the_model, 4, 2) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.row(144)
 def test_processes_of_two_nodes_of_four_send_what_the_model_states() -> None:
     with RankWorld(8) as eight:

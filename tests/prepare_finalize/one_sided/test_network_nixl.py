@@ -52,7 +52,7 @@ def test_tokens_return_times_the_sum_of_their_weights_over_nixl(kit: str, wire: 
 
 
 @NEEDS_NIXL
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_the_whole_conformance_kit_passes_over_nixl_with_the_bits_of_tcp(kit: str) -> None:
     certificate = certify(kit, processes=False, quick=True, modules=(KIT,))

@@ -105,7 +105,7 @@ def compiled() -> None:
     loaded()  # from here on every process finds them
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(55)
 @pytest.mark.parametrize("with_kernels", [(0, 1, 2, 3), (), (1, 2)], ids=["kernels", "torch", "mixed"])
 def test_processes_give_the_bits_and_the_bytes_of_all_to_all(
@@ -153,13 +153,13 @@ def expected(x_TH: Tensor, routing: Routing) -> Tensor:
     return total_TH.to(x_TH.dtype)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.row(55)
 def test_a_thousand_random_calls_with_delays_all_return(world: RankWorld) -> None:
     assert world.call(stress, 1_000) == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_ten_thousand_random_calls_with_delays_all_return(world: RankWorld) -> None:
     result = world.call(stress, 10_000, timeout_s=500.0)

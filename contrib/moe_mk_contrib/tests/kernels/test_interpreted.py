@@ -7,7 +7,7 @@ import pytest
 
 from tests.kernels.triton.test_interpreted import run_interpreted
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.thorough]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 GEMMS = 35
 
 

@@ -10,7 +10,7 @@ from contrib.moe_mk_contrib.tests.kernels.ring_model import Action, Broken, Trac
 pytestmark = pytest.mark.sm90
 KINDS = {"decode w13": (8, False), "decode w2": (8, True), "middle w13": (64, False), "middle w2": (64, True)}
 KINDS |= {"prefill w13": (128, False), "prefill w2": (128, True)}
-SIZES = [(2, 1, 1), (2, 3, 1), (2, 1, 3), pytest.param(3, 2, 2, marks=pytest.mark.slow)]
+SIZES = [(2, 1, 1), (2, 3, 1), (2, 1, 3), pytest.param(3, 2, 2, marks=pytest.mark.stress)]
 """Stages, steps of a unit, units of this program: fewer and more steps than stages, and rounds across units."""
 
 
