@@ -41,7 +41,7 @@ LIMITS = {
     "circles": 0,
     "orphans": 0,
     "core lines": 26_667,
-    "library lines": 52_394,
+    "library lines": 51_785,
     "test lines": 79_000,
     "tool and benchmark lines": 10_741,
     "long files": 0,

@@ -20,15 +20,7 @@ from torch import Tensor
 
 from moe_mk.comm.destinations import expected_groups
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.external.deepep_limits import (
-    ELASTIC_EXPERTS,
-    ELASTIC_EXPERTS_PER_RANK,
-    ELASTIC_RANKS,
-    ELASTIC_TOP_K,
-    HIGH_THROUGHPUT_ROW_BYTES,
-    elastic_bytes,
-    elastic_sms,
-)
+from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES
 from moe_mk.external.device import capturing
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
@@ -45,6 +37,14 @@ from moe_mk.prepare_finalize.deepep.common import (
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import GroupedTokens, OutputStage, Routing, RowTokens, Tokens
+from moe_mk_contrib.deepep_v2_limits import (
+    ELASTIC_EXPERTS,
+    ELASTIC_EXPERTS_PER_RANK,
+    ELASTIC_RANKS,
+    ELASTIC_TOP_K,
+    elastic_bytes,
+    elastic_sms,
+)
 
 EMULATION = "moe_mk_contrib.emulated.deep_ep"
 """Of `ElasticBuffer`."""

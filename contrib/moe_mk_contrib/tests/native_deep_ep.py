@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moe_mk_contrib.deepep_v2_limits import elastic_bytes
 from moe_mk_contrib.emulated import deep_ep as emulated
 from torch import Tensor
 
-from moe_mk.external.deepep_limits import elastic_bytes
 from tests.support import native_deep_ep as core
 from tests.support.native_deep_ep import HERE
 

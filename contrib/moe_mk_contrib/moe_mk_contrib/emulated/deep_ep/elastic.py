@@ -11,19 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_mk.external.deepep_limits import (
-    ELASTIC_EXPERTS,
-    ELASTIC_EXPERTS_PER_RANK,
-    ELASTIC_TOP_K,
-    NVLINK_PEERS,
-    elastic_bytes,
-    up_to,
-)
+from moe_mk.external.deepep_limits import NVLINK_PEERS, up_to
 from moe_mk.lab.testing.emulated.deep_ep.base import Rows
 from moe_mk.lab.testing.emulated.deep_ep.high_throughput import as_moved, promise_rows
 from moe_mk.lab.testing.emulated.events import Arrival, EventHandle, EventOverlap, host_assert
 from moe_mk.lab.testing.emulated.exchange import Exchange, exchange_over
 from moe_mk.lab.testing.emulated.pending import poison
+from moe_mk_contrib.deepep_v2_limits import ELASTIC_EXPERTS, ELASTIC_EXPERTS_PER_RANK, ELASTIC_TOP_K, elastic_bytes
 from moe_mk_contrib.emulated.deep_ep.handle import EPHandle
 
 

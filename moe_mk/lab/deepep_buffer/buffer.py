@@ -14,7 +14,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import communicator
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, wait
-from moe_mk.integrations.deepep_buffer.calls import (
+from moe_mk.lab.deepep_buffer.calls import (
     CPU,
     FP8_COLUMNS,
     Blocks,

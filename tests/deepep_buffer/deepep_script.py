@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.errors import MoEMKError
-from moe_mk.integrations.deepep_buffer import Buffer, BufferSettings, EventOverlap
+from moe_mk.lab.deepep_buffer import Buffer, BufferSettings, EventOverlap
 
 MOST = 24
 

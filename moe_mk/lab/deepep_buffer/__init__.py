@@ -2,7 +2,7 @@
 
 A script written for DeepEP runs without a GPU if it takes `Buffer` from here:
 
-    from moe_mk.integrations.deepep_buffer import Buffer        # from deep_ep import Buffer
+    from moe_mk.lab.deepep_buffer import Buffer        # from deep_ep import Buffer
 
     buffer = Buffer(group, low_latency_mode=True)
     recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(x, topk_idx, M, E, return_recv_hook=True)
@@ -20,8 +20,8 @@ Names, argument order, shapes and dtypes are those of `deep_ep.Buffer` (DeepEP V
 - Handles are opaque. Arguments without a counterpart here raise UnsupportedError before anything is sent.
 """
 
-from moe_mk.integrations.deepep_buffer.buffer import Buffer
-from moe_mk.integrations.deepep_buffer.calls import (
+from moe_mk.lab.deepep_buffer.buffer import Buffer
+from moe_mk.lab.deepep_buffer.calls import (
     BufferSettings,
     Config,
     DispatchHandle,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.integrations.deepep_buffer import Buffer
+from moe_mk.lab.deepep_buffer import Buffer
 from moe_mk.lab.testing.on_ranks import RankWorld
-from tests.integrations import deepep_script
-from tests.integrations.deepep_script import MOST, expert_weights, inputs
+from tests.deepep_buffer import deepep_script
+from tests.deepep_buffer.deepep_script import MOST, expert_weights, inputs
 
 HIDDEN, ROUNDS = 256, 3
 
