@@ -1,21 +1,22 @@
-"""The interface of monolithic experts, which take router logits and route internally.
-
-With several ranks they need the tokens of all ranks: `runner/monolithic.py` gathers before and scatters after the call.
-"""
+"""Monolithic experts, which take router logits and route internally, and the kernel that runs them on several ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
+from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import RouterConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, default_workspace_bytes, reasons_of_traits
+from moe_mk.flight import Flight, InFlight
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.registry import Registry
+from moe_mk.tokens import Routing
+from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import Weights, on_device
 from moe_mk.weights.scan import Progress
 
@@ -68,6 +69,47 @@ class MonolithicExperts(ABC):
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Upper bound of the bytes one run allocates for `rows` rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)
+
+
+@dataclass(frozen=True)
+class MonolithicKernel:
+    """Experts that route inside, and around them the naive data-parallel path: gather tokens and logits, scatter sums.
+
+    That is needed where several ranks have tokens of their own and the kernel does not dispatch by itself.
+    Source of the rule: vLLM 0.33, `do_naive_dispatch_combine` of its MoE runner (sequence parallel included).
+    """
+
+    comm: Communicator
+    experts: MonolithicExperts
+    gathers: bool
+    spans: Spans
+
+    routes_inside: ClassVar[bool] = True
+    is_partial: ClassVar[bool] = False
+    can_be_prepared: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, name: str, context: MonolithicContext, comm: Communicator, spans: Spans) -> Self:
+        """Build the kernel of the experts of a name."""
+        backend = MONOLITHIC[name]
+        return cls(comm, backend(context), comm.size > 1 and not backend.dispatches_itself, spans)
+
+    def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
+        """Run the layer's routed experts: (T, H) to (T, H). Of the routing, logits and bias of the gate are read."""
+        logits_TE, bias_E = routing.logits_TE, routing.bias_E
+        assert logits_TE is not None, "it routes inside"
+        if not self.gathers:
+            yield InFlight("dispatch")
+            return self.experts.run(x_TH, logits_TE, bias_E, weights)
+        with self.comm.abort_on_error():
+            with self.spans.span("dispatch"):
+                counts = yield from self.comm.gather_count(x_TH.shape[0], "dispatch counts")
+                x_RH = yield from self.comm.all_gather(x_TH, counts, "dispatch")
+                logits_RE = yield from self.comm.all_gather(logits_TE, counts, "dispatch logits")
+            with self.spans.span("experts"):
+                y_RH = self.experts.run(x_RH, logits_RE, bias_E, weights)
+            with self.spans.span("combine"):
+                return (yield from self.comm.reduce_scatter(y_RH, counts, "combine"))
 
 
 MONOLITHIC: Registry[type[MonolithicExperts]] = Registry("monolithic experts backend", MonolithicExperts)

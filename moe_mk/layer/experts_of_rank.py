@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import MoEMKError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, FusedExperts
+from moe_mk.experts.monolithic import MonolithicKernel
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
@@ -34,7 +35,6 @@ from moe_mk.prepare_finalize.base import LayerParts, PrepareFinalize
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.wire import row_bytes
-from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.shapes import expect, expect_dense
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.weights.expert_weights import Weights

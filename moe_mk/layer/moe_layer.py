@@ -27,6 +27,7 @@ from moe_mk.comm.failure import FRAMES
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import MoEMKError, ShapeError, WeightError
+from moe_mk.experts.monolithic import MonolithicKernel
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import wanted_device
 from moe_mk.flight import Flight, wait
@@ -48,7 +49,6 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router.hashed import HashRouter, ImageRouter
 from moe_mk.router.replay import ReplayedTokens
-from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans

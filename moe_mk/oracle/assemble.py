@@ -10,14 +10,13 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
-from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext
+from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext, MonolithicKernel
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
 from moe_mk.runner.invariant import InvariantKernel
-from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.trace.recorder import Spans
 
 
@@ -41,30 +40,29 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
     Raises ConfigError unless `kernel.residency` has one size, UnsupportedError where a rebalance asks a backend without
     placement tables for another placement than linear.
     """
-    chosen, tables = decision.chosen, parts.tables or parts.expert_map.tables(parts.device)
-    residency = decision.problem.config.kernel.residency
+    chosen, tables, problem = decision.chosen, parts.tables or parts.expert_map.tables(parts.device), decision.problem
+    kernel = problem.config.kernel
+    residency = kernel.residency
     sizes = (parts.pool, *(() if residency is None else (residency.slots, residency.bytes)))
     if (given := len(sizes) - sizes.count(None)) != (residency is not None):
         one = "its slots, its bytes or a ResidencyPool"
         raise ConfigError(f"a layer with kernel.residency takes one of {one}, one without it none; {given} are given")
     _check_tables(decision, parts.expert_map)
-    num_slots = parts.expert_map.num_slots(parts.comm.rank)
-    context = experts_context(decision, parts, num_slots, decision.problem.intermediate)
+    context = experts_context(decision, parts, parts.expert_map.num_slots(parts.comm.rank), problem.intermediate)
     if chosen.experts in MONOLITHIC:
-        return _monolithic(decision, parts, tables, context)
-    sent = decision.problem.as_sent.config
+        routed = MonolithicContext(context, problem.config.router, tables, parts.comm.rank)
+        return MonolithicKernel.build(chosen.experts, routed, parts.comm, parts.spans)
+    sent = problem.as_sent.config
     transport = TransportContext(
-        comm=parts.comm, expert_map=parts.expert_map, tables=tables, wire=decision.wire, dtype=decision.problem.sums,
-        hidden_size=decision.problem.config.model.hidden_size, top_k=sent.router.top_k,
-        max_num_tokens=sent.kernel.max_num_tokens, device=parts.device, spans=parts.spans,
-        ranks_per_node=decision.problem.ep_ranks_per_node, relay_tokens=sent.kernel.relay_tokens,
-        comm_units=decision.problem.config.kernel.comm_units,
-        allow_emulated=decision.problem.config.kernel.allow_emulated, network=decision.problem.config.kernel.network,
-        network_link=decision.link.name if decision.link else "auto",
+        comm=parts.comm, expert_map=parts.expert_map, tables=tables, wire=decision.wire, dtype=problem.sums,
+        hidden_size=problem.config.model.hidden_size, top_k=sent.router.top_k, spans=parts.spans,
+        max_num_tokens=sent.kernel.max_num_tokens, device=parts.device, ranks_per_node=problem.ep_ranks_per_node,
+        relay_tokens=sent.kernel.relay_tokens, comm_units=kernel.comm_units, allow_emulated=kernel.allow_emulated,
+        network=kernel.network, network_link=decision.link.name if decision.link else "auto",
     )  # fmt: skip
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
-    kernel = InvariantKernel if decision.problem.config.kernel.invariant else FusedMoEKernel
-    return kernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
+    modular = InvariantKernel if kernel.invariant else FusedMoEKernel
+    return modular(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
 
 
 def _check_tables(decision: Decision, placement: ExpertMap) -> None:
@@ -92,21 +90,12 @@ def build_experts(decision: Decision, name: str, context: ExpertsContext) -> Fus
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:
     """The context in which experts are built; shared experts are one slot of another intermediate size."""
-    kernel = decision.problem.config.kernel
+    problem, model, kernel = decision.problem, decision.problem.config.model, decision.problem.config.kernel
     return ExpertsContext(
-        dtype=decision.problem.sums, compute=decision.compute, activation=decision.problem.config.model.activation,
-        num_slots=num_slots, hidden_size=decision.problem.config.model.hidden_size,
-        intermediate_size=intermediate_size, device=parts.device, spans=parts.spans,
-        swiglu_limit=decision.problem.config.model.swiglu_limit,
-        swiglu_alpha=decision.problem.config.model.swiglu_alpha,
+        dtype=problem.sums, compute=decision.compute, activation=model.activation, num_slots=num_slots,
+        hidden_size=model.hidden_size, intermediate_size=intermediate_size, device=parts.device, spans=parts.spans,
+        swiglu_limit=model.swiglu_limit, swiglu_alpha=model.swiglu_alpha,
         batch_invariant=kernel.batch_invariant or kernel.invariant, own_threads=kernel.threads == "own",
         instruction_set=kernel.instruction_set, cache_dir=kernel.cache_dir, tuned_dir=kernel.tuned_dir,
         residency=kernel.residency, pool=parts.pool, timeout_s=kernel.timeout_s,
     )  # fmt: skip
-
-
-def _monolithic(decision: Decision, parts: Parts, tables: PlacementTables, context: ExpertsContext) -> MonolithicKernel:
-    backend = MONOLITHIC[decision.chosen.experts]
-    experts = backend(MonolithicContext(context, decision.problem.config.router, tables, parts.comm.rank))
-    gathers = parts.comm.size > 1 and not backend.dispatches_itself
-    return MonolithicKernel(parts.comm, experts, gathers, parts.spans)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
-    from moe_mk.runner.monolithic import MonolithicKernel
     from moe_mk.runner.overlap import (
         AsyncResult,
         alongside,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     )
 else:
     HOMES = {
-        "monolithic": "MonolithicKernel",
         "overlap": "AsyncResult alongside finalize_async prepare_async run_alone run_dual run_with",
         "tiled_kernel": "on_workers",
         "tiles": "MicroBatch StageLink TilePlan TileRecord TileWork cut in_turns plan_for tile_sizes",
@@ -37,7 +35,7 @@ else:
     __getattr__ = at_first_use(__name__, HOMES)
 
 __all__ = [
-    "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
+    "AsyncResult", "MicroBatch", "StageLink", "TilePlan", "TileRecord", "TileWork",
     "alongside", "cut", "finalize_async", "in_turns", "on_workers",
     "plan_for", "prepare_async", "run_alone", "run_dual", "run_with", "tile_sizes",
 ]  # fmt: skip

@@ -25,12 +25,12 @@ from torch import Tensor
 from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import CommError, ConfigError
+from moe_mk.experts.monolithic import MonolithicKernel
 from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.jobs import Bell, Job, Threads, listen
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import tiles as tiling
-from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
 

@@ -39,7 +39,7 @@ SIDEWAYS = {
     ("trace", "tokens"): "a routing trace is recorded from routings and replayed as routings",
     ("trace", "placement"): "and judged under a placement",
     ("oracle", "kernel"): "phase two hands out the kernel that was decided for",
-    ("oracle", "runner"): "and the naive path where that was decided for",
+    ("oracle", "runner"): "and the one that adds in one order where that was decided for",
     ("rebalance", "layer"): "placements of layers change while they serve",
     ("runner", "kernel"): "a tiled kernel runs a kernel tile by tile",
 }

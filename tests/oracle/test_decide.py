@@ -14,6 +14,7 @@ from moe_mk import ConfigError, Problem, UnsupportedError, oracle
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS
+from moe_mk.experts.monolithic import MonolithicKernel
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
 from moe_mk.oracle.decide import libraries_of
@@ -22,7 +23,6 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import FP16, FP32
-from moe_mk.runner import MonolithicKernel
 from tests.support.problems import problem
 
 

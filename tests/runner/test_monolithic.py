@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from moe_mk.experts.monolithic import MonolithicKernel
 from moe_mk.experts.reference import ReferenceMonolithic
 from moe_mk.lab.testing.transports import run_together, virtual_groups
-from moe_mk.runner import MonolithicKernel
 from tests.support.layers import HIDDEN, layer
 
 
