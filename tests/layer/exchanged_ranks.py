@@ -219,19 +219,6 @@ def two_pairs(rank: int) -> list[list[int]]:
     return found
 
 
-def placed_anew(rank: int, transport: str) -> list[str]:
-    """A placement with the slots of every rank in reverse order serves from the next call on."""
-    made, x_TH = built(prepare_finalize=transport), tokens(rank, 4)
-    for _ in range(2):
-        made(x_TH)
-    of_rank = made.expert_map.experts_of_rank
-    made.live.set_placement(ExpertMap(tuple(tuple(reversed(of)) for of in of_rank), EXPERTS))
-    wanted_TH = wait_without_gradients(made, x_TH)
-    with counted() as calls:
-        same = torch.equal(made(x_TH), wanted_TH)
-    return [] if same and calls == [4] else [f"same: {same}, native calls: {calls}"]
-
-
 def late(rank: int, transport: str, when: str) -> list[str]:
     """Rank 1 is later than the native calls of the others poll, with its rows or with its sums."""
     made, x_TH = built(prepare_finalize=transport), tokens(rank, 3)

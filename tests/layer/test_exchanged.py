@@ -74,11 +74,6 @@ def test_both_pairs_of_a_layer_for_decode_and_prefill_make_it(world: RankWorld) 
     assert world.call(ranks.two_pairs) == [[[3], [10], [3]]] * 3
 
 
-@TRANSPORTS
-def test_another_placement_serves_from_the_next_call_on(world: RankWorld, transport: str) -> None:
-    assert world.call(ranks.placed_anew, transport) == [[], [], []]
-
-
 @pytest.mark.parametrize("when", ["rows", "sums"])
 @TRANSPORTS
 def test_peers_may_be_later_than_it_polls(world: RankWorld, transport: str, when: str) -> None:

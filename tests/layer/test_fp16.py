@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk import MoEConfig, MoELayer
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from moe_mk.lab.testing.transports import run_together, virtual_groups
 from moe_mk.lab.training import TrainingMoE
@@ -111,14 +111,6 @@ def test_ranks_send_sums_that_fp16_cannot_hold(grid: tuple[int, int], transport:
     counts = [3] * len(layers) if tp > 1 or transport == "replicated" else [3, 0, 1, 2][: len(layers)]
     for y_TH in run_together(layers, [tokens(count) for count in counts]):
         expect_total(y_TH, rows, shared=True)
-
-
-def over_processes(rank: int, transport: str) -> list[Tensor]:
-    """Calls with few rows and with many, which some transports send in other ways."""
-    groups = ParallelGroups(ep=torch.distributed.group.WORLD)
-    layer = MoELayer(config("torch_cpu", prepare_finalize=transport), dtype=torch.float16, groups=groups)
-    layer.load_weights(held(rows_of_experts(7), bias=False, shared=False))
-    return [layer(tokens(count)) for count in (1 + rank, 0 if rank else 300, 2)]
 
 
 def test_experts_of_an_engine_and_a_layer_that_trains() -> None:

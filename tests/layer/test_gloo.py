@@ -17,7 +17,7 @@ from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.testing.cases import hostile_routings
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.layer import DeepseekV3MoE
-from tests.layer import gloo_ranks, test_fp16
+from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
 from tests.support.tiers import slow
@@ -63,13 +63,6 @@ def test_processes_give_the_bits_that_lockstep_gives(
         assert len(set(hops)) == 1, f"{case.name}: {hops}"
 
 
-@pytest.mark.parametrize("transport", slow("all_to_all", "one_sided"))
-def test_processes_send_sums_that_fp16_cannot_hold(world: RankWorld, transport: str) -> None:
-    for outputs in world.call(test_fp16.over_processes, transport):
-        for y_TH in outputs:
-            test_fp16.expect_total(y_TH, test_fp16.rows_of_experts(7))
-
-
 @pytest.mark.row(24, 25, 26, 65, 78)
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
 def test_idle_ranks_make_the_same_hops_and_all_equal_transformers(world: RankWorld, twin: Twin, transport: str) -> None:
@@ -81,28 +74,6 @@ def test_idle_ranks_make_the_same_hops_and_all_equal_transformers(world: RankWor
         assert answer["hops"] == [*DISPATCH, "combine"] and answer["slots"] == 4
         assert set(answer["stages"]) >= {"route", "quantise", "dispatch", "shared", "experts", "combine"}
         assert answer["own"] == pytest.approx(answer["open"]), "the spans add up to the forward"
-
-
-@pytest.mark.row(27)
-@pytest.mark.parametrize("grid", ["grid", "mesh"])
-def test_a_tensor_parallel_pair_slices_experts_and_exchanges_no_tokens(world: RankWorld, twin: Twin, grid: str) -> None:
-    first, second = tokens_of(twin, (7, 4))
-    tokens = [first, first, second, second]
-    ranks = forward(world, twin, tokens, grid, prepare_finalize="all_to_all")
-    for answer, x_TH in zip(ranks, tokens, strict=True):
-        torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
-        assert answer["hops"] == [*DISPATCH, "combine", "late reduce", "late reduce"] and answer["slots"] == 8
-        assert set(answer["tp_calls"]) == {"agreement", "late reduce"}
-
-
-@pytest.mark.row(29)
-def test_replicated_tokens_need_no_all_to_all(world: RankWorld, twin: Twin) -> None:
-    x_TH = twin.x_TH[:9]
-    ranks = forward(world, twin, [x_TH] * 4, tokens="replicated")
-    for answer in ranks:
-        torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
-        assert set(answer["ep_calls"]) == {"agreement", "late reduce"}
-        assert torch.equal(answer["y"], ranks[0]["y"]), "every rank has the same bits"
 
 
 def test_two_layers_over_different_groups_and_backends_live_in_one_process(world: RankWorld, twin: Twin) -> None:

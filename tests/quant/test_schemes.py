@@ -20,6 +20,7 @@ from moe_mk.quant import (
     NVFP4_TOKENS,
     SCHEMES,
     BlockedScheme,
+    Fp8Block,
     INT8_128x128,
     fp8_static,
     nvfp4_tokens,
@@ -92,7 +93,8 @@ def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: BlockedSc
         scheme = nvfp4_tokens(size)
     x = normal(512, 1024) * size
     error = scheme.quantize(x).dequantize(torch.float32) - x
-    assert 0.3 * scheme.relative_rms < float(error.norm() / x.norm()) < 1.05 * scheme.relative_rms
+    least = 0.95 if isinstance(scheme, Fp8Block) else 0.3
+    assert least * scheme.relative_rms < float(error.norm() / x.norm()) < 1.05 * scheme.relative_rms
 
 
 @pytest.mark.row(96)

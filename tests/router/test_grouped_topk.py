@@ -100,17 +100,6 @@ def test_one_group_equals_plain_topk_bit_for_bit() -> None:
                 assert torch.equal(ours, theirs)
 
 
-def test_a_token_without_finite_scores_goes_nowhere_and_leaves_others_alone() -> None:
-    logits = normal(6, 16)
-    clean_weights, clean_ids = grouped_topk(logits, 4, 4, 2)
-    logits[1, 3] = torch.nan
-    logits[4] = torch.nan
-    weights, ids = grouped_topk(logits, 4, 4, 2)
-    assert (ids[[1, 4]] == -1).all() and (weights[[1, 4]] == 0).all()
-    others = [0, 2, 3, 5]
-    assert torch.equal(ids[others], clean_ids[others]) and torch.equal(weights[others], clean_weights[others])
-
-
 ODD = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
@@ -150,13 +139,6 @@ def test_infinite_logits_are_scores_where_the_function_has_a_limit() -> None:
     assert ids.tolist() == [[0, 1, 3, 2]]
     assert weights.tolist()[0] == pytest.approx([1.0, 0.5, 1 / (1 + math.e), 0.0])
     assert grouped_topk(logits, 4, 1, 1, "softmax")[1].tolist() == [[-1] * 4]
-
-
-def test_an_expert_with_a_bias_of_minus_infinity_is_never_chosen() -> None:
-    bias = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    weights, ids = grouped_topk(normal(32, 4), 3, 2, 2, "sigmoid", bias, True, 2.5)
-    assert ids.tolist() == [[0, -1, -1]] * 32
-    assert weights.tolist() == [pytest.approx([2.5, 0.0, 0.0])] * 32
 
 
 def test_bf16_scores_are_rounded_as_in_the_model_dtype() -> None:

@@ -20,25 +20,6 @@ def sample(bench: ModuleType, wall_ms: float, before: float, after: float) -> ob
     return bench.Sample(wall_ms, 2 * wall_ms, bench.Rates(before, 5e9), bench.Rates(after, 7e9))
 
 
-def test_a_sample_has_the_state_of_both_of_its_probes(bench: ModuleType) -> None:
-    # 16 cycles a product alone; 17 is a core of its own as well, 47 a shared one: 0.94 and 0.34 of the rate alone.
-    alone, own, shared = 100.0, 94.0, 34.0
-    assert sample(bench, 1, own, own).state(alone) == "quiet"
-    assert sample(bench, 1, shared, shared).state(alone) == "shared"
-    assert sample(bench, 1, own, shared).state(alone) == sample(bench, 1, shared, own).state(alone) == "changing"
-
-
-def test_medians_and_minima_are_those_of_a_state(bench: ModuleType) -> None:
-    samples = [sample(bench, ms, 100, 100) for ms in (4.0, 5.0, 9.0)]
-    samples += [sample(bench, 30.0, 30, 30), sample(bench, 7.0, 30, 100)]
-    found = bench.by_state(samples, alone=100.0)
-    assert {state: line["samples"] for state, line in found.items()} == {"quiet": 3, "shared": 1, "all": 5}
-    assert (found["quiet"]["wall_ms"], found["quiet"]["wall_ms_min"]) == (5.0, 4.0)
-    assert (found["shared"]["wall_ms"], found["all"]["wall_ms"]) == (30.0, 7.0)
-    assert (found["quiet"]["products"], found["shared"]["products"], found["quiet"]["reads"]) == (100, 30, 6e9)
-    assert "shared" not in bench.by_state(samples[:3], alone=100.0)
-
-
 def test_a_processor_without_amx_is_refused_with_the_reason(
     bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

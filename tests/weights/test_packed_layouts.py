@@ -25,7 +25,6 @@ from moe_mk.quant.grouped import AFFINE, GROUPED, grouped
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
-from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.packed_layouts import packed_shapes, unpack
 from tests.support.draws import normal
 from tests.support.strides import restrided
@@ -33,7 +32,6 @@ from tests.weights.one_layer import load_written, wide
 
 EXPERTS, HIDDEN, INNER = 4, 128, 256
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
-KINDS = ("int4_g32", "int4_row", "int8_g64_zp", "int4_g128_zp", "gptq", "awq")
 PACKINGS = ("compressed_tensors", "gptq", "awq")
 PLAIN = [name for name in GROUPED if name not in AFFINE]
 
@@ -181,23 +179,6 @@ def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
     for scheme, columns in ((GGUF["q4_k"], 300), (MXFP4, 48), (GROUPED["int4_g32"], 64)):
         with pytest.raises(ConfigError, match=str(columns)):
             packed_shapes("gguf", scheme, 8, columns)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("quant", ["int4_g32", "gptq", "awq"])
-def test_tensors_that_are_fed_one_by_one_give_the_same(
-    quant: str, tp_size: int, written: Callable[[str], Path]
-) -> None:
-    folder, found = written(quant), []
-    spec, source = inspect_checkpoint(folder).layers[0].layer_spec(), SafetensorsSource(folder)
-    tp = (tp_size - 1, tp_size)
-    loader = LayerLoader("layer 1", spec, found.append, owned=(1, 3), tp=tp, prefix="model.layers.1.mlp.")
-    for name in sorted(source.names(), reverse=True):
-        loader.feed(name, source.open(name))
-    loader.finish()
-    whole = load_written(folder, tp_rank=tp[0], tp_size=tp_size)
-    for slot, expert in zip(found[0].experts.slots, (1, 3), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(wide(slot), wide(whole.experts.slots[expert]), strict=True))
 
 
 EXPERT_2 = "model.layers.1.mlp.experts.2."

@@ -127,16 +127,9 @@ class RightMapped(Right):
 
 
 SwappedHalves = changed("SwappedHalves", "values", Right, matrices=lambda was, slot, w: rolled(was(slot, w), 1))
-SwappedHalvesOfOddExperts = changed(
-    "SwappedHalvesOfOddExperts", "values", Right, matrices=lambda was, slot, w: rolled(was(slot, w), slot % 2)
-)
 SwappedHalvesOfMappedWeights = changed(
     "SwappedHalvesOfMappedWeights", "values", RightMapped,
     matrices=lambda was, slot, w: rolled(was(slot, w), w.layout == MAPPED),
-)  # fmt: skip
-InterleavedHalves = changed(
-    "InterleavedHalves", "values", Right,
-    matrices=lambda was, *given: (torch.cat(((w13 := was(*given)[0])[::2], w13[1::2])), was(*given)[1]),
 )  # fmt: skip
 ScaleOfTheFirstExpert = changed(
     "ScaleOfTheFirstExpert", "values", RightFp8,
@@ -150,14 +143,9 @@ ScaleOfTheFirstTwoRowsOfBlocks = changed(
     "ScaleOfTheFirstTwoRowsOfBlocks", "values", RightFp8, larger=True,
     decoded=lambda was, w: was(of_scales(w, w.scales[..., torch.arange(w.scales.shape[-2]).clamp_max(1), :])),
 )  # fmt: skip
-# As with an exponent bias of 126.
-ScaleTwiceTooLarge = changed("ScaleTwiceTooLarge", "values", RightFp8, decoded=lambda was, weight: was(weight) * 2)
 # The slot in one byte: expert 256 gets the weights of expert 0.
 EighthBitOfSlots = changed(
     "EighthBitOfSlots", "values", Right, larger=True, matrices=lambda was, slot, w: was(slot % 256, w)
-)
-WrongFromSlot32 = changed(
-    "WrongFromSlot32", "values", Right, larger=True, matrices=lambda was, slot, w: was(slot % 32, w)
 )
 
 
@@ -175,11 +163,6 @@ def scaled_from(row: int, factor: float) -> Callable[..., Tensor]:
     return step
 
 
-def second_tile_reads_the_first(was: Callable[..., Tensor], x_NH: Tensor, *given: object) -> Tensor:
-    row_N = torch.arange(len(x_NH))
-    return was(x_NH[torch.where(row_N >= 64, row_N - 64, row_N)], *given)
-
-
 def in_16_bits(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     """Row times hidden size in 16 bits, as 32 bits overflow at 65,536 times as many elements."""
     values = was(x)
@@ -187,28 +170,15 @@ def in_16_bits(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     return values.flatten()[flat % 2**16]
 
 
-def without_rows(first: int) -> Callable[..., ExpertOutput]:
-    return lambda was, y, tokens: was(y.index_fill(0, torch.arange(min(first, len(y)), len(y)), 0.0), tokens)
-
-
 WrongFromRow32 = changed("WrongFromRow32", "values", Right, larger=True, expert=scaled_from(32, 1.01))
 WrongFromRow128 = changed("WrongFromRow128", "values", Right, larger=True, expert=scaled_from(128, 1.01))
 WrongFromRow512 = changed("WrongFromRow512", "values", Right, larger=True, expert=scaled_from(512, 1.01))
-CountInOneByte = changed("CountInOneByte", "values", Right, larger=True, expert=scaled_from(256, 0.0))
-LastRowOfEachExpert = changed("LastRowOfEachExpert", "values", Right, expert=scaled_from(-1, 0.0))
 # The rows after the last full tile are not computed, where there is a full one.
 TailOfTiles = changed(
     "TailOfTiles", "values", Right, larger=True,
     expert=lambda was, x, *given: scaled_from(max(len(x) // TILE * TILE, TILE), 0.0)(was, x, *given),
 )  # fmt: skip
-LastTileTwice = changed("LastTileTwice", "values", Right, larger=True, expert=second_tile_reads_the_first)
-LostRowsFrom64 = changed("LostRowsFrom64", "values", Right, larger=True, finish=without_rows(64))
 OffsetsOf16Bits = changed("OffsetsOf16Bits", "values", Right, larger=True, rows=in_16_bits)
-# Rows are divided among four threads, from 128 rows on; the remainder belongs to none.
-RemainderOfThreads = changed(
-    "RemainderOfThreads", "values", Right, larger=True,
-    finish=lambda was, y, tokens: without_rows(len(y) // 4 * 4 if len(y) >= 128 else len(y))(was, y, tokens),
-)  # fmt: skip
 EndsAtTheFirstEmptyExpert = changed(
     "EndsAtTheFirstEmptyExpert", "values", Right,
     counts=lambda was, counts_L: list(takewhile(bool, was(counts_L))),
@@ -238,17 +208,6 @@ OddBlockOfK = changed(
 )
 # Columns of a product after the last full vector of 16.
 TailOfN = changed("TailOfN", "values", Right, larger=True, product=without_tail_of_n)
-SumsInBf16 = changed(
-    "SumsInBf16", "values", Right, product=lambda was, x, weight: was(x.bfloat16(), weight.bfloat16()).float()
-)
-
-
-@breaks("values")
-class ActivationOfUp(Right):
-    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
-        w13, w2 = self.matrices(slot, weights)
-        gate, up = self.product(x_NH, w13).chunk(2, dim=1)
-        return self.product(silu(gate) * silu(up), w2)
 
 
 @breaks("values")
@@ -268,10 +227,6 @@ class ReadsNoWeights(Right):
     traits = replace(Right.traits, layouts=frozenset({"of its own"}))
 
 
-# The kit weighs it again.
-WeighsRawOutput = changed(
-    "WeighsRawOutput", "values", Right, finish=lambda was, y, tokens: was(y * tokens.weights_N[:, None], tokens)
-)
 TenthOfAPercentTooLarge = changed(
     "TenthOfAPercentTooLarge", "values", Right, finish=lambda was, y, tokens: was(y * 1.001, tokens)
 )
@@ -359,12 +314,6 @@ class NowhereIsTheLastExpert(RightRows):
         return torch.where(nowhere_RK, tokens.num_slots - 1, tokens.ids_RK), weights_RK
 
 
-@breaks("nowhere")
-class NowhereIsTheFirstExpertByItsNumber(RightRows):
-    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
-        return tokens.ids_RK.clamp(min=0), tokens.weights_RK
-
-
 @breaks("values", larger=True)
 class OneChoiceHasNoWeight(RightRows):
     """With one choice a token its weight is taken for 1."""
@@ -401,15 +350,6 @@ class ActivationOfASmallRange(Right):
         w13, w2 = self.matrices(slot, weights)
         gate, up = self.product(x_NH, w13).chunk(2, dim=1)
         return self.product(silu(gate.clamp(-12, 12)) * up, w2)
-
-
-@breaks("nowhere")
-class MeanOverAllChoices(RightRows):
-    """Divides by the number of choices that count, and multiplies by top_k."""
-
-    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
-        valid_R1 = (tokens.ids_RK >= 0).sum(dim=1, keepdim=True).clamp_min(1)
-        return tokens.ids_RK, tokens.weights_RK * tokens.ids_RK.shape[1] / valid_R1
 
 
 # State between calls.
@@ -449,17 +389,6 @@ class SizedByItsFirstCall(Right):
         for row in range(len(values)):
             self.buffer[row] = values[row]
         return self.buffer[: len(values)]
-
-
-@breaks("calls")
-class BufferNotCleared(Right):
-    """Adds to what the call before left, where the shape is the same."""
-
-    held = torch.empty(0)
-
-    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
-        self.held = y + self.held if self.held.shape == y.shape else y
-        return super().finish(self.held.clone(), tokens)
 
 
 @breaks("calls")
@@ -520,13 +449,6 @@ class KeepsEveryInput(Right):
 
 
 @breaks("inputs")
-class RoundsItsRows(Right):
-    def rows(self, x: QuantTensor) -> Tensor:
-        x.values.copy_(x.values.bfloat16())
-        return super().rows(x)
-
-
-@breaks("inputs")
 class WeightsInPlace(Right):
     """Swaps the halves of the weights that it was given, and reads them accordingly."""
 
@@ -572,7 +494,6 @@ OutputInPlaceOfRows = changed(
 
 OutputInF64 = changed("OutputInF64", "shape", Right, finish=lambda was, y, tokens: was(y.double(), tokens))
 OutputElsewhere = changed("OutputElsewhere", "shape", Right, finish=lambda was, y, tokens: was(y.to("meta"), tokens))
-OutputInBf16 = changed("OutputInBf16", "shape", Right, finish=lambda was, y, tokens: was(y.bfloat16(), tokens))
 PaddedOutput = changed(
     "PaddedOutput", "shape", Right,
     finish=lambda was, y, tokens: was(torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1])))), tokens),
@@ -580,14 +501,6 @@ PaddedOutput = changed(
 ClaimsToWeigh = changed(
     "ClaimsToWeigh", "stage", Right, finish=lambda was, y, tokens: ExpertOutput(y, OutputStage.WEIGHTED)
 )
-
-
-def order_by_chance(was: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    order_K = torch.randperm(x.shape[1])
-    return was(x[:, order_K], weight[:, order_K])
-
-
-OrderOfSumsByChance = changed("OrderOfSumsByChance", "deterministic", Right, product=order_by_chance)
 
 
 @breaks("deterministic")

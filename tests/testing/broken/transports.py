@@ -81,7 +81,6 @@ def zeros_from(y_TH: Tensor, row: int) -> Tensor:
 
 LosesTheLast = changed("LosesTheLast", "lost", Right, combined=lambda _, y: zeros_from(y, max(len(y) - 1, 0)))
 LosesTokensFrom64 = changed("LosesTokensFrom64", "lost", Right, larger=True, sent=only_before(64))
-LosesTokensFrom256 = changed("LosesTokensFrom256", "lost", Right, larger=True, sent=only_before(256))
 LosesTokensFrom1024 = changed("LosesTokensFrom1024", "lost", Right, larger=True, sent=only_before(1024))
 # Rows travel in packets of 32; those after the last full one are lost, where there is a full one.
 LosesTheTailOfPackets = changed(
@@ -106,22 +105,6 @@ DropsTokensWithoutAFirstChoice = changed(
     "DropsTokensWithoutAFirstChoice", "nowhere", Right,
     sent=lambda _, routing: replace(routing, ids_TK=torch.where(routing.ids_TK[:, :1] >= 0, routing.ids_TK, -1)),
 )  # fmt: skip
-
-
-@breaks("weighting")
-class CountsOneChoiceTwice(Right):
-    def arrived(self, tokens: RowTokens) -> RowTokens:
-        weights_RK = tokens.weights_RK.clone()
-        weights_RK[:, 0] *= 2
-        return replace(tokens, weights_RK=weights_RK)
-
-
-@breaks("weighting")
-class DropsTheLastChoice(Right):
-    def sent(self, routing: Routing) -> Routing:
-        ids_TK = routing.ids_TK.clone()
-        ids_TK[:, -1] = -1
-        return replace(routing, ids_TK=ids_TK)
 
 
 @breaks("weighting", larger=True)
@@ -152,12 +135,6 @@ class NowhereIsTheFirstExpert(Right):
             ids_TK=torch.where(nowhere_TK, 0, routing.ids_TK),
             weights_TK=torch.where(nowhere_TK, 0.1, routing.weights_TK),
         )
-
-
-NowhereIsTheFirstExpertByItsNumber = changed(
-    "NowhereIsTheFirstExpertByItsNumber", "nowhere", Right,
-    sent=lambda _, routing: replace(routing, ids_TK=routing.ids_TK.clamp(min=0)),
-)  # fmt: skip
 
 
 @breaks("padding")
@@ -259,16 +236,6 @@ class SizedByItsFirstCall(Right):
 
 
 @breaks("calls")
-class AddsTheCallBefore(Right):
-    held = torch.empty(0)
-
-    def combined(self, y_TH: Tensor) -> Tensor:
-        total_TH = y_TH + self.held if self.held.shape == y_TH.shape else y_TH
-        self.held = y_TH
-        return total_TH.clone()
-
-
-@breaks("calls")
 class OneCallAtATime(Right):
     """The scale of a call is kept in the transport, where a second micro-batch replaces it."""
 
@@ -321,7 +288,6 @@ def then(spoil: Callable[[Tensor, Routing], object]) -> Callable[..., Flight[Tok
 AddsToItsInput = changed("AddsToItsInput", "inputs", Right, prepare=then(lambda x_TH, _: x_TH.add_(1e-3)))
 ClampsIds = changed("ClampsIds", "inputs", Right, prepare=then(lambda _, routing: routing.ids_TK.clamp_(min=0)))
 ClearsWeights = changed("ClearsWeights", "inputs", Right, prepare=then(lambda _, routing: routing.weights_TK.zero_()))
-OutputInF64 = changed("OutputInF64", "shape", Right, combined=lambda _, y: y.double())
 PaddedOutput = changed(
     "PaddedOutput", "shape", Right, combined=lambda _, y: torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1]))))
 )
