@@ -20,6 +20,7 @@ from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_
 from moe_mk.comm.failure import Failure, GroupStatus, describe
 from moe_mk.comm.header import EAGER_BYTES, Arrival, Caller, Envelope
 from moe_mk.comm.messages import GroupMessages
+from moe_mk.comm.single import SingleRank
 from moe_mk.comm.traffic import COUNT_BYTES
 from moe_mk.errors import CommError, ConfigError, MoEMKError, Suppress, unless_signalled
 from moe_mk.flight import Flight, InFlight
@@ -184,11 +185,16 @@ class DistributedCommunicator(Communicator):
         return self.group
 
     def without(self, ranks: Collection[int]) -> Flight[Communicator]:
-        """Supported over gloo while connections between the others are intact, as they are after a process died."""
+        """Over gloo, while connections between the others are intact, as they are after a process died; or one rank."""
         lost = sorted(set(ranks))
         wrong = [rank for rank in lost if not 0 <= rank < self.size or rank == self.rank]
         if wrong or not lost:
             raise ConfigError(f"ranks {wrong or lost} out of range: others than rank {self.rank}, below {self.size}")
+        if len(lost) == self.size - 1:  # there is no rank to agree with
+            if self._messages is not None:
+                self._messages.leave_out([self._members[rank] for rank in lost])
+            yield InFlight("recovery")
+            return SingleRank()
         if self._messages is None or dist.get_world_size(self.group) > MOST_MEMBERS:
             yield from super().without(ranks)
         assert self._messages is not None

@@ -308,7 +308,7 @@ class GroupMessages(Watched):
         for peer, work in zip(self._peers, recovery.sends.works, strict=True):
             if isinstance(work, RuntimeError):
                 raise self._lost(caller, phase, peer, work) from work
-        epoch = 1 + max(recovery.epoch, *(header.epoch for header in theirs))
+        epoch = 1 + max([recovery.epoch, *(header.epoch for header in theirs)])
         if epoch == EPOCHS:
             text = f"the group has recovered {EPOCHS - 1} times, its messages cannot distinguish more epochs; "
             raise self._error(caller, phase, None, f"{text}build the layer over a new group")
@@ -321,7 +321,7 @@ class GroupMessages(Watched):
         self._open.clear()
         self._row_headers.clear()
         self._spare.clear()
-        recovery.number = max(recovery.number, *(header.num_bytes for header in theirs))
+        recovery.number = max([recovery.number, *(header.num_bytes for header in theirs)])
         recovery.has_ended = True
         return recovery.number
 

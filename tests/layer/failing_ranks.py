@@ -227,10 +227,11 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
     return [outcome(lambda: made(tokens(rank, 12)))]
 
 
-def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, Any]]:
-    """Rank 1 ends or is killed between two calls; the others go on over the same process group, with every expert.
-    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1: there is no
-    call before the death, so that no rank has received anything of another one. A sum of loads is in flight."""
+def go_on(rank: int, transport: str, late: int | None = None, size: int = 3) -> list[dict[str, Any]]:
+    """Of `size` ranks rank 1 ends or is killed between two calls; the others go on over the same process group, with
+    every expert. late: a rank that makes the second call only when the wait of another one for it has lasted 2 s; -1:
+    there is no call before the death, so that no rank has received anything of another one. A sum of loads is in
+    flight."""
     warnings.simplefilter("ignore")
     made = built(transport)
     manager = RebalanceManager([made], RebalanceSettings(sync_every=1))
@@ -250,7 +251,9 @@ def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, 
     found.append(outcome(lambda: made(tokens(rank, 7, 1))))
     lost = found[-1]["peer"]
     left: Any = wait(made.ep.without([lost]))
-    old = outcome(lambda: wait(made.ep.all_gather(torch.zeros(1), [1] * 3, "late")))
+    if size == 2:
+        wait(made.ep.recover())  # alone
+    old = outcome(lambda: wait(made.ep.all_gather(torch.zeros(1), [1] * size, "late")))
     manager.rank_lost(lost, left)
     found += [outcome(lambda s=s: made(tokens(rank, 7, s)), expected[s]) for s in (1, 2)]  # type: ignore[misc]
     return [*found, old, {"is": f"rank {left.rank} of {left.size}, {made.decision.chosen.prepare_finalize}"}]
