@@ -10,6 +10,8 @@ from moe_mk.errors import MoEMKError
 from moe_mk.lab.deepep_buffer import Buffer, BufferSettings, EventOverlap
 
 MOST = 24
+BIASES = (1,), (3, -2), (-4, 1)
+"""The biases of a combine in each round, as multiples of the tokens: one tensor, or two."""
 
 
 def inputs(rank: int, size: int, hidden: int, seed: int, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +51,8 @@ def normal(rank: int, size: int, hidden: int, rounds: int) -> list[dict[str, Any
             y += weight[:, None] * (recv_x.float() @ w[expert])
         out, _, event = buffer.combine(y.to(torch.bfloat16), handle, async_finish=True)
         again, *_, event = buffer.dispatch(2 * x, handle=handle)
-        back, _, event = buffer.combine(again, handle, bias=x)
+        biases = tuple(factor * x for factor in BIASES[seed])
+        back, _, event = buffer.combine(again, handle, bias=biases if len(biases) > 1 else biases[0])
         answers.append(
             {"out": out, "back": back, "recv_x": recv_x, "again": again, "recv_idx": recv_idx, "counts": counts,
              "per_rank": per_rank, "per_expert": per_expert}
