@@ -30,6 +30,7 @@ from tests.support.rebalance_world import (
     tensors,
     touch_chunks,
 )
+from tests.support.tiers import thorough
 
 R = TypeVar("R")
 
@@ -92,6 +93,29 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
     ]
     # Shares may be solved anew, but the layer whose weights never came keeps its slots.
     assert ranks[2].layers[1].expert_map.physical_to_global() == list(PLACEMENT)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), *thorough((0, 1), (1, 2), (2, 0))])
+def test_every_layer_of_a_plan_has_its_retries_and_pauses(first: int, second: int) -> None:
+    ranks, faults = world(max_retries=2, bytes_per_step=1 << 20), (first, second)
+
+    def damage(rank: Rank, arrived: Tensor) -> Tensor:
+        migration = rank.manager._migration
+        assert migration is not None
+        arrived[HEADER] ^= migration.retries < faults[migration.batches[0][0]]
+        return arrived
+
+    for rank in ranks:
+        touch_chunks(rank, lambda _, arrived, rank=rank: damage(rank, arrived))  # type: ignore[misc]
+    serve(ranks, 45)
+    check_that_all_is_well(ranks)
+    status = ranks[0].manager.status()
+    assert status.state == "watching" and status.epochs == (1, 1), status
+    stated = [re.search(r"retry (\d) at step (\d+)", incident.then) for incident in status.incidents]
+    one, other = (list(range(1, count + 1)) for count in (first, second))
+    assert [found and int(found[1]) for found in stated] in (one + other, other + one), status
+    for incident, found in zip(status.incidents, stated, strict=True):
+        assert found and int(found[2]) - incident.step == 3 * 2 ** (int(found[1]) - 1)
 
 
 def test_a_rank_that_cannot_send_states_why() -> None:
