@@ -107,7 +107,7 @@ with RankWorld(2) as world:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
+@pytest.mark.parametrize("transport", ["one_sided", "all_to_all", "one_sided_network"])
 def test_calls_end_in_an_error_or_serve_while_shared_memory_is_full(transport: str) -> None:
     """In a mount namespace with a /dev/shm of 1 MiB, of which a file takes all but a few pages."""
     mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]

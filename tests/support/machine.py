@@ -24,6 +24,7 @@ from torch import Tensor
 from moe_mk import LostExpertError, MoEConfig, MoELayer, Problem
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import FallbackWarning
 from moe_mk.experts.residency import Policy, ResidencyCounts, ResidencyPool
 from moe_mk.flight import Flight, interleave
@@ -41,6 +42,8 @@ LIMITS = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 2.5e-2}
 ROUNDED_LIMITS = {"fp32": 2e-2, "fp16": 3e-2, "bf16": 6e-2}
 """The same where activations are rounded: of a value near the middle of two codes either may be taken."""
 
+SWAPPED = "experts", "tiles", "fused_router", "threads", "instruction_set"
+"""Features of kernels that a swap sets."""
 POOL_BYTES = 640 << 10
 """All experts of four ranks, or of a few layers some."""
 Needs = Mapping[str, set[str]]
@@ -254,9 +257,22 @@ class World:
             assert layer.dropped_assignments == self.dropped[rank], f"rank {at}: dropped_assignments"
             assert set(report.lost_experts) == self.lost and not report.departures, f"rank {at}: {report.departures}"
             assert layer.unrouted == self.nowhere[rank], f"rank {at}: unrouted"
+            self.check_settings(layer)
             held = len(layer.expert_map.local_to_global(layer.ep.rank))
             if self.tp == 1 and not isinstance(layer.weights.experts.slots, ReleasedSlots):
                 assert layer.weights.experts.num_bytes == held * self.plain.bytes_of_expert, f"rank {at}: bytes"
+
+    def check_settings(self, layer: MoELayer) -> None:
+        """What callers have asked for is in use after every change, and what the next decision starts from."""
+        kernels = layer.config.kernel, layer.state.backends.asked.kernel
+        for feature in SWAPPED:
+            keys = {key: None for value in FEATURES[feature].values() for key in value}
+            for key in keys:
+                _, _, name = key.partition(".")
+                wanted = FEATURES[feature][self.row[feature]].get(key, KernelConfig.model_fields[name].default)
+                held = [getattr(kernel, name) for kernel in kernels]
+                assert held == [wanted] * 2, f"kernel.{name} is {held}, {wanted!r} was asked for"
+        assert layer.state.backends.pool is layer.pool is self.pool, "the pool"
 
     def served(self, draw: random.Random, counts: Sequence[int], what: str) -> None:
         """One forward of all ranks, compared."""

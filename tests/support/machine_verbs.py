@@ -26,7 +26,7 @@ from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
 from moe_mk.tokens import Routing
 from moe_mk.weights import MappingSource
-from tests.support.machine import ALONE, PAGED, POOL_BYTES, SPREAD, World, check_shares, verb
+from tests.support.machine import ALONE, PAGED, POOL_BYTES, SPREAD, SWAPPED, World, check_shares, verb
 from tests.support.machine_features import EXPERTS, FEATURES, fits
 
 
@@ -308,7 +308,7 @@ def lose(world: World, draw: random.Random) -> None:
 @verb()
 def swap(world: World, draw: random.Random) -> None:
     """Other experts, another transport, or another setting of kernels, if it can serve; else nothing changes."""
-    features = ("experts", "transport", "tiles", "fused_router", "threads", "instruction_set")
+    features = (*SWAPPED, "transport")
     values = [(feature, value) for feature in features for value in FEATURES[feature] if world.row[feature] != value]
     able = [each for each in values if fits(world.row | dict([each]))]
     if (others := [each for each in able if each[0] == "experts"]) and draw.random() < 0.6:
@@ -326,20 +326,20 @@ def swap(world: World, draw: random.Random) -> None:
     if world.ep != world.first_ep:  # a transport that is pinned may need the ranks that are lost
         kernel = {"prepare_finalize": "auto"} | kernel
     x, ids = world.drawn_tokens(draw, [draw.choice((0, 1, 5)) for _ in range(world.ep)])
-    epoch, name = world.layers[0].epoch, world.layers[0].decision.chosen.name
-    flights = [
+    first = world.layers[0]
+    epoch, name, was = first.epoch, first.decision.chosen.name, first.live.generation
+    reports = interleave([
         swap_steps(layer, x_TH, limit=0.1, settings=kernel, token_ids_T=ids_T)
         for layer, x_TH, ids_T in zip(world.layers, world.of_rank(x), world.of_rank(ids), strict=True)
-    ]
-    reports = interleave(flights)
+    ])  # fmt: skip
     assert len({report.failed_ranks for report in reports}) == 1 and all(each.old == name for each in reports)
     assert reports[0].swapped == fits(row), (row, reports[0])
-    assert world.layers[0].epoch == epoch + reports[0].swapped
+    assert first.epoch == epoch + reports[0].swapped
+    assert (first.live.generation != was) == reports[0].swapped, "what was staged for another pair is stale"
     if reports[0].swapped:
         world.row = row
         assert [report.tokens for report in reports] == [len(each) for each in world.of_rank(x)]
-        if feature == "experts":
-            assert all(layer.decision.chosen.experts == value for layer in world.layers)
+        assert feature != "experts" or all(each.decision.chosen.experts == value for each in world.layers)
 
 
 @verb(SPREAD)
