@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_lists_that_name_modules_under_another_root_are_refused_and_not_skipped(
     quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
     with pytest.raises(ConfigError, match=r"name language_model.model.layers.0.mlp.experts, .*called model.layers.0"):
         read(tmp_path, quant)
+
+
+def test_of_nested_names_the_innermost_one_decides(tmp_path: Path) -> None:
+    kinds = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel"}
+    mlp = "model.layers.9.mlp"
+    own = [f"{mlp}.experts.{e}.{word}_proj" for e in range(128) for word in ("gate", "up", "down")]
+    levels = [["model.layers.9"], [mlp], [f"{mlp}.experts"], own]
+    for chosen in permutations(range(4), 2):
+        of_levels = dict(zip(chosen, kinds, strict=False))
+        listed = {name: {"quant_algo": of_levels[level]} for level in chosen for name in levels[level]}
+        quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+        assert read(tmp_path, quant, 9) == kinds[of_levels[max(chosen)]], of_levels
 
 
 def test_names_are_those_of_the_tensors_where_a_folder_has_them(tmp_path: Path) -> None:
