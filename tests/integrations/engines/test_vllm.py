@@ -395,9 +395,10 @@ def hosted(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.external
 @pytest.mark.stress
 @pytest.mark.row(175)
-@pytest.mark.parametrize("options", [["--eager"], ["--tp", "--eager"], ["--ep", "--eager"]], ids=" ".join)
-def test_calls_of_vllm_are_recorded_with_all_ranks(tmp_path: Path, options: list[str]) -> None:
-    (found,) = hosted(tmp_path, "--record", "--alone", *options, "bf16").values()
+@pytest.mark.parametrize("options", ["--alone", "--alone --tp", "--ep"])
+def test_calls_of_vllm_are_recorded_with_all_ranks(tmp_path: Path, options: str) -> None:
+    # With --ep, vLLM 0.32's own operator for CPUs reads beyond its tables for experts of other ranks and crashes.
+    (found,) = hosted(tmp_path, "--record", "--eager", *options.split(), "bf16").values()
     record = found["record"]
     assert len(record["layers"]) == len({*record["layers"]}) >= 2 and min(record["tokens"]) > 1
     assert max(record["errors"]) < 0.02, "of bf16 rows"
