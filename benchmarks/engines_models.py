@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, write_gguf
 from moe_mk.lab.checkpoints.packing import pack
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.microscaling import MXFP4
 

@@ -54,7 +54,7 @@ from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.lab.cli.fit import bytes_of
 from moe_mk.lab.plan.residency import Machine, Recorded, Step, simulate, simulate_page_cache
 from moe_mk.lab.trace.routing import RoutingTrace
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_store import PIECE, ExpertStore
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights

@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.kernels.native.library import Isa
 from moe_mk.kernels.native.selfcheck import load, loaded, reasons_against
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.trace.clock import now
 
 

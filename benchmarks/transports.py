@@ -33,7 +33,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens

@@ -34,7 +34,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 import moe_mk
 from moe_mk.flight import wait
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.trace.recorder import Spans
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from moe_mk.lab.training.router import updated_bias
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 
 BATCH, LENGTH, HELD_OUT = 8, 256, 16
 GAMMA, PEAK_RATE, WARM_UP = 5e-3, 3e-3, 40

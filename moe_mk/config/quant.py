@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from moe_mk.config.base import Settings
-from moe_mk.quant.fp8_block import activation_scheme
-from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
+from moe_mk.quant.fp8 import FP8_TOKEN, activation_scheme, fp8_static
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
 from moe_mk.quant.kinds import FORMATS, PLAIN_KINDS, WEIGHT_ONLY_KINDS, activation_group, edges_of, scheme_of_kind

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from moe_mk.config.shipped import config_folder
 from moe_mk.errors import ConfigError
 from moe_mk.files import read_json
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.fp8 import FP8_1x128, FP8_128x128
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.kinds import FORMATS, KINDS
 from moe_mk.quant.tensor import QuantScheme

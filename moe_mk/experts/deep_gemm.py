@@ -23,7 +23,7 @@ from moe_mk.external.library import installed_version, load
 from moe_mk.kernels.reference.activation import CLAMPED, activation
 from moe_mk.kernels.reference.quantize import quantize_rows
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width

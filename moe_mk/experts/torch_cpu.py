@@ -24,7 +24,7 @@ from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, 
 from moe_mk.external.device import without_autocast
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import (

@@ -1,16 +1,21 @@
 """Number formats: quantisation schemes by name, quantised tensors, and rows as bytes for transports."""
 
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
-from moe_mk.quant.fp8_block import (
+from moe_mk.quant.fp8 import (
+    FP8_CHANNEL,
+    FP8_DYNAMIC_TENSOR,
+    FP8_TENSOR,
+    FP8_TOKEN,
     FP8_1x128,
     FP8_1x128_UE8M0,
     FP8_128x128,
     FP8_128x128_UE8M0,
     Fp8Block,
+    Fp8Static,
     activation_scheme,
+    fp8_static,
     weight_scheme,
 )
-from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_DYNAMIC_TENSOR, FP8_TENSOR, FP8_TOKEN, Fp8Static, fp8_static
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128, Int8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8, Microscaled
 from moe_mk.quant.nvfp4 import NVFP4, NVFP4_TOKENS, Nvfp4, nvfp4_tokens

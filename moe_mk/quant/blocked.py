@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, divided, spread
+from moe_mk.kernels.reference.quantize import block_amax, blocks_of, divided, spread
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)

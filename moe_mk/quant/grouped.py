@@ -19,8 +19,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.reference.quantize import linear_scales
-from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, fitted, spread
+from moe_mk.kernels.reference.quantize import block_amax, blocks_of, fitted, linear_scales, spread
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.int8 import TYPICAL_WIDTH
 from moe_mk.quant.tensor import QuantTensor

@@ -8,8 +8,7 @@ from math import gcd, lcm
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_block import FP8_128x128, weight_scheme
-from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
+from moe_mk.quant.fp8 import FP8_CHANNEL, FP8_TENSOR, FP8_128x128, weight_scheme
 from moe_mk.quant.gguf import GGUF, Gguf
 from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_128x128, Int8Block

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.kernels.reference.quantize import fp8_scales, global_scales
-from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
+from moe_mk.kernels.reference.quantize import block_amax, fp8_scales, global_scales, spread
 from moe_mk.quant.blocked import E2M1, WHOLE, BlockedScheme, expected_error
 from moe_mk.quant.tensor import QuantTensor
 

@@ -1,11 +1,9 @@
 """Expert load balancing while serving: record loads, plan in the background, move weights in chunks, switch maps."""
 
-from moe_mk.rebalance.hysteresis import Hysteresis, Thresholds
-from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
 from moe_mk.rebalance.manager import RebalanceManager
-from moe_mk.rebalance.metrics import Balance, measure_balance
-from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.rebalance.settings import Hysteresis, RebalanceSettings, Thresholds
 from moe_mk.rebalance.status import Incident, RebalanceStatus, RebalanceWarning
 
 __all__ = [

@@ -33,16 +33,14 @@ from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, wait
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.placement.eplb import Topology
-from moe_mk.rebalance.hysteresis import Hysteresis
-from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase, number_of
-from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.migration import Migration, Vote
 from moe_mk.rebalance.peers import Peers, expect_equal_groups
 from moe_mk.rebalance.plan_message import DIGEST, BadPlanMessage, PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
 from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit, machine_of
-from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.rebalance.settings import Hysteresis, RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, State, warn_of_fatal_ranks
 from moe_mk.rebalance.transfer import ExpertBytes
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance.background import BackgroundJob
-from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory
-from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog

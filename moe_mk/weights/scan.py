@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.jobs import Threads, all_results
-from moe_mk.kernels.reference.scaled_blocks import block_amax
+from moe_mk.kernels.reference.quantize import block_amax
 from moe_mk.quant.blocked import WHOLE, BlockedScheme
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.gguf import Gguf
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.completeness import raise_if, some

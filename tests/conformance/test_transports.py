@@ -7,7 +7,7 @@ import pytest
 from moe_mk.lab.testing.conformance import check_transport
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from tests.support.formats import FORMATS
 from tests.support.tiers import quick_where

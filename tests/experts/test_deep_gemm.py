@@ -20,7 +20,7 @@ from moe_mk.lab.testing.emulated import deep_gemm
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.tokens import GroupedTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights

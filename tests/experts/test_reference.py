@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.fp8 import FP8_1x128, FP8_128x128
 from moe_mk.quant.plain import BF16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import OutputStage, RowTokens

@@ -8,7 +8,7 @@ import torch
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.torch_cpu import TorchCpuExperts, decoded_block_rows
 from moe_mk.permute import permute, weight_and_reduce
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import GroupedTokens, OutputStage, RowTokens

@@ -13,7 +13,7 @@ from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
 from tests.support.one_sided_ranks import there_and_back

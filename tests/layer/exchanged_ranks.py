@@ -24,7 +24,7 @@ from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from moe_mk.prepare_finalize.rows.messages import FusedMessages
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import Routing
 from tests.layer import any_tensors

@@ -10,7 +10,7 @@ from moe_mk import Problem, oracle
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle.cost import transport_us
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import BF16
 from tests.support import problems
 

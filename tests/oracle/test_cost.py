@@ -9,7 +9,7 @@ from moe_mk.config import device_profile
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.oracle.cost import all_tokens, combine_bytes, dispatch_bytes, experts_us, transport_us
 from moe_mk.prepare_finalize.base import Volume
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import BF16
 from tests.support.problems import problem, small
 

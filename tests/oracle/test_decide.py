@@ -21,7 +21,7 @@ from moe_mk.oracle.decide import libraries_of
 from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import FP16, FP32
 from tests.support.problems import problem
 

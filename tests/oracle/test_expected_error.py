@@ -8,7 +8,7 @@ from moe_mk import oracle
 from moe_mk.config.quant import QuantConfig
 from moe_mk.oracle.expected_error import error_of
 from moe_mk.oracle.fallback import Effect, added_rounding, effect_of, held_in
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import BF16
 from tests.support.problems import small
 

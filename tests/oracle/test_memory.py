@@ -19,7 +19,7 @@ from moe_mk.oracle.memory import (
     weights_bytes,
 )
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from tests.support import problems
 
 TRITON = frozenset({"triton"})

@@ -19,7 +19,7 @@ from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens
 from tests.support.tiers import quick_where
 from tests.support.worlds import world_of

@@ -11,7 +11,7 @@ from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant import BF16, FP32, MXFP8, NVFP4_TOKENS
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import BatchedTokens, Routing

@@ -11,7 +11,7 @@ from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import interleave
-from moe_mk.quant.fp8_block import weight_scheme
+from moe_mk.quant.fp8 import weight_scheme
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.transfer import flat_bytes
 from tests.support.rebalance_world import PLACEMENT, RANKS, settings

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_mk import ExpertMap
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance import Ledger, measure_balance
-from moe_mk.rebalance.metrics import rank_times
+from moe_mk.rebalance.ledger import rank_times
 
 Rows = list[list[list[int]]]
 """[layer][living rank]: its experts."""

@@ -5,7 +5,7 @@ import pytest
 
 from moe_mk import ExpertMap, ShapeError
 from moe_mk.rebalance import Ledger, measure_balance
-from moe_mk.rebalance.metrics import rank_times
+from moe_mk.rebalance.ledger import rank_times
 
 
 @pytest.mark.row(10, 14)

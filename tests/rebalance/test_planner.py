@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance import RebalanceWarning
-from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory
-from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
 from moe_mk.rebalance.settings import RebalanceSettings

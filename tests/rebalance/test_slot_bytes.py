@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk.quant.fp8_block import FP8_128x128_UE8M0, weight_scheme
+from moe_mk.quant.fp8 import FP8_128x128_UE8M0, weight_scheme
 from moe_mk.quant.grouped import grouped
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import BF16

@@ -17,7 +17,7 @@ from moe_mk.lab.training.router import (
     route_with_capacity,
     updated_bias,
 )
-from moe_mk.rebalance.metrics import coefficient_of_variation
+from moe_mk.rebalance.ledger import coefficient_of_variation
 from moe_mk.router import gate_logits, grouped_topk, topk
 from tests.support.draws import normal, seeded
 

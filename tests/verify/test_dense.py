@@ -11,8 +11,7 @@ import torch
 from moe_mk.config.moe import MoEConfig
 from moe_mk.lab.verify import dense
 from moe_mk.lab.verify.dense import dense_layer
-from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.fp8_whole import FP8_TENSOR
+from moe_mk.quant.fp8 import FP8_TENSOR, Fp8Block
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, load_layer

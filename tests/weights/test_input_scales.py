@@ -24,7 +24,7 @@ from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import FP8_TENSOR
-from moe_mk.quant.fp8_whole import fp8_static
+from moe_mk.quant.fp8 import fp8_static
 from moe_mk.quant.plain import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from moe_mk.weights.input_scales import read_input_scales

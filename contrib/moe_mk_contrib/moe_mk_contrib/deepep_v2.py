@@ -34,7 +34,7 @@ from moe_mk.prepare_finalize.deepep.common import (
     from_library,
     padded_row,
 )
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import GroupedTokens, OutputStage, Routing, RowTokens, Tokens
 from moe_mk_contrib.deepep_v2_limits import (

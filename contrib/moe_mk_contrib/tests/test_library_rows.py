@@ -1,7 +1,7 @@
 """What the core asks of transports of libraries, over the emulations of this distribution."""
 
 from moe_mk.quant import INT8_TOKEN, MXFP8, NVFP4_TOKENS
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from tests.prepare_finalize import test_library_rows as core
 from tests.support.more_cases import with_cases
 

@@ -13,7 +13,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.deepep.common import wire_bytes
 from moe_mk.quant import BF16, FP32
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.tokens import Routing
 from tests.support.library_ranks import ROUTINGS, Ranks, live_rows, problem, reported, with_top_k
 

@@ -42,7 +42,7 @@ from moe_mk.kernels.native.library import Isa
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, on_huge_pages, touch_slot
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.threads import described, engine_runtime
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor

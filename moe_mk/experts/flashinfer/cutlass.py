@@ -32,7 +32,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.library import load
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.fp8 import Fp8Static
 from moe_mk.quant.layouts import TILE_COLUMNS, TILE_ROWS, swizzled
 from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain

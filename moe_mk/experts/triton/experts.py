@@ -55,7 +55,7 @@ from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, TRITON, Target, Tile, engines_for
-from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.fp8 import Fp8Static
 from moe_mk.quant.grouped import AFFINE, GROUPED
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor

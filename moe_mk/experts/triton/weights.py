@@ -28,7 +28,7 @@ from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import BLOCK
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import BF16, Plain

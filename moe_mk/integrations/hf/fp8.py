@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.torch_cpu import decoded_block_rows
 from moe_mk.external.device import without_autocast
-from moe_mk.quant.fp8_block import activation_scheme, weight_scheme
+from moe_mk.quant.fp8 import activation_scheme, weight_scheme
 from moe_mk.quant.tensor import QuantTensor
 
 LOADED = "_FINEGRAINED_FP8"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_mk.errors import UnsupportedError, unless_signalled
 from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
-from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
+from moe_mk.quant.fp8 import Fp8Block, weight_scheme
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.completeness import expect_not_transposed

@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.packing import pack
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.grouped import GROUPED
 
 SPREAD = 0.3

@@ -12,7 +12,7 @@ from moe_mk.lab.cli.inputs import draws, dtype_of
 from moe_mk.lab.cli.screen import Screen
 from moe_mk.lab.testing.bisect import STAGES, Bisection, Scene, bisect
 from moe_mk.lab.testing.experts import random_experts
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.fp8 import FP8_1x128, FP8_128x128
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import did_you_mean

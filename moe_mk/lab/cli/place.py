@@ -21,8 +21,7 @@ from moe_mk.lab.cli.outputs import expect_outputs, new_figure, save_picture
 from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.trace.traffic import NodesPerToken, Slotted
 from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
-from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.metrics import Balance, measure_balance, rank_times
+from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance, rank_times
 from moe_mk.registry import did_you_mean
 from moe_mk.text import amount
 

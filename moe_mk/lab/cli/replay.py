@@ -26,7 +26,7 @@ from moe_mk.lab.cli.exits import OK, print_json
 from moe_mk.lab.cli.inputs import draws, expect_checkpoint
 from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.layer.settings import config_of, router_of
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.router.replay import ReplayedTokens
 from moe_mk.weights.gguf_source import open_source

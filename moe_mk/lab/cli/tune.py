@@ -20,7 +20,7 @@ from moe_mk.lab.cli.screen import Screen, table_of
 from moe_mk.lab.cli.version import own_version
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, space_of, tune, tuned_path
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
 from moe_mk.weights.expert_weights import ExpertWeights

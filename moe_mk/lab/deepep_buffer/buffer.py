@@ -29,7 +29,7 @@ from moe_mk.lab.deepep_buffer.calls import (
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.network import OneSidedNetwork
-from moe_mk.quant.fp8_block import activation_scheme
+from moe_mk.quant.fp8 import activation_scheme
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect

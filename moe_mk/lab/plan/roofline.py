@@ -20,7 +20,7 @@ from moe_mk.config.device import Rates
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.fp8 import FP8_1x128, FP8_128x128
 from moe_mk.quant.wire import row_bytes
 
 __all__ = ["Floor", "LayerShape", "Rates", "experts_us", "floors", "layer_us", "table"]

@@ -42,7 +42,7 @@ from moe_mk.lab.testing.on_ranks import SLOTS as SLOTS_OF_CASES
 from moe_mk.lab.testing.transports import check_graph_safe_transport, check_transport, suited_to
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits
 from moe_mk.quant.blocked import WHOLE
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.kinds import KINDS as KINDS_OF_WEIGHTS
 from moe_mk.quant.kinds import PLAIN_KINDS

@@ -20,7 +20,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.config.tuned import Case
 from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.fp8 import FP8_1x128, FP8_128x128
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import RowTokens

@@ -32,7 +32,7 @@ from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES, SCALE_GROUP
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession, SlotHandle
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, row_bytes

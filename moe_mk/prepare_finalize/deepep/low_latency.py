@@ -59,7 +59,7 @@ from moe_mk.prepare_finalize.deepep.common import (
     from_library,
 )
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput, HighThroughputTransport
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, Tokens
 
 NEEDS = ("num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook")

@@ -14,7 +14,7 @@ from moe_mk.kernels.native.layer import NativeParts, Places, RowsOfExperts
 from moe_mk.prepare_finalize.base import LayerParts, TransportContext
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, tails
 from moe_mk.quant.blocked import BlockedScheme
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import WireTypes, row_bytes

@@ -19,7 +19,7 @@ from moe_mk.experts.residency import POLICIES, ResidencyPool
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.oracle.memory import expected_reads, resident_experts, weights_bytes
 from moe_mk.permute import permute
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor

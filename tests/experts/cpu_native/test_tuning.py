@@ -37,7 +37,7 @@ from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
-from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16

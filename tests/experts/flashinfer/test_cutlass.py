@@ -12,7 +12,7 @@ from moe_mk.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from moe_mk.lab.testing.conformance import check_experts
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
-from moe_mk.quant.fp8_whole import FP8_TENSOR, fp8_static
+from moe_mk.quant.fp8 import FP8_TENSOR, fp8_static
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4, nvfp4_tokens
 from moe_mk.quant.tensor import QuantTensor

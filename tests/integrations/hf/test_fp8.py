@@ -18,7 +18,7 @@ from moe_mk.integrations.transformers import cpu_fp8, explain, pack_linears, pat
 from moe_mk.lab.checkpoints.tiny_models import write_fp8_checkpoint
 from moe_mk.oracle.expected_error import experts_error
 from moe_mk.quant import BF16, FP8_128x128, QuantTensor, weight_scheme
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from tests.integrations.hf.cases import generate, logits, prompt
 from tests.layer.native import NEEDS_COMPILER
 

@@ -21,7 +21,7 @@ from moe_mk.kernels.reference.quantize import (
     round_up_to_power_of_two,
     scales_of,
 )
-from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
+from moe_mk.quant.fp8 import Fp8Block, weight_scheme
 from moe_mk.quant.tensor import QuantTensor
 from tests.support.draws import normal
 

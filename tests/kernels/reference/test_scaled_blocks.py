@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_mk.kernels.reference.e2m1 import GRID, decode, encode, pack, unpack
-from moe_mk.kernels.reference.scaled_blocks import block_amax, blocks_of, fitted, spread
+from moe_mk.kernels.reference.quantize import block_amax, blocks_of, fitted, spread
 
 BLOCKS = [(1, 1), (1, 4), (2, 3), (3, 1), (4, 4), (1, 2**31 - 1), (2**31 - 1, 2**31 - 1)]
 

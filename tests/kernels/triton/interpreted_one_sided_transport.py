@@ -17,7 +17,7 @@ from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedGpu
 from moe_mk.quant import BF16, FP32
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS

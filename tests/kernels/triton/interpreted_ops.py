@@ -22,7 +22,7 @@ from moe_mk.kernels.triton.quantize_rows import (
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import grouped_topk, serves
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
-from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
+from moe_mk.quant.fp8 import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens
 

@@ -20,7 +20,7 @@ from moe_mk.prepare_finalize.deepep.common import (
 )
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8 import Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS

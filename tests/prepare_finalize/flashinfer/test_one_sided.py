@@ -10,7 +10,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.flashinfer.nvlink import NvlinkOneSided, workspace_bytes
 from moe_mk.quant import BF16, MXFP8
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import FP32
 from moe_mk.tokens import Routing
 from tests.support.library_ranks import (

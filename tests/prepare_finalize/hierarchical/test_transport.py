@@ -24,7 +24,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16, FP32
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes

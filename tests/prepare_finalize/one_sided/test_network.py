@@ -18,7 +18,7 @@ from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual

@@ -23,7 +23,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import LinkChoice
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSidedNetwork, link_choice
 from moe_mk.quant import BF16
-from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from tests.support import problems
 from tests.support.network_ends import NEEDS_NIXL

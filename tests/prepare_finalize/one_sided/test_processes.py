@@ -21,7 +21,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16, FP16, FP32
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS

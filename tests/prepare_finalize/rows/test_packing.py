@@ -5,7 +5,7 @@ import torch
 
 from moe_mk.lab.testing.bits import bits_of
 from moe_mk.prepare_finalize.packing import pack, packed_row_bytes, unpack
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8 import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.quant.tensor import QuantScheme
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.reference.quantize import fp8_scales, power_of_two_scales, quantize_rows
-from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
+from moe_mk.kernels.reference.quantize import block_amax, fp8_scales, power_of_two_scales, quantize_rows, spread
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 Matrix = Callable[[int], Tensor]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.scaled_blocks import spread
+from moe_mk.kernels.reference.quantize import spread
 from moe_mk.lab.testing.emulated.flashinfer.fused_moe.formats import (
     E4M3,
     E8M0,
