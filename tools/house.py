@@ -41,7 +41,7 @@ LIMITS = {
     "circles": 0,
     "orphans": 0,
     "core lines": 26_643,
-    "library lines": 51_718,
+    "library lines": 51_719,
     "test lines": 79_000,
     "tool and benchmark lines": 10_726,
     "long files": 0,

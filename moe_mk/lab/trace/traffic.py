@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_mk.errors import ConfigError
-from moe_mk.placement.balance.arrays import Doubles, Ints
-from moe_mk.placement.balance.topology import Topology
+from moe_mk.placement.balance.topology import Doubles, Ints, Topology
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.registry import did_you_mean
 

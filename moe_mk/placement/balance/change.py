@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.moves import aligned_slots, num_arrivals
 from moe_mk.placement.balance.policy import EplbPolicy, Policy, SlotPlacement, fresh
 from moe_mk.placement.balance.request import PlacementRequest, split_shares
-from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
+from moe_mk.placement.balance.topology import Doubles, InfeasiblePlacement, Ints, Sites
 
 
 @dataclass(frozen=True)

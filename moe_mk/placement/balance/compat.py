@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.placement.balance.arrays import Floats, Ints, tensor_of
 from moe_mk.placement.balance.greedy import pack, replicate
-from moe_mk.placement.balance.topology import check_divisions
+from moe_mk.placement.balance.topology import Floats, Ints, check_divisions, tensor_of
 
 
 def rebalance_experts(

@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from moe_mk.placement.balance.arrays import Bools, Floats, Ints
+from moe_mk.placement.balance.topology import Bools, Floats, Ints
 
 _LOW_16 = 0xFFFF
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.shares import holders
-from moe_mk.placement.balance.topology import Sites, Topology
+from moe_mk.placement.balance.topology import Bools, Doubles, Ints, Sites, Topology
 
 
 @dataclass(frozen=True)

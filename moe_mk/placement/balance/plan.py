@@ -14,13 +14,20 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.balance import policies as _built_in  # noqa: F401 (they register when imported)
-from moe_mk.placement.balance.arrays import Doubles, Ints, tensor_of
 from moe_mk.placement.balance.change import Budget, changed
 from moe_mk.placement.balance.moves import Moves, plan_moves
 from moe_mk.placement.balance.policy import Policy, SlotPlacement, fresh, resolve
 from moe_mk.placement.balance.request import PlacementRequest, Split, balance, best_balance, split_shares
 from moe_mk.placement.balance.shares import PER_TOKEN, Cost, at_slots, copies_of, holders
-from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites, Topology, check_divisions
+from moe_mk.placement.balance.topology import (
+    Doubles,
+    InfeasiblePlacement,
+    Ints,
+    Sites,
+    Topology,
+    check_divisions,
+    tensor_of,
+)
 
 Small = NDArray[np.int16 | np.int32]
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.compat import rebalance_experts
 from moe_mk.placement.balance.greedy import pack, replicate
 from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, SlotPlacement
@@ -35,7 +34,7 @@ from moe_mk.placement.balance.spread import (
     swap_refined,
     window_fill,
 )  # fmt: skip
-from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
+from moe_mk.placement.balance.topology import Bools, Doubles, InfeasiblePlacement, Ints, Sites
 
 _DUST = 1e-9
 

@@ -11,9 +11,9 @@ from typing import ClassVar, get_args
 import numpy as np
 
 from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError, unless_signalled
-from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.request import PlacementRequest, Split, split_shares
 from moe_mk.placement.balance.shares import copies_of
+from moe_mk.placement.balance.topology import Doubles, Ints
 from moe_mk.registry import Registry, did_you_mean
 
 Policy = str

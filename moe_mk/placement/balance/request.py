@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.shares import (
     Cost,
     balance_of,
@@ -17,7 +16,7 @@ from moe_mk.placement.balance.shares import (
     normalised,
     poured_shares,
 )
-from moe_mk.placement.balance.topology import Sites
+from moe_mk.placement.balance.topology import Doubles, Ints, Sites
 
 Split = Literal["weighted", "equal"]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
-from moe_mk.placement.balance.topology import Sites
+from moe_mk.placement.balance.topology import Bools, Doubles, Ints, Sites
 
 _NEVER = 1e250
 _STIFFNESS = 1e-6

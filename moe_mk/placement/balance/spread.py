@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.greedy import descending, pack, replicate
 from moe_mk.placement.balance.shares import by_gpu
-from moe_mk.placement.balance.topology import Sites
+from moe_mk.placement.balance.topology import Bools, Doubles, Ints, Sites
 
 
 def copy_counts(load: Doubles, num_slots: int, *, least: int, most: int) -> Ints:
