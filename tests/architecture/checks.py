@@ -114,7 +114,7 @@ class Source:
             owner = self.dotted(node.value)
             return f"{owner}.{node.attr}" if owner else ""
         if isinstance(node, ast.Name):
-            return self.names.get(node.id, node.id if node.id in ("print", "__import__") else "")
+            return self.names.get(node.id, node.id if node.id == "__import__" else "")
         return ""
 
     @cached_property
@@ -125,7 +125,7 @@ class Source:
 
     @cached_property
     def calls(self) -> list[tuple[ast.Call, str]]:
-        """Every call of an imported name or of `print`."""
+        """Every call of an imported name."""
         named = [(node, self.dotted(node.func)) for node in self.nodes if isinstance(node, ast.Call)]
         return [(node, name) for node, name in named if name]
 
@@ -214,13 +214,6 @@ LAB = _modules(PROJECT["optional-dependencies"]["lab"]) - {"matplotlib"}
 
 
 @rule
-def no_relative_imports(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            yield node.lineno, f"relative import of {node.module or '.'}"
-
-
-@rule
 def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
     """The library has settings, not environment variables."""
     home = "moe_mk/lab/cli/environment.py"
@@ -269,13 +262,6 @@ def nothing_is_unpickled(source: Source) -> Iterator[tuple[int, str]]:
             refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
             if keyword.arg == "allow_pickle" and not refused:
                 yield call.lineno, f"{name}(allow_pickle=...): reads code, not data"
-
-
-@rule
-def only_the_command_line_prints(source: Source) -> Iterator[tuple[int, str]]:
-    """A library is silent."""
-    printers = ["print", "rich.print", "pprint.pprint"]
-    yield from _forbidden(source, printers, "moe_mk/lab/cli/", why="belongs in moe_mk/lab/cli")
 
 
 @rule

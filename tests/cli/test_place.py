@@ -155,14 +155,6 @@ def test_decode_over_144_gpus_reports_what_no_placement_can_beat(tmp_path: Path)
     assert "would make any load even" in answer["chosen"]["reason"]
 
 
-def test_slow_gpus_carry_less(loads: Path) -> None:
-    stated = moe_mk(
-        "place", "--loads", loads, "--gpus", 2, "--slots", 4, "--speeds", "1,0.5", "--policy", "flat", "--json"
-    )
-    answer = json.loads(stated.output)
-    assert answer["after"]["balance.step_over_ideal"] == pytest.approx(1.0, abs=1e-5)
-
-
 def test_the_picture_is_written(tmp_path: Path, loads: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     stated = printed("place", "--loads", loads, "--gpus", 2, "--plot", tmp_path / "before_after.png")
@@ -253,13 +245,6 @@ def test_a_phase_of_a_trace_is_placed_alone(tmp_path: Path) -> None:
     trace.write(tmp_path / "t.safetensors")
     one = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decode", "--policy", "flat")
     assert "1600 rows" not in one.output and "800 rows of 4 experts in 2 forwards of 1 rank" in one.output
-
-
-def test_the_picture_shows_what_is_traded(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    routed().write(tmp_path / "t.safetensors")
-    printed("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--plot", tmp_path / "trade.png")
-    assert (tmp_path / "trade.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_traces_of_other_programs_are_placed_too(tmp_path: Path) -> None:

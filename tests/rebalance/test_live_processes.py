@@ -1,9 +1,7 @@
 """Four real gloo processes that serve while experts move: with delays, with damage, and with a rank that is killed."""
 
 import gc
-import os
 import random
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -16,9 +14,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.errors import CommError
 from moe_mk.flight import wait
-from moe_mk.lab.testing.on_ranks import RankError, RankWorld
+from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from tests.support.rebalance_world import RANKS, Rank, damage_first, holds_right_weights, settings, touch_chunks
@@ -135,47 +132,3 @@ def test_a_manager_may_end_at_any_step_whatever_is_in_flight(world: RankWorld, s
         assert each["wrong"] == each["incidents"] == [] and each["right"] and each["state"] != "halted", each
         assert each["epochs"] == reported[0]["epochs"], reported
     assert max(map(max, reported[0]["epochs"])) > 0  # type: ignore[call-overload]
-
-
-def with_a_death(number: int, victim: int) -> Report:
-    rank = served(patience=100)
-    try:
-        while True:
-            wait(rank.serve())
-            assert len(rank.epochs) < MOST_STEPS
-            if rank.manager.state == "moving" and number == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-    except CommError:
-        rank.epochs.pop()
-    left = [r for r in range(RANKS) if r != victim]
-    group = dist.new_group(left, timeout=timedelta(seconds=20), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RebalanceWarning)
-        rank.manager.rank_lost(victim, DistributedCommunicator(group, timeout_s=20.0))
-        lost = [len(layer.expert_map.lost) for layer in rank.layers]
-        wait(rank.serve())  # at once, on what is left
-        serve_until(rank, lambda: rank.manager.status().lost_experts == {})
-        rank.serve_alone(20)
-    if sum(lost):  # experts that nobody held were missing until they were read
-        rank.wrong.clear()
-    rank.serve_alone(3)
-    return story(rank) | {"lost at first": lost}
-
-
-@pytest.mark.row(109, 123)
-@pytest.mark.parametrize(("victim", "loses"), [(3, True), (0, False)])
-@pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
-def test_a_killed_rank_is_served_around_and_its_experts_are_read_again(
-    world: RankWorld, victim: int, loses: bool
-) -> None:
-    with pytest.raises(RankError, match=f"rank {victim}: the process ended with exit code -9") as failed:
-        world.call(with_a_death, victim, timeout_s=100.0)
-    assert list(failed.value.problems) == [victim], failed.value
-    reported = [each for each in failed.value.results.values() if isinstance(each, dict)]
-    assert len(reported) == RANKS - 1
-    # Rank 3 alone held experts 6 and 7; all that rank 0 held has another copy, so that outputs are right at once.
-    assert all((sum(each["lost at first"]) > 0) == loses and each["lost"] == [] for each in reported)
-    assert [each["wrong"] for each in reported] == [[]] * (RANKS - 1)
-    assert all(each["epochs"][-1] == reported[0]["epochs"][-1] and each["right"] for each in reported)
-    assert (sum(each["read"] for each in reported) > 0) == loses

@@ -113,28 +113,6 @@ def test_a_wrong_mark_is_an_error_with_file_and_line(repository: Path, source: s
         find_proofs(repository, KNOWN)
 
 
-def test_all_wrong_marks_are_named_at_once(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_test(repository, "@pytest.mark.row(7)\ndef test_a(): ...\n", "test_a.py")
-    write_test(repository, "@pytest.mark.row(8)\ndef test_b(): ...\n", "test_b.py")
-    assert main(["--root", str(repository)]) == 1
-    assert re.search(r"test_a\.py:2: .*7(.|\n)*test_b\.py:2: .*8", capsys.readouterr().err)
-    assert not (repository / "docs").exists()
-
-
-def test_the_page_names_rows_proofs_and_gaps(repository: Path) -> None:
-    write_test(repository, "".join(f"@pytest.mark.row(1)\ndef test_{n}(): ...\n" for n in "edcba"))
-    write_test(repository, "@pytest.mark.gpu\n@pytest.mark.row(3)\ndef test_fast(): ...\n", "test_gpu.py")
-    assert main(["--root", str(repository)]) == 0
-    page = (repository / "docs" / "capabilities.md").read_text()
-    assert "**0 of 4 rows are proven by tests that passed" in page and "by 6 tests.**" in page
-    link = "[tests/test_it.py::test_{}](../tests/test_it.py) (never run)"
-    assert f"| 1 | One \\| thing | never run | {'<br>'.join(link.format(n) for n in 'abc')}<br>and 2 more |" in page
-    assert "| 2 | Two things | no test | not yet |" in page
-    link = "[tests/test_gpu.py::test_fast](../tests/test_gpu.py) (never run: needs a CUDA device)"
-    assert f"| 3 | Three things | never run: needs a CUDA device | {link} |" in page
-    assert page.index("## First") < page.index("| 2 |") < page.index("## Second") < page.index("| 23a |")
-
-
 def test_check_fails_with_the_difference_until_the_page_is_written(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

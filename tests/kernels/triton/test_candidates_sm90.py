@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from contrib.moe_mk_contrib.tests.kernels.gluon_gemms_sm90 import by_hand
 from moe_mk.experts.triton.tuning import CANDIDATES as OWN
 from moe_mk.experts.triton.tuning import of_engines
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
-from tests.kernels.triton.sm90_gemms import by_hand, is_after_3_6, w2_of, w13_of
+from tests.kernels.triton.sm90_gemms import is_after_3_6, w2_of, w13_of
 
 FILE = Path(__file__).parent / "compiled.json"
 SLACK = 1.05

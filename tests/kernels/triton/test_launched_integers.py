@@ -6,7 +6,7 @@ import pytest
 
 from moe_mk.kernels.triton.tile import Tile
 from tests.kernels.triton.no_driver import empty_experts, rows_through, watch_compiler
-from tests.kernels.triton.sm90_gemms import ANY, SIXTEENTH, Integers, integers, integers_by_hand
+from tests.kernels.triton.sm90_gemms import ANY, SIXTEENTH, Integers, integers
 
 pytestmark = pytest.mark.sm90
 
@@ -36,9 +36,3 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 def test_triton_gemms_are_compiled_as_they_are_launched(format: str, launched: Launched) -> None:
     rows_through(empty_experts(format), Tile(16, True, 4, 5))
     assert launched == [(name, integers(name, format)) for name in ("_w13", "_w2")]
-
-
-@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), Tile(64, False, 4, 5, "gluon")])
-def test_gluon_gemms_are_compiled_as_they_are_launched(tile: Tile, launched: Launched) -> None:
-    rows_through(empty_experts(), tile)
-    assert launched == [("_by_hand", integers_by_hand(second=second)) for second in (False, True)]

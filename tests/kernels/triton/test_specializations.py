@@ -72,10 +72,3 @@ def test_a_few_warm_up_calls_meet_all_of_them(keys: set[tuple[str, str]]) -> Non
     for num_tokens in (*range(1, 24), 127, 129, 255, 257, 300, 511):
         forward(num_tokens)
     assert keys == warm
-
-
-def test_a_gluon_tile_is_two_kernels_for_any_number_of_tokens(keys: set[tuple[str, str]]) -> None:
-    forward = layer(rows=8, swap=True, warps=4, stages=6, engine="gluon")
-    for num_tokens in (1, 2, 3, 8, 16, 17, 31, 32, 100, 128, 500, 512):
-        forward(num_tokens)
-    assert [name for name, _ in keys].count("_by_hand") == 2
