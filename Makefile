@@ -129,7 +129,7 @@ $(NIXL_INSTALLED): | $(INSTALLED)
 stress: venv  ## every test, the full product of settings too, and 1000 runs with one fault each: hours
 	@echo "pytest    everything"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --junitxml build/junit/stress.xml
-	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
+	@echo "chaos     1000 worlds; python tools/pages.py docs_faults --report build/chaos-1000.json commits the result"
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json
 
@@ -165,8 +165,7 @@ format: venv  ## let ruff format and mend what it can
 
 features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, figures in README.md and docs/results-*.md
 	@$(BIN)/python tools/features.py
-	@$(BIN)/python tools/transports.py
-	@$(BIN)/python tools/results.py
+	@$(BIN)/python tools/pages.py
 
 certify: venv  ## certify every backend of this repository and write the table of docs/certify.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
@@ -198,7 +197,7 @@ sanitize: venv  ## run the native kernels under the sanitizers
 bench-cpu: venv  ## every instruction set of this processor by format and rows, which is chosen; under 10 minutes, on an idle machine
 	@echo "bench     benchmarks/results/processors"
 	@$(BIN)/python benchmarks/processor.py --json "$$($(BIN)/python benchmarks/processor.py --file)"
-	@$(BIN)/python tools/results.py
+	@$(BIN)/python tools/pages.py results
 
 # GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
 bench-amx: venv  ## the experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM

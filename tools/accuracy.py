@@ -1,12 +1,10 @@
 """How accurate each type of experts is: one layer, every backend, against the same layer in f32 before quantising.
 
-Writes the table of docs/quantisation.md between its marks. Run: python tools/accuracy.py [--check]
+The table of docs/quantisation.md; see pages.py.
 """
 
-import argparse
 import math
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between, markdown, write_or_compare
+from tools.pages import between, markdown
 
 ROOT, PAGE = Path(__file__).resolve().parent.parent, "docs/quantisation.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -127,19 +125,12 @@ def _cell(case: Case, backend: str, weights: ExpertWeights, compute: QuantScheme
 def text() -> str:
     made = (
         f"{EXPERTS_IN_LAYER} experts of {HIDDEN} x {INNER}, {TOKENS} bf16 tokens, top-{TOP_K}, seeded normals; "
-        f"torch {torch.__version__} on a {platform.machine()} CPU; `python tools/accuracy.py`."
+        f"torch {torch.__version__} on a {platform.machine()} CPU; `python tools/pages.py accuracy`."
     )
     return f"\n{table()}\n\n{made}\n"
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page would change")
-    check = parser.parse_args(arguments).check
+def pages(root: Path) -> dict[str, str]:
+    """The page with the table as it is computed now."""
     torch.set_num_threads(1)
-    new = between((ROOT / PAGE).read_text(encoding="utf-8"), BEGIN, END, text())
-    return write_or_compare(ROOT, PAGE, new, "the accuracy of types", check=check, remedy="python tools/accuracy.py")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, text())}

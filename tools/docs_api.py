@@ -1,23 +1,18 @@
-"""Write the reference of docs/api.md and the tables of fields of docs/backend-data.md from signatures and docstrings.
+"""The reference of docs/api.md and the tables of fields of docs/backend-data.md, from signatures and docstrings.
 
-    python tools/docs_api.py
-
-`--check` writes nothing and fails where a page is not what the sources give.
+See pages.py.
 """
 
-import argparse
 import ast
 import dataclasses
 import importlib
 import inspect
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from tools.pages import between, markdown, write_or_compare
+from tools.pages import between, markdown
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"docs/api.md": "reference", "docs/backend-data.md": "fields"}
 NAMES = {
     "moe_mk.config.moe.MoEConfig": "load parse from_hf with_",
@@ -120,18 +115,11 @@ def fields_of(cls: type) -> Iterator[tuple[str, str, str]]:
         yield f"`{field.name}`", f"`{kind}`".replace("|", r"\|"), meaning.replace("|", r"\|")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 with --check where a page differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check, code = parser.parse_args(arguments).check, 0
+def pages(root: Path) -> dict[str, str]:
+    """Both pages, with what is written between their marks."""
+    written = {}
     for page, what in PAGES.items():
-        begin, end = f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
-        text = (ROOT / page).read_text(encoding="utf-8")
-        made = between(text, begin, end, f"\n{ {'reference': reference, 'fields': fields}[what]() }")
-        code |= write_or_compare(ROOT, page, made, what, check=check, remedy="python tools/docs_api.py")
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        text = (root / page).read_text(encoding="utf-8")
+        made = {"reference": reference, "fields": fields}[what]()
+        written[page] = between(text, f"<!-- {what}: begin -->", f"<!-- {what}: end -->", f"\n{made}")
+    return written

@@ -1,23 +1,17 @@
-"""Write the table of docs/fault-tests.md from benchmarks/results/faults_cpu.json.
+"""The table of docs/fault-tests.md, from benchmarks/results/faults_cpu.json; see pages.py.
 
-    moe-mk chaos --worlds 1000 --out build/chaos.json
-    python tools/docs_faults.py build/chaos.json
-
-With a report, its summary replaces the committed result first. `--check` writes nothing and fails where the page does
-not show the committed result.
+moe-mk chaos --worlds 1000 --out build/chaos.json
+python tools/pages.py docs_faults --report build/chaos.json
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
-from tools.pages import between, markdown, write_or_compare
+from tools.pages import between, markdown
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULT = "docs/fault-tests.md", "benchmarks/results/faults_cpu.json"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 SUMMARY = (
@@ -55,21 +49,13 @@ def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
     return markdown(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", nargs="?", type=Path, help="a report of moe-mk chaos, to be committed")
-    parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
-    parser.add_argument("--root", type=Path, default=ROOT)
-    options = parser.parse_args(arguments)
-    result = options.root / RESULT
-    if options.report is not None and not options.check:
-        report = json.loads(options.report.read_text(encoding="utf-8"))
-        result.write_text(json.dumps({key: report[key] for key in SUMMARY}, indent=1) + "\n", encoding="utf-8")
-    text = table(json.loads(result.read_text(encoding="utf-8")))
-    new = between((options.root / PAGE).read_text(encoding="utf-8"), BEGIN, END, f"\n{text}\n")
-    remedy = "python tools/docs_faults.py"
-    return write_or_compare(options.root, PAGE, new, "the table of faults", check=options.check, remedy=remedy)
+def commit(report: Mapping[str, Any], root: Path) -> None:
+    """Replace the committed result by the summary of a report."""
+    text = json.dumps({key: report[key] for key in SUMMARY}, indent=1)
+    (root / RESULT).write_text(text + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def pages(root: Path) -> dict[str, str]:
+    """The page with the table of the committed result."""
+    text = table(json.loads((root / RESULT).read_text(encoding="utf-8")))
+    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, f"\n{text}\n")}

@@ -1,12 +1,27 @@
-"""Generated pages, and generated parts of pages between two marks."""
+"""Write the generated pages, and the generated parts of pages between two marks.
 
+    python tools/pages.py                      all that are read from sources and results in a few seconds
+    python tools/pages.py accuracy             by name, see --help
+    python tools/pages.py docs_faults --report build/chaos.json
+
+`--check` writes nothing, prints how pages differ and exits 1. docs/capabilities.md is written by features.py, from test
+runs, and docs/certify.md by docs_certified.py.
+"""
+
+import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("moe_mk", "moe_mk_contrib")
+QUICK = ("results", "transports", "docs_api", "docs_faults")
+WRITERS = (*QUICK, "accuracy")
+"""Modules of this folder with `pages(root)`: pages by name, and their text."""
 
 
 def of_this_repository(registry: Any) -> Iterator[tuple[str, Any]]:
@@ -46,3 +61,30 @@ def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool,
         page.write_text(new, encoding="utf-8")
         print(f"{name} written: {what}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(WRITERS)}; all but the last if left out"
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is stale")
+    parser.add_argument("--report", type=Path, help="of moe-mk chaos: its summary replaces the committed result first")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(WRITERS):
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(WRITERS)}")
+    if options.report is not None:
+        from tools import docs_faults
+
+        docs_faults.commit(json.loads(options.report.read_text(encoding="utf-8")), ROOT)
+    stale = 0
+    for name in options.names or QUICK:
+        for page, text in import_module(f"tools.{name}").pages(ROOT).items():
+            remedy = f"python tools/pages.py {name}"
+            stale |= write_or_compare(ROOT, page, text, name, check=options.check, remedy=remedy)
+    return stale
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

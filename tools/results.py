@@ -1,15 +1,13 @@
-"""Write the measured figures of README.md and of the pages docs/results-*.md from `benchmarks/results/`.
+"""The measured figures of README.md and of the pages docs/results-*.md, from `benchmarks/results/`; see pages.py.
 
-`--check` writes nothing and fails where a page is stale. Each table row comes from one run; ratios are formed within a
-round, in which one call follows the other, because the speed of memory changes between rounds.
+Each table row comes from one run; ratios are formed within a round, in which one call follows the other, because the
+speed of memory changes between rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import truediv
@@ -17,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.pages import between, markdown, write_or_compare
+from tools.pages import between, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README, ENGINES_PAGE, PROCESSORS_PAGE = "README.md", "docs/results-engines.md", "docs/results-processors.md"
@@ -381,18 +379,14 @@ def matrix_table(results: Path) -> str:
     return markdown(rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check, results = parser.parse_args().check, ROOT / RESULTS
-    text = between((ROOT / README).read_text(encoding="utf-8"), BEGIN, END, "\n" + readme_table(results))
-    pages = {README: text, ENGINES_PAGE: engines_page(results), PROCESSORS_PAGE: processors_page(results)}
-    pages[INSTRUCTION_SETS_PAGE] = instruction_sets_page(results)
-    begin = (ROOT / QUICKSTART).read_text(encoding="utf-8")
-    pages[QUICKSTART] = between(begin, MATRIX_BEGIN, MATRIX_END, matrix_table(results))
-    stale = [write_or_compare(ROOT, name, text, "figures", check=check) for name, text in pages.items()]
-    return int(any(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def pages(root: Path) -> dict[str, str]:
+    """The README with its table, the pages of results, and the quickstart with the table of versions."""
+    results = root / RESULTS
+    readme, quickstart = ((root / page).read_text(encoding="utf-8") for page in (README, QUICKSTART))
+    return {
+        README: between(readme, BEGIN, END, "\n" + readme_table(results)),
+        ENGINES_PAGE: engines_page(results),
+        PROCESSORS_PAGE: processors_page(results),
+        INSTRUCTION_SETS_PAGE: instruction_sets_page(results),
+        QUICKSTART: between(quickstart, MATRIX_BEGIN, MATRIX_END, matrix_table(results)),
+    }

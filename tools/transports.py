@@ -1,12 +1,9 @@
-"""Write docs/transports.md: every transport with its properties and limits.
+"""The page docs/transports.md: every transport with its properties and limits; see pages.py.
 
 Everything on the page comes from the registry: traits, `plan` and the reasons against problems that go beyond a limit.
-`--check` writes nothing and fails where the file is stale.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +15,8 @@ from moe_mk.external.library import LIBRARIES, emulated
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
-from tools.pages import of_this_repository, write_or_compare
+from tools.pages import of_this_repository
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/transports.md"
 TOKENS = 128
 DEVICES = {"cuda": "h200", "rocm": "mi300x", "cpu": "cpu"}
@@ -191,14 +187,7 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help=f"exit 1 if {PAGE} is stale")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args(arguments)
-    what = f"{len(list(of_this_repository(PREPARE_FINALIZE)))} transports"
-    return write_or_compare(options.root, PAGE, render(), what, check=options.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def pages(root: Path) -> dict[str, str]:
+    """The whole page."""
+    del root
+    return {PAGE: render()}
