@@ -40,11 +40,27 @@ def spread(scales: Tensor, rows: int, columns: int, block: tuple[int, int]) -> T
     return scales.double().repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)[:, :columns]
 
 
-class Draw:
-    """Random codes and scales from one generator."""
+def last(size: int, block: int) -> slice:
+    """The last block of an axis, which may be partial."""
+    block = min(block, size)
+    return slice(size - (size % block or block), size)
 
-    def __init__(self, seed: int) -> None:
-        self.of = torch.Generator().manual_seed(seed)
+
+@dataclass
+class Draw:
+    """Random codes and scales from one generator. The settings are what writers of checkpoints may choose."""
+
+    seed: int | torch.Generator
+    zero_block: bool = False
+    """Whether the last block of each quantised matrix is zero, under a scale of 0."""
+    scale_dtype: torch.dtype = torch.float32
+    """Of FP8 and INT8."""
+    less: int = 1
+    """What GPTQ subtracts from zero points in a file: 0 in its second format."""
+
+    def __post_init__(self) -> None:
+        given = isinstance(self.seed, torch.Generator)
+        self.of = self.seed if given else torch.Generator().manual_seed(self.seed)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.of, dtype=torch.float64)
@@ -106,8 +122,13 @@ class Draw:
             extra["global"] = above.reshape(())
             factors = scales.double() * above.double()
         else:
-            scales = self.near(unit, tall, wide).float()
+            scales = self.near(unit, tall, wide).to(self.scale_dtype)
             factors = scales.double()
+        if self.zero_block and kind != "fp8_tensor":
+            down, along = last(rows, block[0]), last(columns, block[1])
+            each = columns // values.shape[1]
+            values.view(torch.uint8)[down, along.start // each :], numbers[down, along] = 0, 0.0
+            scales.view(torch.uint8 if scales.element_size() == 1 else scales.dtype)[-1, -1] = 0
         kept = scales.reshape(()) if kind == "fp8_tensor" else scales
         held = values.numel() + scales.numel() if kind == "fp8_ue8m0" else 0
         return Stored({"": values, "scale": kept, **extra}, numbers * spread(factors, rows, columns, block), held)
@@ -126,6 +147,8 @@ class Draw:
         if kind.endswith("_affine"):
             scales = torch.where(self.whole(0, 1, rows, groups) > 0, scales, -scales)
             biases = (-scales.double() * middle * self.near(1.0, rows, groups)).to(dtype)
+            if self.zero_block:
+                codes[-1, last(columns, group)], scales[-1, -1], biases[-1, -1] = 0, 0.0, 0.0
             wide = [spread(part, rows, columns, (1, group)) for part in (scales, biases)]
             words = _words(codes, bits).view(torch.uint32)
             return Stored({"": words, "scale": scales, "zeros": biases}, codes.double() * wide[0] + wide[1])
@@ -134,13 +157,15 @@ class Draw:
         of_column = torch.arange(columns) // group
         if order:
             of_column = of_column[torch.randperm(columns, generator=self.of)]
+        if self.zero_block:
+            codes[-1, of_column == groups - 1], scales[-1, -1] = zeros[-1, -1], 0.0
         values = (codes - zeros[:, of_column]).double() * scales.double()[:, of_column]
         if packing == "compressed_tensors":
             tensors = {"": _words(codes, bits), "scale": scales, "shape": torch.tensor([rows, columns])}
             if has_zeros:
                 tensors["zeros"] = _words(_padded(zeros.T, 32 // bits), bits).T.contiguous()
         elif packing == "gptq":
-            stored = {"zeros": _words((zeros - 1).T, bits), "order": of_column.to(torch.int32)}
+            stored = {"zeros": _words((zeros - self.less).T, bits), "order": of_column.to(torch.int32)}
             tensors = {"": _words(codes, bits).T.contiguous(), "scale": scales.T.contiguous(), **stored}
         else:
             turned = {"": codes.T, "zeros": zeros.T}

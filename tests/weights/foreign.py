@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-E4M3, GROUP = torch.float8_e4m3fn, 32
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+from tests.support import plain_formats as plain
+
+GROUP = 32
 Parts = dict[str, Tensor]
 """The tensors of a matrix by the end of their names, "" for the values."""
 
@@ -56,178 +57,47 @@ def _random(draw: Draw, *key: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def _codes(n: int, k: int, bits: int, g: torch.Generator) -> Tensor:
-    return torch.randint(0, 2**bits, (n, k), generator=g)
-
-
-def _positive(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (0.02 * (0.3 + torch.rand(shape, generator=g))).to(dtype)
-
-
-def words(codes: Tensor, bits: int) -> Tensor:
-    """(m, k) codes to (m, k * bits / 32) int32, the lowest bits first."""
-    shifted = codes.long().view(codes.shape[0], -1, 32 // bits) << torch.arange(0, 32, bits)
-    total = shifted.sum(-1)
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
-
-
-def _spread(scales: Tensor, n: int, k: int, rows: int, columns: int) -> Tensor:
-    return scales.double().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-
-
-def _plain(dtype: torch.dtype) -> Callable[..., tuple[Parts, Tensor]]:
-    def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-        values = (torch.randn(n, k, generator=g) / k**0.5).to(dtype)
-        return {"": values}, values.double()
-
-    return made
-
-
-def _e4m3(n: int, k: int, g: torch.Generator) -> Tensor:
-    return (torch.randn(n, k, generator=g) * 60).clamp(-448, 448).to(E4M3)
-
-
-def _fp8_block(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    b, values = draw.block, _e4m3(n, k, g)
-    scales = _positive(g, -(-n // b), -(-k // b), dtype=draw.scale_dtype) / 64
-    if draw.zero_block:
-        values[-(n % b or b) :, -(k % b or b) :] = torch.zeros((), dtype=E4M3)
-        scales[-1, -1] = 0
-    return {"": values, "inverse": scales}, values.double() * _spread(scales, n, k, b, b)
-
-
-def _scalar(draw: Draw, value: Tensor) -> Tensor:
-    return value.reshape((1,) * draw.scalar)
-
-
-def _fp8_tensor(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    values, scale = _e4m3(n, k, g), _positive(g, 1, dtype=draw.scale_dtype) / 64
-    found = {"": values, "scale": _scalar(draw, scale), "input": _scalar(draw, _positive(g, 1))}
-    return found, values.double() * scale.double()
-
-
-def _fp8_channel(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    values, scales = _e4m3(n, k, g), _positive(g, n, 1, dtype=draw.scale_dtype) / 64
-    if draw.zero_block:
-        values[-1], scales[-1] = torch.zeros((), dtype=E4M3), 0
-    return {"": values, "scale": scales.flatten() if draw.flat else scales}, values.double() * scales.double()
-
-
-def _int8(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    values = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
-    scales = _positive(g, n, 1, dtype=draw.scale_dtype) / 64
-    if draw.zero_block:
-        values[-1], scales[-1] = 0, 0
-    return {"": values, "scale": scales.flatten() if draw.flat else scales}, values.double() * scales.double()
-
-
-def _integers(draw: Draw, bits: int, n: int, k: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales, zero points and the weights."""
-    codes, wide = _codes(n, k, bits, g), -(-k // GROUP)
-    middle = 1 << (bits - 1)
-    scales = _positive(g, n, wide).to(torch.float16) / 8
-    zeros = torch.full((n, wide), middle)
-    if not draw.symmetric:
-        zeros = torch.randint(1, 2**bits, (n, wide), generator=g)
-    if draw.zero_block:
-        codes[-1, -GROUP:], scales[-1, -1] = zeros[-1, -1], 0
-    dense = (codes - zeros.repeat_interleave(GROUP, 1)[:, :k]).double() * _spread(scales, n, k, 1, GROUP)
-    return codes, scales, zeros, dense
-
-
-def _gptq(bits: int) -> Callable[..., tuple[Parts, Tensor]]:
-    def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-        codes, scales, zeros, dense = _integers(draw, bits, n, k, g)
-        less = 0 if {"gptq_v2", "auto_round", "auto_round:gptqmodel"} & {*draw.options.values()} else 1
-        found = {"qweight": words(codes, bits).T.contiguous(), "scales": scales.T.contiguous()}
-        found["qzeros"] = words((zeros - less).T.contiguous(), bits)
-        if draw.g_idx or draw.ordered:
-            found["g_idx"] = (torch.arange(k) // GROUP).to(torch.int32)
-        return found, dense
-
-    return made
-
-
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def _awq(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    codes, scales, zeros, dense = _integers(draw, 4, n, k, g)
-
-    def packed(numbers_KN: Tensor) -> Tensor:
-        eights = numbers_KN.reshape(numbers_KN.shape[0], -1, 8)
-        return words(eights[..., AWQ_ORDER].flatten(1), 4)
-
-    found = {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scales.T.contiguous()}
-    return found, dense
-
-
-def _packed_integers(bits: int) -> Callable[..., tuple[Parts, Tensor]]:
-    def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-        codes, scales, zeros, dense = _integers(draw, bits, n, k, g)
-        shape = torch.tensor([n, k])
-        found = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": shape}
-        if not draw.symmetric:
-            filled = torch.nn.functional.pad(zeros, (0, 0, 0, -n % (32 // bits)))
-            found["weight_zero_point"] = words(filled.T.contiguous(), bits).T.contiguous()
-        return found, dense
-
-    return made
-
-
-def _e2m1(n: int, k: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Codes, two in a byte, the even column in the low bits; and their values."""
-    codes = _codes(n, k, 4, g)
-    values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), values
-
-
-def _mxfp4(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-    octets, values = _e2m1(n, k, g)
-    exponents = torch.randint(118, 124, (n, k // 32), generator=g)
-    if draw.zero_block:
-        octets[-1, -16:], values[-1, -32:], exponents[-1, -1] = 0, 0, 0
-    scales = torch.exp2(exponents.double() - 127)
-    return {"packed": octets, "scale": exponents.to(torch.uint8)}, values * scales.repeat_interleave(32, 1)
-
-
-def _nvfp4(divides: bool) -> Callable[..., tuple[Parts, Tensor]]:
-    def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-        octets, values = _e2m1(n, k, g)
-        scales = (_positive(g, n, k // 16) * 1e4).to(E4M3)
-        above = torch.exp2(torch.randint(-14, -11, (1,), generator=g).float())  # the reciprocal is exact
-        if draw.zero_block:
-            octets[-1, -8:], values[-1, -16:] = 0, 0
-            scales[-1, -1] = torch.zeros((), dtype=E4M3)
-        dense = values * scales.double().repeat_interleave(16, 1) * above.double()
-        tokens = torch.exp2(torch.randint(-9, -6, (1,), generator=g).float())
-        above, tokens = (1 / above, 1 / tokens) if divides else (above, tokens)
-        key = "packed" if divides else ""
-        found = {key: octets, "scale": scales, "global": _scalar(draw, above), "input": _scalar(draw, tokens)}
-        return found, dense
-
-    return made
-
-
-def _mlx(bits: int) -> Callable[..., tuple[Parts, Tensor]]:
-    def made(draw: Draw, n: int, k: int, g: torch.Generator) -> tuple[Parts, Tensor]:
-        codes = _codes(n, k, bits, g)
-        scales = _positive(g, n, k // GROUP) * torch.where(torch.rand(n, k // GROUP, generator=g) < 0.5, -1.0, 1.0) / 8
-        scales, biases = scales.bfloat16(), (torch.randn(n, k // GROUP, generator=g) / 30).bfloat16()
-        if draw.zero_block:
-            codes[-1, -GROUP:], scales[-1, -1], biases[-1, -1] = 0, 0, 0
-        dense = codes.double() * _spread(scales, n, k, 1, GROUP) + _spread(biases, n, k, 1, GROUP)
-        return {"": words(codes, bits).view(torch.uint32), "scales": scales, "biases": biases}, dense
-
-    return made
-
-
-FORMS: Mapping[str, Callable[..., tuple[Parts, Tensor]]] = {
-    "bf16": _plain(torch.bfloat16), "fp16": _plain(torch.float16), "fp32": _plain(torch.float32),
-    "fp8_block": _fp8_block, "fp8_tensor": _fp8_tensor, "fp8_channel": _fp8_channel, "int8": _int8,
-    "gptq4": _gptq(4), "gptq8": _gptq(8), "awq": _awq, "ct4": _packed_integers(4), "ct8": _packed_integers(8),
-    "mxfp4": _mxfp4, "nvfp4": _nvfp4(False), "nvfp4_ct": _nvfp4(True), "mlx4": _mlx(4), "mlx8": _mlx(8),
+FORMS: Mapping[str, tuple[str, str]] = {
+    **{kind: (kind, "") for kind in ("bf16", "fp16", "fp32", "fp8_block", "fp8_tensor", "fp8_channel", "int8")},
+    "gptq4": ("int4_g32", "gptq"), "gptq8": ("int8_g32", "gptq"), "awq": ("int4_g32", "awq"),
+    "ct4": ("int4_g32", "compressed_tensors"), "ct8": ("int8_g32", "compressed_tensors"),
+    "mxfp4": ("mxfp4", ""), "nvfp4": ("nvfp4", ""), "nvfp4_ct": ("nvfp4", ""),
+    "mlx4": ("int4_g32_affine", "mlx"), "mlx8": ("int8_g32_affine", "mlx"),
 }  # fmt: skip
+"""Kind and packing of `plain_formats`."""
+WORDS_OF_GROUPS = {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"}
+ENDINGS = {
+    "gptq": WORDS_OF_GROUPS, "awq": WORDS_OF_GROUPS, "mlx": {"scale": "scales", "zeros": "biases"},
+    "compressed_tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point",
+                           "shape": "weight_shape"},
+    "mxfp4": {"": "packed"}, "nvfp4_ct": {"": "packed"}, "fp8_block": {"scale": "inverse"},
+}  # fmt: skip
+"""By packing or form: the keys of parts that differ from those of `plain_formats`."""
+
+
+def _matrix(draw: Draw, n: int, k: int, g: torch.Generator, *, ordered: bool) -> tuple[Parts, Tensor]:
+    """The parts of a matrix and its values in f64. ordered: columns are in groups by activation."""
+    (kind, packing), form = FORMS[draw.form], draw.form
+    kind += "_128" if (form, draw.block) == ("fp8_block", 128) else ""
+    kind += "_zp" if packing and packing != "mlx" and not draw.symmetric else ""
+    second = {"gptq_v2", "auto_round", "auto_round:gptqmodel"} & {*draw.options.values()}
+    source = plain.Draw(g, draw.zero_block, draw.scale_dtype, less=0 if second else 1)
+    stored = source.matrix(kind, n, k, packing, ordered)
+    ends = ENDINGS.get(packing or form, {})
+    parts = {ends.get(end, end): tensor for end, tensor in stored.tensors.items()}
+    if packing == "gptq" and not (draw.g_idx or draw.ordered):
+        del parts["g_idx"]
+    if form == "mxfp4":
+        parts["scale"] = parts["scale"].view(torch.uint8)
+    if draw.flat and form in ("fp8_channel", "int8"):
+        parts["scale"] = parts["scale"].flatten()
+    if form in ("fp8_tensor", "nvfp4", "nvfp4_ct"):
+        parts["input"] = source.near(0.01, 1).float()
+        above = "scale" if form == "fp8_tensor" else "global"
+        if form == "nvfp4_ct":  # divides by both
+            parts |= {key: 1 / parts[key] for key in ("input", "global")}
+        parts |= {key: parts[key].reshape((1,) * draw.scalar) for key in ("input", above)}
+    return parts, stored.values
 
 
 def _compressed(draw: Draw, kind: str, tokens: object = None, **weights: object) -> dict[str, Any]:
@@ -295,11 +165,9 @@ def write(draw: Draw, folder: Path) -> Written:
     """Write layer 0 and return what it holds."""
     sizes = (draw.inner, draw.hidden), (draw.inner, draw.hidden), (draw.hidden, draw.inner)
     drawn = [
-        [FORMS[draw.form](draw, n, k, _random(draw, e, at)) for at, (n, k) in enumerate(sizes)]
+        [_matrix(draw, n, k, _random(draw, e, at), ordered=draw.ordered and at == 2) for at, (n, k) in enumerate(sizes)]
         for e in range(draw.experts)
     ]
-    if draw.ordered:
-        drawn = [[gate, up, _ordered(down, draw, e)] for e, (gate, up, down) in enumerate(drawn)]
     biases = [
         [torch.randn(n, generator=_random(draw, e, at, 5)) for at, (n, _) in enumerate(sizes)]
         for e in range(draw.experts)
@@ -320,17 +188,6 @@ def write(draw: Draw, folder: Path) -> Written:
     save_file({prefix + name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     dense = [tuple(values for _, values in expert) for expert in drawn]
     return Written(folder, dense, tensors, biases)  # type: ignore[arg-type]
-
-
-def _ordered(down: tuple[Parts, Tensor], draw: Draw, expert: int) -> tuple[Parts, Tensor]:
-    """The same matrix with its columns in another order, which g_idx states."""
-    parts, dense = down
-    bits = int(draw.form[4:])
-    order = torch.randperm(dense.shape[1], generator=_random(draw, 11, expert))
-    shifts = torch.arange(0, 32, bits)
-    codes = ((parts["qweight"].long()[:, None] >> shifts[None, :, None]) & (2**bits - 1)).reshape(dense.shape[1], -1).T
-    changed = {"qweight": words(codes[:, order], bits).T.contiguous(), "g_idx": parts["g_idx"][order].contiguous()}
-    return {**parts, **changed}, dense[:, order]
 
 
 def _config(draw: Draw) -> tuple[str, dict[str, Any]]:
