@@ -37,13 +37,13 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LIMITS = {
-    "short ones, no plugins": 24,
+    "short ones, no plugins": 23,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_643,
-    "library lines": 51_719,
+    "core lines": 26_630,
+    "library lines": 51_697,
     "test lines": 79_000,
-    "tool and benchmark lines": 10_716,
+    "tool and benchmark lines": 10_698,
     "long files": 0,
     "docstrings without a subject": 0,
     "frames at EP=1": 8,

@@ -37,8 +37,7 @@ from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase, number_of
 from moe_mk.rebalance.migration import Migration, Vote
 from moe_mk.rebalance.peers import Peers, expect_equal_groups
-from moe_mk.rebalance.plan_message import DIGEST, BadPlanMessage, PlanMessage
-from moe_mk.rebalance.planner import PlacementPlanner, Planner
+from moe_mk.rebalance.planner import DIGEST, BadPlanMessage, PlacementPlanner, PlanMessage, Planner
 from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit, machine_of
 from moe_mk.rebalance.settings import Hysteresis, RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, State, warn_of_fatal_ranks

@@ -29,7 +29,7 @@ from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.migration import moves_of
 from moe_mk.rebalance.peers import Peers
-from moe_mk.rebalance.plan_message import PlanMessage
+from moe_mk.rebalance.planner import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.transfer import ExpertBytes, ExpertTransfer, LayerMoves
 from moe_mk.weights.expert_weights import SlotWeights

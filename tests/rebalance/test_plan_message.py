@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.placement.eplb import Topology, plan
-from moe_mk.rebalance.plan_message import BadPlanMessage, PlanMessage
+from moe_mk.rebalance.planner import BadPlanMessage, PlanMessage
 
 LOAD = np.array([[8.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
 SLOTS = np.array([[0, 1, 0, 2, 3, 0]] * 2)

@@ -14,8 +14,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.ledger import Balance, Ledger, measure_balance
 from moe_mk.rebalance.load import LoadHistory
-from moe_mk.rebalance.plan_message import PlanMessage
-from moe_mk.rebalance.planner import PlacementPlanner, Planner
+from moe_mk.rebalance.planner import PlacementPlanner, PlanMessage, Planner
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import IncidentLog
 from moe_mk.trace.clock import now

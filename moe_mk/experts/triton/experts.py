@@ -25,7 +25,6 @@ from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.paged import slots_of_rows
-from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT
 from moe_mk.experts.triton.paged import PagedWeights, page, record_bytes
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
@@ -41,6 +40,7 @@ from moe_mk.experts.triton.tuning import (
 )
 from moe_mk.experts.triton.weights import (
     BOX_BYTES,
+    LARGEST_SHIFT,
     META,
     PackedWeights,
     joined,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT, in_words
 from moe_mk.experts.triton.tuning import BUILT_IN, DECODED, DECODED_TO_FP8, INTEGERS
+from moe_mk.experts.triton.weights import LARGEST_SHIFT, in_words
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
 from tests.kernels.triton.sm90_gemms import is_after_3_6, w2_of, w13, w13_of
