@@ -42,6 +42,11 @@ def test_clean_cases_of_an_engine_in_bf16_are_right():
     assert not wrong
 
 
+def test_stages_behind_a_recorded_sum_over_slices_begin_with_that_sum():
+    layer = layer_of(9)
+    assert layer.tp == 4 and judge(layer.case(record=INTERMEDIATE)).right
+
+
 def experts_case(layer, backend):
     """The case with the output of an experts backend of this library."""
     case = layer.case()
