@@ -442,7 +442,9 @@ def _of_layer(hf: Mapping[str, Any], num_experts: int, of: _Reading) -> int:
     if (method := pruned.get("method")) != "prune" or pruned.keys() - {"method", "num_experts"}:
         others = sorted(map(str, pruned.keys() - {"method", "num_experts"}))
         what = f"has {', '.join(others)}, which is not read" if others else f"has method {method!r}"
-        raise ConfigError(f"{where} {what}; 'prune' is supported: experts that are left out, as REAP does")
+        novices = ", constant vectors in the place of experts (MoNE), which no backend adds" * (method == "novice")
+        remedy = "'prune' is supported: experts that are left out, as REAP does; load such a file, or the whole model"
+        raise ConfigError(f"{where} {what}{novices}; {remedy}")
     layers = hf.get("num_hidden_layers")
     fits = isinstance(counts, list) and all(each is None or (type(each) is int and each >= 1) for each in counts)
     if not isinstance(counts, list) or not fits or (type(layers) is int and len(counts) != layers):
