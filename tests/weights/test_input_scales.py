@@ -105,8 +105,22 @@ def test_scales_are_read_in_the_names_and_the_direction_of_every_convention(name
             for extra in convention.expert:
                 if extra in ("", "scale", "global", "input"):
                     named[convention.spell(replace(part, extra=extra))] = torch.tensor(value, dtype=torch.float32)
-    found = read_input_scales(MappingSource({PREFIX + each: t for each, t in named.items()}), 3, prefix=PREFIX)
-    assert found is not None and (found.tokens, found.hidden) == (4.0, 8.0)
+
+    def read(*, shared: bool) -> tuple[float, float]:
+        source = MappingSource({PREFIX + each: tensor for each, tensor in named.items()})
+        found = read_input_scales(source, 3, prefix=PREFIX, shared=shared)
+        assert found is not None
+        return found.tokens, found.hidden
+
+    assert read(shared=False) == read(shared=True) == (4.0, 8.0)
+    if not convention.holds(Role.SHARED, "input"):
+        return
+    for largest, tokens, hidden in (("gate", 16.0, 8.0), ("up", 16.0, 8.0), ("down", 4.0, 16.0)):
+        for word in convention.shared_words:  # one of them is larger than all of the routed ones
+            value = 16.0 if word == largest else 0.25
+            name = convention.spell(Part(Role.SHARED, word, extra="input"))
+            named[name] = torch.tensor(1.0 / value if convention.divides else value, dtype=torch.float32)
+        assert read(shared=True) == (tokens, hidden) and read(shared=False) == (4.0, 8.0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
