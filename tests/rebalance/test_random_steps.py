@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_mk import ExpertMap
-from moe_mk.comm import LockstepWorld
+from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.layer.hot_swap import swap_steps
 from moe_mk.rebalance.ledger import Ledger
@@ -17,6 +17,7 @@ from tests.support.rebalance_world import (
     PLACEMENT,
     RANKS,
     Rank,
+    join,
     matrices_equal,
     serve,
     tensors,
@@ -30,11 +31,12 @@ STEPS = "reload", "loader", "place", "place", "shares", "swap", "turn", "recover
 
 def drawn_map(draw: random.Random, old: ExpertMap) -> ExpertMap:
     """Every expert at least once, the same number of slots on every rank; sometimes one slot more or less."""
-    slots = draw.choice([len(old.experts_of_rank[0])] * 3 + [2, 3, 4])
+    ranks = old.num_ranks
+    slots = max(draw.choice([len(old.experts_of_rank[0])] * 3 + [2, 3, 4]), -(-EXPERTS // ranks))
     while True:
-        copies = [*range(EXPERTS), *(draw.randrange(EXPERTS) for _ in range(RANKS * slots - EXPERTS))]
+        copies = [*range(EXPERTS), *(draw.randrange(EXPERTS) for _ in range(ranks * slots - EXPERTS))]
         draw.shuffle(copies)
-        rows = tuple(tuple(copies[rank * slots : (rank + 1) * slots]) for rank in range(RANKS))
+        rows = tuple(tuple(copies[rank * slots : (rank + 1) * slots]) for rank in range(ranks))
         if all(len(set(row)) == slots for row in rows):
             return ExpertMap(rows, EXPERTS)
 
@@ -42,13 +44,13 @@ def drawn_map(draw: random.Random, old: ExpertMap) -> ExpertMap:
 class Callers:
     """What an engine may do between two steps, drawn once and done on every rank."""
 
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.ranks = [Rank(comm) for comm in LockstepWorld(RANKS).communicators()]
+    def __init__(self, seed: int, on_lost_expert: str = "drop") -> None:
+        self.draw, self.joined = random.Random(seed), 0
+        self.ranks = [Rank(comm, on_lost_expert=on_lost_expert) for comm in LockstepWorld(RANKS).communicators()]
         self.done: list[str] = []
 
-    def act(self) -> None:
-        what = self.draw.choice(STEPS)
+    def act(self, what: str = "") -> None:
+        what = what or self.draw.choice(STEPS)
         self.done.append(what)
         getattr(self, f"_{what}")()
 
@@ -115,6 +117,29 @@ class Callers:
         for rank in self.ranks:
             rank.manager.plan_soon()
 
+    def _lose(self) -> None:
+        if len(self.ranks) > 2:
+            gone = self.draw.choice(self.ranks)
+            at, self.ranks = self.ranks.index(gone), [rank for rank in self.ranks if rank is not gone]
+            comms = LockstepWorld(len(self.ranks)).communicators()
+            interleave([r.manager.rank_lost_steps(at, comm) for r, comm in zip(self.ranks, comms, strict=True)])
+
+    def _join(self) -> None:
+        if len(self.ranks) >= RANKS:
+            return
+        self.joined, old = self.joined + 1, self.ranks[0]
+
+        def new(comm: Communicator) -> Rank:
+            made = Rank(
+                comm, placement="linear", on_lost_expert="raise", original_rank=RANKS + self.joined, hot=old.hot
+            )
+            for x, layer in enumerate(made.layers):
+                layer.load_weights(self._weights(x))
+            made.turn_to(old.hot, old.version)
+            return made
+
+        self.ranks = join(self.ranks, self.draw.randint(0, len(self.ranks)), new)
+
 
 @pytest.mark.row(109, 120)
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
@@ -125,15 +150,37 @@ def test_whatever_callers_replace_rebalancing_goes_on(seed: int) -> None:
         world.act()
         serve(world.ranks, world.draw.randint(0, 4))
     serve(world.ranks, 30)
-    for rank in world.ranks:
+    check_serves_on(world)
+
+
+@pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning", "ignore::moe_mk.errors.FallbackWarning")
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_of_other_placements_lose_and_gain_ranks_together(seed: int) -> None:
+    world = Callers(seed, on_lost_expert="raise")  # what is lost is read at once
+    for _ in range(2):
+        between = world.draw.choices(("place", "shares", "reload", "lose"), (4, 1, 1, 1), k=4)
+        for what in ("lose", *between, "join"):
+            world.act(what)
+            serve(world.ranks, world.draw.randint(0, 2))
+    serve(world.ranks, 20)
+    check_serves_on(world)
+
+
+def check_serves_on(world: Callers) -> None:
+    """Every output was right, ranks agree, and all layers hold what the ledger states."""
+    for number, rank in enumerate(world.ranks):
         status = rank.manager.status()
-        assert rank.wrong == [] and all(each.what == REPLACED for each in status.incidents), (world.done, status)
-        assert status.state in ("watching", "planning") and rank.epochs == world.ranks[0].epochs, (world.done, status)
+        others = [each for each in status.incidents if each.what != REPLACED and " are lost and " not in each.what]
+        assert rank.wrong == [] and others == [], (world.done, status)
+        assert status.state in ("watching", "planning"), (world.done, status)
+        assert rank.epochs[-30:] == world.ranks[0].epochs[-30:] or world.joined, (world.done, status)
+        assert rank.epochs[-1] == world.ranks[0].epochs[-1], (world.done, status)
         slots, shares = rank.manager.ledger.phy2log, rank.manager.ledger.share
         for x, layer in enumerate(rank.layers):
             followed = rank.manager.ledger.map_of(slots[x], shares[x])
             assert followed.experts_of_rank == layer.expert_map.experts_of_rank, world.done
-            for slot, e in enumerate(layer.expert_map.local_to_global(rank.original_rank)):
+            for slot, e in enumerate(layer.expert_map.local_to_global(number)):
                 assert matrices_equal(layer.live.export_slot(slot), world._weights(x), e), (world.done, x, slot)
 
 

@@ -97,11 +97,16 @@ class Rank:
 
     def __init__(
         self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, *,
-        placement: str | tuple[int, ...] = PLACEMENT, **changes: object,
+        placement: str | tuple[int, ...] = PLACEMENT, on_lost_expert: str = "drop", original_rank: int | None = None,
+        **changes: object,
     ) -> None:  # fmt: skip
-        self.original_rank, self.hot, self.version = comm.rank, tuple(hot), 0
+        """original_rank: numbers its tokens; None: its rank in the group."""
+        self.original_rank = comm.rank if original_rank is None else original_rank
+        self.hot, self.version, lost = tuple(hot), 0, {"on_lost_expert": on_lost_expert}
         self.layers = (
-            layers_of(comm, placement=placement) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
+            layers_of(comm, placement=placement, **lost)
+            if tp is None
+            else layers_of(comm, tp, placement=SLICED[comm.size], **lost)
         )
         self.manager = RebalanceManager(self.layers, settings(**changes))
         self.expected = [expected(self.original_rank, x, self.hot) for x in range(LAYERS)]
@@ -179,6 +184,14 @@ def lose(ranks: Sequence[Rank], dead: int) -> list[Rank]:
     comms = LockstepWorld(len(left)).communicators()
     interleave([r.manager.rank_lost_steps(dead, c) for r, c in zip(left, comms, strict=True)])
     return left
+
+
+def join(ranks: Sequence[Rank], at: int, new: Callable[[Communicator], Rank]) -> list[Rank]:
+    """These ranks and one more, at a place among them, in a world of their own."""
+    comms = LockstepWorld(len(ranks) + 1).communicators()
+    every = [*ranks[:at], new(comms[at]), *ranks[at:]]
+    interleave([rank.manager.rank_joined_steps(at, comm) for rank, comm in zip(every, comms, strict=True)])
+    return every
 
 
 def check_that_all_is_well(ranks: Sequence[Rank]) -> None:
