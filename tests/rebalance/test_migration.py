@@ -30,7 +30,7 @@ from tests.support.rebalance_world import (
     tensors,
     touch_chunks,
 )
-from tests.support.tiers import thorough
+from tests.support.tiers import slow
 
 R = TypeVar("R")
 
@@ -95,7 +95,7 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
     assert ranks[2].layers[1].expert_map.physical_to_global() == list(PLACEMENT)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), *thorough((0, 1), (1, 2), (2, 0))])
+@pytest.mark.parametrize(("first", "second"), [(2, 2), *slow((0, 1), (1, 2), (2, 0))])
 def test_every_layer_of_a_plan_has_its_retries_and_pauses(first: int, second: int) -> None:
     ranks, faults = world(max_retries=2, bytes_per_step=1 << 20), (first, second)
 

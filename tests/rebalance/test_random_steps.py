@@ -154,7 +154,7 @@ def test_whatever_callers_replace_rebalancing_goes_on(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning", "ignore::moe_mk.errors.FallbackWarning")
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_of_other_placements_lose_and_gain_ranks_together(seed: int) -> None:
     world = Callers(seed, on_lost_expert="raise")  # what is lost is read at once
