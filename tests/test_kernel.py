@@ -1,6 +1,5 @@
 """The forward of a pair, step by step."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from moe_mk.lab.testing.transports import yield_points_of
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
-from moe_mk.tokens import OutputStage, Routing, RowTokens
+from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder, Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights
 
@@ -37,17 +36,6 @@ def test_identity_experts_give_each_token_the_sum_of_its_weights() -> None:
     y_TH = wait(yield_points_of(kernel().steps(X, ROUTING, NO_WEIGHTS), points))
     assert y_TH.tolist() == [[0.75, 1.5], [0.0, 0.0], [10.0, 12.0]]
     assert points == ["dispatch", "combine"]
-
-
-@pytest.mark.row(19, 86)
-def test_the_stages_by_hand_are_the_whole() -> None:
-    made = kernel()
-    tokens = wait(made.prepare_finalize.prepare(X, ROUTING))
-    assert isinstance(tokens, RowTokens)
-    output = made.multiply(tokens, NO_WEIGHTS)
-    assert output.stage is OutputStage.REDUCED
-    by_hand = wait(made.prepare_finalize.finalize(output, tokens))
-    assert torch.equal(by_hand, wait(made.steps(X, ROUTING, NO_WEIGHTS)))
 
 
 def test_an_input_is_never_written_to() -> None:

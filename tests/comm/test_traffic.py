@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm import LINKS, Communicator, LockstepWorld, Nodes, Traffic
-from moe_mk.comm.destinations import expected_groups
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flow
@@ -118,14 +117,6 @@ def test_only_ranks_of_equal_place_speak_across_nodes(shape: tuple[int, int]) ->
             for peer in range(shape[0]):
                 if nodes.link(source, peer) == "inter_node" and sent_WW[source, peer]:
                     assert nodes.local_index(source) == nodes.local_index(peer)
-
-
-@pytest.mark.row(37)
-def test_the_expected_number_of_ranks_is_what_routing_gives() -> None:
-    draw = torch.Generator().manual_seed(0)
-    ids_TK = torch.rand((4000, 256), generator=draw).argsort(dim=1)[:, :8]
-    rows = all_to_all_flow([ids_TK // 32, *[ids_TK[:0]] * 7], RowBytes(1, 1)).phases["dispatch"].sum()
-    assert float(rows) / 4000 == pytest.approx(expected_groups(256, 8, 8), rel=0.01)
 
 
 def test_whatever_was_noted_phases_count_what_left_the_rank_and_links_count_all() -> None:

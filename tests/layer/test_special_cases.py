@@ -42,16 +42,6 @@ def test_all_experts_chosen_is_the_mixture_weighted_by_probability_bit_for_bit(x
     assert torch.equal(layer(5, 5, experts=experts)(x_TH), expected)
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_copies_of_experts_on_one_rank_change_nothing(x_TH: Tensor, experts: str) -> None:
-    """Ids of replicas exceed those of experts, or are those of another expert."""
-    expected = layer(8, 2, experts=experts)(x_TH)
-    for placement in ((0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7), (7, 6, 5, 4, 3, 2, 1, 0, 7)):
-        twice = layer(8, 2, experts=experts, placement=placement)
-        torch.testing.assert_close(twice(x_TH), expected)
-        assert twice.expert_load.sum() == 2 * len(x_TH), "each assignment is counted once"
-
-
 @pytest.mark.row(3)
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_only_the_weights_of_chosen_experts_are_read(x_TH: Tensor, experts: str) -> None:
@@ -83,15 +73,6 @@ def test_routed_and_shared_experts_add_up(x_TH: Tensor, experts: str, num_shared
     shared = mlp(x_TH, tensors(4, shared=num_shared), "shared_experts")
     assert torch.equal(both(x_TH), routed + shared)
     assert float(shared.std()) > 0.1 < float(routed.std())
-
-
-@pytest.mark.row(6)
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_with_silent_routed_experts_the_output_is_the_shared_block(x_TH: Tensor, experts: str) -> None:
-    weights = tensors(4, shared=1)
-    silent = {n: torch.zeros_like(t) if n.startswith("experts.") else t for n, t in weights.items()}
-    made = MoELayer(config(4, 2, experts=experts, num_shared_experts=1), dtype=torch.float32).load_weights(silent)
-    assert torch.equal(made(x_TH), mlp(x_TH, weights, "shared_experts"))
 
 
 def test_a_configuration_and_a_file_of_it_build_the_same_layer(tmp_path: Path) -> None:

@@ -332,23 +332,6 @@ def test_one_graph_serves_every_number_of_tokens(made: MoELayer) -> None:
     assert [str(call) for call in calls] == ["moe_mk.moe_layer.default"]
 
 
-def test_a_compiled_layer_inside_a_model_counts_experts_and_equals_eager(made: MoELayer) -> None:
-    model = torch.nn.Sequential(torch.nn.RMSNorm(HIDDEN, elementwise_affine=False), made)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    x_TH = torch.randn(5, HIDDEN)
-    with torch.no_grad():
-        expected = model(x_TH)
-        made.reset_expert_load()
-        assert torch.equal(compiled(x_TH), expected)
-    assert int(made.expert_load.sum()) == 10
-
-
-def test_a_compiled_layer_refuses_what_an_eager_one_refuses(made: MoELayer) -> None:
-    compiled = torch.compile(made, dynamic=True, backend="eager")
-    with pytest.raises(ShapeError, match=r"hidden_states has H=17 \(axis 1\), expected H=16"):
-        compiled(torch.randn(5, 17))
-
-
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_opcheck_is_clean(made: MoELayer, count: int) -> None:
     x_TH = torch.randn(count, HIDDEN)

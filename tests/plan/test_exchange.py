@@ -1,41 +1,9 @@
 """Bytes of exchanges by hand, and the closed form of destination groups against drawn routings."""
 
-from math import comb
-
-import numpy as np
 import pytest
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.plan.exchange import Exchange, distinct_groups
-
-
-def test_two_choices_among_four_experts_by_hand() -> None:
-    # 6 pairs of 4 experts; in 2 groups of 2, 2 pairs share a group: (2 x 1 + 4 x 2) / 6.
-    assert distinct_groups(4, 2, 2) == pytest.approx(10 / 6)
-    assert distinct_groups(4, 2, 2, kept=1) == 1.0
-    assert distinct_groups(4, 2, 1) == 1.0
-
-
-@pytest.mark.parametrize(
-    "groups,expected",
-    [(2, 1.993), (4, 3.614), (8, 5.295), (16, 6.523), (32, 7.267), (64, 7.676), (128, 7.890), (256, 8)],
-)
-def test_without_a_limit_it_is_the_known_formula(groups: int, expected: float) -> None:
-    found = distinct_groups(256, 8, groups)
-    assert found == pytest.approx(expected, abs=0.0006)
-    assert found == pytest.approx(groups * (1 - comb(256 - 256 // groups, 8) / comb(256, 8)))
-
-
-def test_the_limit_is_exact_for_groups_scored_by_their_best() -> None:
-    # Draw scores, keep the 4 groups of 8 with the best ones, then the best 8 experts of those: 3.983 groups.
-    scores = np.random.default_rng(0).random((20_000, 8, 32))
-    kept = np.argsort(-scores.max(2), axis=1)[:, :4]
-    masked = np.full_like(scores, -1.0)
-    np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(scores, kept[:, :, None], 1), 1)
-    best = np.argsort(-masked.reshape(len(scores), -1), axis=1)[:, :8] // 32
-    drawn = np.mean([len(set(row)) for row in best])
-    assert distinct_groups(256, 8, 8, kept=4) == pytest.approx(drawn, abs=0.003)
-    assert distinct_groups(256, 8, 8, kept=4) == pytest.approx(3.983, abs=0.001)
 
 
 def test_bytes_by_hand() -> None:

@@ -8,7 +8,6 @@ import torch
 
 from moe_mk import ConfigError, Problem
 from moe_mk.comm import LockstepWorld
-from moe_mk.config import device_profile
 from moe_mk.flight import Flight, interleave
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
@@ -39,16 +38,6 @@ def test_every_reason_is_reported_at_once() -> None:
         "tokens": "ranks bring the same tokens [parallel.tokens = sharded]",
         "uneven": "256 experts do not divide over 12 ranks",
     }
-
-
-def test_an_emulated_library_is_used_only_where_it_is_allowed() -> None:
-    traits = replace(AllToAll.traits, library="deep_ep")
-    asked = replace(problem(ep=8), emulated=frozenset({"deep_ep"}))
-    assert reported(traits, asked)["library"] == "deep_ep is not installed [pip install deep_ep]"
-    on_cpu = replace(asked, device=device_profile("cpu"))
-    assert "kernel.allow_emulated = true" in reported(traits, on_cpu)["library"]
-    allowed = replace(problem(ep=8, allow_emulated=True), emulated=frozenset({"deep_ep"}))
-    assert reported(traits, allowed) == {}
 
 
 @pytest.mark.parametrize("ep,visited", [(8, 3.98), (32, 6.82)])

@@ -81,22 +81,6 @@ def x_TH() -> Tensor:
     return torch.randn(11, build.HIDDEN)
 
 
-@pytest.mark.row(94)
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("cuts", [(11,), (5, 6), (0, 11), (1, 4, 6), (3, 0, 8, 0)])
-def test_any_number_of_micro_batches_gives_what_one_gives(x_TH: Tensor, ep: int, cuts: tuple[int, ...]) -> None:
-    layers = [build.layer(8, 2, groups, num_shared_experts=1, experts="reference") for groups in virtual_groups(ep)]
-    whole = interleave([one.steps(x_TH) for one in layers])
-    parts = x_TH.split(list(cuts))
-    alone = [interleave([one.steps(part) for one in layers]) for part in parts]
-    dual = interleave([one.steps(part) for one in layers for part in parts])
-    for rank in range(ep):
-        mine = dual[rank * len(parts) : (rank + 1) * len(parts)]
-        for got, part in zip(mine, (outputs[rank] for outputs in alone), strict=True):
-            assert torch.equal(got, part), "together as one after the other, bit for bit"
-        torch.testing.assert_close(torch.cat(mine), whole[rank], atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.row(93)
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("transport", ["auto", "inside"])

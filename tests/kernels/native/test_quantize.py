@@ -24,31 +24,6 @@ def quantized(
     return values_TH, scales_TX
 
 
-@pytest.mark.row(98)
-def test_a_group_worked_by_hand(native: Native) -> None:
-    # amax 896, so scale 2: 896 -> 448 (0x7e), -2 -> -1 (0xb8), 1 -> 0.5 (0x30), 2^-8 -> 2^-9, the least code (0x01);
-    # 2^-9 -> 2^-10 lies between codes 0 and 1: to even, 0.
-    x = torch.zeros(1, 128)
-    x[0, :5] = torch.tensor([896.0, -2.0, 1.0, 2**-8, 2**-9])
-    values, scales = quantized(native, x)
-    assert scales.tolist() == [[2.0]]
-    assert values.view(torch.uint8)[0, :6].tolist() == [0x7E, 0xB8, 0x30, 0x01, 0x00, 0x00]
-
-
-@pytest.mark.row(98)
-def test_a_group_with_a_power_of_two_worked_by_hand(native: Native) -> None:
-    # amax 900: 900 / 448 = 2.009, so scale 4. 900 / 4 = 225 -> 224 (0x76), -17 / 4 = -4.25, halfway from 4 to 4.5 -> -4
-    # (0xc8, the even code), 1 -> 0.25 (0x28), 2^-7 -> 2^-9, the least code. A group of zeros has the scale of 1e-10:
-    # 1e-10 / 448 = 2.23e-13, above it 2^-42. 896 / 448 is a power of two already.
-    x = torch.zeros(1, 384)
-    x[0, :4] = torch.tensor([900.0, -17.0, 1.0, 2**-7])
-    x[0, 256] = 896.0
-    values, scales = quantized(native, x, ue8m0=True)
-    assert scales.tolist() == [[4.0, 2.0**-42, 2.0]]
-    assert values.view(torch.uint8)[0, :5].tolist() == [0x76, 0xC8, 0x28, 0x01, 0x00]
-    assert values.view(torch.uint8)[0, 128:].tolist() == [0x00] * 128 + [0x7E] + [0x00] * 127
-
-
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_every_instruction_set_is_bit_equal_to_the_reference(isa_here, ue8m0: bool, generator: torch.Generator) -> None:
     native, isa = isa_here

@@ -13,21 +13,6 @@ from moe_mk.kernels.native.prepared import RouteMode, Scoring
 from tests.kernels.native.layers import route, spaced
 
 
-def test_four_experts_in_two_groups_by_hand(native: Native) -> None:
-    # x = e0, so logits are the gate's first column: 0, ln 3, ln 9, -ln 9 -> sigmoid 0.5, 0.75, 0.9, 0.1.
-    # bias 0.2 for expert 0: choices 0.7, 0.75 | 0.9, 0.1. Groups by their two best: 1.45 > 1.0, so group 0 alone.
-    # top 2: experts 1 (0.75) and 0 (0.7). Weights are the scores 0.75 and 0.5 over 1.25, times 2.5: 1.5 and 1.0.
-    x = torch.zeros(1, 32, dtype=torch.bfloat16)
-    x[0, 0] = 1
-    gate = torch.zeros(4, 32)
-    gate[:, 0] = torch.tensor([1.0, 3.0, 9.0, 1 / 9]).log()
-    bias = torch.tensor([0.2, 0, 0, 0])
-    ids, weights, logits = route(native, x, gate, bias, RouteMode(2, Scoring.SIGMOID, 2, 1, True, 2.5))
-    assert ids.tolist() == [[1, 0]]
-    assert weights[0].tolist() == pytest.approx([1.5, 1.0], rel=1e-6)
-    assert logits[0].tolist() == pytest.approx(gate[:, 0].tolist(), rel=1e-6)
-
-
 def test_ties_go_to_the_lower_index(isa_here) -> None:
     native, isa = isa_here
     x, gate = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(8, 64)
