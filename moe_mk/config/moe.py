@@ -179,12 +179,17 @@ class ModelConfig(Settings):
         return self
 
 
+TRAINING_KINDS = ("noisy_topk", "expert_capacity")
+"""Values of `router.kind` that layers which serve refuse."""
+
+
 class RouterConfig(Settings):
     """The selection of experts for each token."""
 
-    kind: Literal["topk", "noisy_topk", "expert_capacity"] = "topk"
+    kind: str = "topk"
     """topk: the best experts, in one group or several. For training only (`moe_mk.lab.training`): noisy_topk adds
-    trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert."""
+    trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert. Or the name of a plugin of
+    `moe_mk.routers`, which reads the settings below."""
     top_k: int = Experts
     scoring_func: Literal[
         "sigmoid", "softmax", "sqrtsoftplus", "logit_sigmoid", "logit_softmax", "masked_softmax"
@@ -394,10 +399,14 @@ class MoEConfig(Settings):
         experts, r = self.model.num_experts, self.router
         problems = []
         if r.kind != "topk":
+            trained = r.kind in TRAINING_KINDS
             others = {
-                "num_expert_group": r.num_expert_group > 1, "has_correction_bias": r.has_correction_bias,
-                "has_logit_bias": r.has_logit_bias, "hash_vocabulary": r.hash_vocabulary is not None,
-            }  # fmt: skip
+                "num_expert_group": trained and r.num_expert_group > 1,
+                "has_correction_bias": trained and r.has_correction_bias,
+                "has_logit_bias": trained and r.has_logit_bias,
+                "hash_vocabulary": r.hash_vocabulary is not None,
+                "first_image_token": r.first_image_token is not None,
+            }
             if given := [f"router.{name}" for name, is_given in others.items() if is_given]:
                 problems.append(f"router.kind={r.kind!r} does not support {', '.join(given)}; use kind='topk'")
         if r.num_choices is not None and not r.top_k <= r.num_choices <= experts:

@@ -54,6 +54,7 @@ class MonolithicExperts(ABC):
         """All reasons why these experts cannot run the problem."""
         model, router = problem.config.model, problem.config.router
         held = {
+            f", and router.kind = {router.kind} is another distribution's": router.kind != "topk",
             ", by scores alone; this layer chooses experts by token id":
                 router.hash_vocabulary is not None or router.first_image_token is not None,
             ", and this layer multiplies the input of experts by routing weights": router.weight_on_input,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,20 +20,23 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.replay import ReplayedTokens
-from moe_mk.router.router import Router
+from moe_mk.router.router import OwnRouter, Router
 from moe_mk.tokens import Routing
+
+AnyRouter = Router | OwnRouter | HashedTokens | ReplayedTokens
 
 SCORED = ("sigmoid", "softmax")
 """The scores that the kernel computes."""
 
 
-def routes_natively(router: Router) -> bool:
+def routes_natively(router: AnyRouter) -> TypeGuard[Router]:
     """Whether the native kernel does what this router does.
 
     It does no simulations, no scores in the model dtype, and of scores sigmoid and softmax alone.
     """
-    plain = type(router) is Router and router.simulate is None and router.router_dtype == "float32"
-    return plain and router.scoring_func in SCORED
+    if type(router) is not Router or router.simulate is not None or router.router_dtype != "float32":
+        return False
+    return router.scoring_func in SCORED
 
 
 def mode_of(router: Router) -> native.RouteMode:
@@ -104,7 +108,7 @@ class Gate:
         logits_TE = logits[0] if len(logits) == 1 else torch.cat(logits)
         return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
 
-    def route(self, x_TH: Tensor, router: Router | HashedTokens | ReplayedTokens) -> tuple[Routing, Tensor]:
+    def route(self, x_TH: Tensor, router: AnyRouter) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
         made_for, logit_bias_E, made_at, call = self._prepared
@@ -118,7 +122,7 @@ class Gate:
         logits_TE = self(x_TH)
         return self.scaled(router(logits_TE, self.bias_E), router), logits_TE
 
-    def scaled(self, routing: Routing, router: Router | HashedTokens | ReplayedTokens) -> Routing:
+    def scaled(self, routing: Routing, router: AnyRouter) -> Routing:
         """A router's logical routing with the weights times the factor of each expert, where experts have any.
 
         Recorded weights already have it.
@@ -128,9 +132,9 @@ class Gate:
         factors_TK = self.expert_scale_E[routing.ids_TK.clamp_min(0).long()]
         return replace(routing, weights_TK=routing.weights_TK * factors_TK)
 
-    def _prepare(self, router: Router | HashedTokens | ReplayedTokens, at: object) -> native.RouteCall | None:
+    def _prepare(self, router: AnyRouter, at: object) -> native.RouteCall | None:
         """Return the native call that routes, kept until the router, the gate or its memory is replaced."""
-        gating = self.gating(router) if isinstance(router, Router) else None
+        gating = self.gating(router)
         call = None
         if gating is not None:
             kernel = self.decision.problem.config.kernel
@@ -141,10 +145,10 @@ class Gate:
             self._prepared = router, self.logit_bias_E, at, call
         return call
 
-    def gating(self, router: Router) -> native.Gating | None:
+    def gating(self, router: AnyRouter) -> native.Gating | None:
         """Return the gate for a native call; None where it cannot route, or would copy gate or bias."""
-        weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None and routes_natively(router)
-        if not able or weight_EH is None or not native.is_dense(weight_EH, self.bias_E):
+        weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None
+        if not able or not routes_natively(router) or weight_EH is None or not native.is_dense(weight_EH, self.bias_E):
             return None
         return native.Gating(weight_EH, self.bias_E, mode_of(router))
 

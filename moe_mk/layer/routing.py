@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,48 +16,19 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.layer.custom_op import REPLAYED, is_untraced
-from moe_mk.layer.gate import Gate
+from moe_mk.layer.gate import AnyRouter, Gate
 from moe_mk.layer.module_habits import Part
 from moe_mk.layer.serving_state import ServingState
 from moe_mk.layer.settings import router_of
-from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter, ImageRouter
+from moe_mk.router.hashed import HashedTokens, HashRouter, ImageRouter
 from moe_mk.router.replay import ReplayedTokens
-from moe_mk.router.router import Router
+from moe_mk.router.router import OwnRouter, Router
+from moe_mk.router.topk import IDS
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
-
-
-@dataclass(frozen=True)
-class OwnRouter:
-    """A router of the program in place of that of the settings. Checks what it returns."""
-
-    choose: Callable[[Tensor, Tensor | None], Routing]
-    top_k: int
-    num_experts: int
-
-    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
-        """Route [T, E] logits. Raises ShapeError for a routing that a layer cannot use; ids are read on a CPU only."""
-        routing, (num_tokens, _) = self.choose(router_logits, e_score_correction_bias), router_logits.shape
-        if not isinstance(routing, Routing):
-            raise ShapeError(f"router {self.name} returned {type(routing).__name__}, not moe_mk.tokens.Routing")
-        sizes, where = {"T": num_tokens, "K": self.top_k}, router_logits.device
-        expect(f"ids_TK of router {self.name}", routing.ids_TK, "T K", INTEGERS, where, **sizes)
-        expect(f"weights_TK of router {self.name}", routing.weights_TK, "T K", torch.float32, where, **sizes)
-        if where.type == "cpu" and routing.ids_TK.numel():
-            lowest, highest = (int(each) for each in torch.aminmax(routing.ids_TK))
-            if lowest < -1 or highest >= self.num_experts:
-                stated = f"ids from {lowest} to {highest}, the layer has experts 0 to {self.num_experts - 1}"
-                raise ShapeError(f"router {self.name} returned {stated}, and -1 for none")
-        return routing
-
-    @property
-    def name(self) -> str:
-        """Module and name of the function, or of the class."""
-        named = self.choose if hasattr(self.choose, "__qualname__") else type(self.choose)
-        return f"{named.__module__}.{named.__qualname__}"
 
 
 class RouterPart(Part[Any]):
@@ -110,9 +81,7 @@ class LayerRouting:
         """Return the settings of the router that ranks compare."""
         return {"router in use": self.replaced} if self.replaced else {}
 
-    def router_of(
-        self, x_TH: Tensor, token_ids_T: Tensor | ReplayedTokens | None
-    ) -> Router | HashedTokens | ReplayedTokens:
+    def router_of(self, x_TH: Tensor, token_ids_T: Tensor | ReplayedTokens | None) -> AnyRouter:
         """The router of these tokens. Layers that choose by scores ignore token ids.
 
         Raises ShapeError where ids are needed and missing, or do not fit the tokens.
@@ -125,7 +94,7 @@ class LayerRouting:
             raise ShapeError(
                 f"layer {self._name!r} chooses experts by token id; call it with token_ids_T, one id of each token"
             )
-        expect("token_ids_T", token_ids_T, "T", INTEGERS, x_TH.device, T=x_TH.shape[0])
+        expect("token_ids_T", token_ids_T, "T", IDS, x_TH.device, T=x_TH.shape[0])
         return self.hash_router.of(token_ids_T)
 
     def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
@@ -153,14 +122,16 @@ class LayerRouting:
         same = ids_TK is not None and ids() is ids_TK
         return same and ids_TK._version == version and ids_TK.data_ptr() == address
 
-    def physical(
-        self, x_TH: Tensor, router: Router | HashedTokens | ReplayedTokens, load_E: Tensor, state: ServingState
-    ) -> Routing:
+    def physical(self, x_TH: Tensor, router: AnyRouter, load_E: Tensor, state: ServingState) -> Routing:
         """The physical routing; on a GPU one launch after the gate where the router has a kernel for both.
 
         It has logits and bias if the kernel of the state routes inside.
         """
         gate = state.backends.gate
+        if state.experts.kernel.routes_inside and self.replaced:
+            chosen = state.experts.decision.chosen.experts
+            way = "pin kernel.experts to another backend, or leave the router of the settings"
+            raise UnsupportedError(f"{chosen} routes inside, which leaves out router {self.replaced}", [way])
         if x_TH.device.type != "cuda":
             routing, logits_TE = gate.route(x_TH, router)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_mk.config.moe import MoEConfig
+from moe_mk.config.moe import TRAINING_KINDS, MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CheckpointWarning, ConfigError, ShapeError, WeightError, expect_kind
 from moe_mk.experts.residency import ResidencyPool
@@ -22,7 +22,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.plain import plain
 from moe_mk.router.hashed import HashRouter, ImageRouter
-from moe_mk.router.router import Router
+from moe_mk.router.router import ROUTERS, OwnRouter, Router
 from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import calibrates, has_input_scales, read_input_scales, scales_contradict
@@ -96,11 +96,14 @@ def hash_router_of(config: MoEConfig, weights: LayerWeights, device: torch.devic
     expect_kind("weights", weights, LayerWeights)
     router, table, bias_E = config.router, None, weights.image_bias_E
     if weights.table_XK is not None:
-        scores = router.scoring_func, router.renormalize, router.routed_scaling_factor
-        table = HashRouter(weights.table_XK.to(device), *scores)
+        table = HashRouter(
+            weights.table_XK.to(device), router.scoring_func, router.renormalize, router.routed_scaling_factor
+        )
     if bias_E is None or router.first_image_token is None:
         return table
-    return ImageRouter(router_of(config), bias_E.to(device), router.first_image_token, table)
+    scores = router_of(config)
+    assert isinstance(scores, Router), "others have no image tokens"
+    return ImageRouter(scores, bias_E.to(device), router.first_image_token, table)
 
 
 def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix: str | None = None) -> MoEConfig:
@@ -189,9 +192,11 @@ def expert_map_of(config: MoEConfig) -> ExpertMap:
     return ExpertMap.from_physical(placement, ranks, num_experts)
 
 
-def router_of(config: MoEConfig) -> Router:
-    """The router that the config describes."""
-    settings = config.router
+def router_of(config: MoEConfig) -> Router | OwnRouter:
+    """The router that the config describes. Raises ConfigError for a `router.kind` that no distribution registers."""
+    settings, num_experts = config.router, config.model.scored_experts
+    if settings.kind != "topk" and settings.kind not in TRAINING_KINDS:
+        return OwnRouter(ROUTERS[settings.kind](settings, num_experts), settings.top_k, num_experts)
     return Router(
         top_k=settings.top_k, num_expert_group=settings.num_expert_group, topk_group=settings.topk_group,
         scoring_func=settings.scoring_func, renormalize=settings.renormalize,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_mk.config.device import DeviceProfile
-from moe_mk.config.moe import KernelConfig
+from moe_mk.config.moe import TRAINING_KINDS, KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.quant import QuantConfig
 from moe_mk.config.traits import runs_emulated
@@ -192,7 +192,7 @@ def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
 
 
 def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
-    if (kind := problem.config.router.kind) != "topk":
+    if (kind := problem.config.router.kind) in TRAINING_KINDS:
         raise UnsupportedError(
             f"router.kind = {kind} is for training, and {problem.config.model.name} is to be served",
             ["to train: moe_mk.lab.training.TrainingMoE(config, comm)", "to serve: router.kind = topk"],

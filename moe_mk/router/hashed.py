@@ -14,11 +14,9 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.reference.topk import exact_scores, expert_scores, weigh
 from moe_mk.router.router import Router
-from moe_mk.router.topk import check_tensors, raise_all, scoring_problems
+from moe_mk.router.topk import IDS, check_tensors, raise_all, scoring_problems
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class HashRouter:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        expect("table", self.table_XK, "X K", INTEGERS)
+        expect("table", self.table_XK, "X K", IDS)
         raise_all("HashRouter", scoring_problems(self.scoring_func, self.routed_scaling_factor, torch.float32))
 
     def of(self, token_ids_T: Tensor) -> HashedTokens:
@@ -46,7 +44,7 @@ class HashRouter:
         check reads the ids, so it waits for the device.
         """
         check_tensors(router_logits, None)
-        expect("token_ids", token_ids_T, "T", INTEGERS, router_logits.device, T=router_logits.shape[0])
+        expect("token_ids", token_ids_T, "T", IDS, router_logits.device, T=router_logits.shape[0])
         self.check(token_ids_T)
         ids_TK, num_experts = self.table_XK.to(token_ids_T.device)[token_ids_T.long()].long(), router_logits.shape[1]
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
@@ -88,7 +86,7 @@ class ImageRouter:
 
     def route(self, router_logits: Tensor, token_ids_T: Tensor, bias_E: Tensor | None = None) -> Routing:
         """Route every token as text and as part of an image, and keep what it is. Raises as `HashRouter.route`."""
-        expect("token_ids", token_ids_T, "T", INTEGERS, router_logits.device, T=router_logits.shape[0])
+        expect("token_ids", token_ids_T, "T", IDS, router_logits.device, T=router_logits.shape[0])
         is_image_T = token_ids_T >= self.first_image
         images = self.scores(router_logits, self.image_bias_E)
         if self.table is None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from moe_mk.errors import expect_kind
-from moe_mk.registry import did_you_mean
+from moe_mk.errors import ShapeError, expect_kind
+from moe_mk.registry import Registry, did_you_mean
 from moe_mk.router.gate import RouterDtype, check_router_dtype
 from moe_mk.router.topk import (
+    IDS,
     check_tensors,
     fused_kernels,
     group_problems,
@@ -20,7 +23,11 @@ from moe_mk.router.topk import (
     raise_all,
     scoring_problems,
 )
+from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
+
+if TYPE_CHECKING:
+    from moe_mk.config.moe import RouterConfig
 
 Simulation = Literal["balanced", "random"]
 
@@ -115,3 +122,63 @@ class Router:
         weight = self.routed_scaling_factor / self.top_k
         weights_TK = torch.full(ids_TK.shape, weight, dtype=torch.float32, device=device)
         return Routing(ids_TK.to(self.ids_dtype), weights_TK)
+
+
+class RouterKind(ABC):
+    """A router of another distribution, which `router.kind` names. One object serves one layer.
+
+    Objects of one class with the same settings are equal: copies of a layer have copies of its router.
+    """
+
+    def __init__(self, config: RouterConfig, num_experts: int) -> None:
+        """num_experts: those that the gate scores."""
+        self.config, self.num_experts = config, num_experts
+
+    @abstractmethod
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        """Route: logits [T, E] and an optional bias f32 [E] to ids [T, K] and weights f32 [T, K].
+
+        Logits are f32, or of the layer's dtype with router_dtype = model. Weights are renormalised and scaled as the
+        settings ask; an id of -1 is none.
+        """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RouterKind) or type(other) is not type(self):
+            return False
+        return (other.config, other.num_experts) == (self.config, self.num_experts)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.config, self.num_experts))
+
+
+ROUTERS: Registry[type[RouterKind]] = Registry("router", RouterKind, "moe_mk.routers")
+
+
+@dataclass(frozen=True)
+class OwnRouter:
+    """A router of the program or of another distribution. Checks what it returns."""
+
+    choose: Callable[[Tensor, Tensor | None], Routing]
+    top_k: int
+    num_experts: int
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        """Route [T, E] logits. Raises ShapeError for a routing that a layer cannot use; ids are read on a CPU only."""
+        routing, (num_tokens, _) = self.choose(router_logits, e_score_correction_bias), router_logits.shape
+        if not isinstance(routing, Routing):
+            raise ShapeError(f"router {self.name} returned {type(routing).__name__}, not moe_mk.tokens.Routing")
+        sizes, where = {"T": num_tokens, "K": self.top_k}, router_logits.device
+        expect(f"ids_TK of router {self.name}", routing.ids_TK, "T K", IDS, where, **sizes)
+        expect(f"weights_TK of router {self.name}", routing.weights_TK, "T K", torch.float32, where, **sizes)
+        if where.type == "cpu" and routing.ids_TK.numel():
+            lowest, highest = (int(each) for each in torch.aminmax(routing.ids_TK))
+            if lowest < -1 or highest >= self.num_experts:
+                stated = f"ids from {lowest} to {highest}, the layer has experts 0 to {self.num_experts - 1}"
+                raise ShapeError(f"router {self.name} returned {stated}, and -1 for none")
+        return routing
+
+    @property
+    def name(self) -> str:
+        """Module and name of the function, or of the class."""
+        named = self.choose if hasattr(self.choose, "__qualname__") else type(self.choose)
+        return f"{named.__module__}.{named.__qualname__}"

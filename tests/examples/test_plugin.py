@@ -127,6 +127,24 @@ def test_its_number_format_is_a_value_of_the_settings(with_plugin: Run) -> None:
     assert done.stdout.split() == ["torch_cpu", str(128 * (256 * 3 // 4 + 256 // 32))], done.stderr
 
 
+ROUTED = """
+import torch, moe_mk
+model = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "quant": {"weights": "fp32"}}
+config = moe_mk.MoEConfig.parse({"model": model, "router": {"top_k": 4, "kind": "top_p"}}, "a test")
+layer = moe_mk.MoELayer(config, dtype=torch.float32)
+logits = torch.tensor([[9.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 1, 1, 1, 1, 1, 1], [2.0, 2, -9, -9, -9, -9, -9, -9]])
+routing = layer.router(logits)
+print((routing.ids_TK >= 0).sum(1).tolist(), routing.weights_TK.sum(1).tolist())
+from moe_mk.lab.testing.conformance import check_router
+print(check_router(layer.router, num_experts=8, top_k=4))
+"""
+
+
+def test_its_router_is_a_value_of_the_settings(with_plugin: Run) -> None:
+    done = with_plugin("-W", "ignore", "-c", ROUTED)
+    assert done.stdout.split("\n")[:2] == ["[1, 4, 2] [1.0, 1.0, 1.0]", "20"], done.stdout + done.stderr
+
+
 SELECTS = """
 import sys, moe_mk
 model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "bf16"}}

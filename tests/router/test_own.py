@@ -1,4 +1,4 @@
-"""A router of the program in a layer: it is used, reported, compared between ranks, copied, and checked."""
+"""A router of the program or of a wheel in a layer: used, reported, compared between ranks, copied, and checked."""
 
 import copy
 from collections.abc import Callable
@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import CommError, ConfigError, MoEConfig, MoELayer, ParallelGroups, ShapeError
+from moe_mk import CommError, ConfigError, MoEConfig, MoELayer, ParallelGroups, ShapeError, UnsupportedError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.lab.testing.conformance import NonConforming, check_router
-from moe_mk.router import Router, grouped_topk
+from moe_mk.lab.training import TrainingMoE
+from moe_mk.lab.verify.dense import dense_layer
+from moe_mk.router import ROUTERS, Router, RouterKind, grouped_topk
 from moe_mk.tokens import Routing
 
 H, I, E, K = 64, 64, 8, 2
@@ -20,7 +22,8 @@ H, I, E, K = 64, 64, 8, 2
 
 def layer(groups: ParallelGroups | None = None, **settings: object) -> MoELayer:
     model = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "quant": {"weights": "fp32"}}
-    config = MoEConfig.parse({"model": model, "router": {"top_k": K}}, "a test").with_(experts="torch_cpu", **settings)
+    parsed = MoEConfig.parse({"model": model, "router": {"top_k": K}}, "a test")
+    config = parsed.with_(**{"experts": "torch_cpu", **settings})
     made, draw = MoELayer(config, dtype=torch.float32, groups=groups), torch.Generator().manual_seed(0)
     tensors = {"gate.weight": torch.randn(E, H, generator=draw)}
     for expert in range(E):
@@ -61,6 +64,63 @@ def test_a_router_that_is_set_is_used_and_stands_in_every_report(router: Callabl
     assert torch.equal(copy.deepcopy(made)(X), changed), "a copy chooses alike"
     made.router = Router(K)
     assert torch.equal(made(X), before) and made.report().router == ""
+
+
+class Lowest(RouterKind):
+    """`least`, as a wheel registers it."""
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        assert self.num_experts == router_logits.shape[1] and self.config.top_k == K
+        return least(router_logits, e_score_correction_bias)
+
+
+@pytest.fixture
+def lowest(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ROUTERS, "_entries", dict[str, type[RouterKind]]())
+    ROUTERS.register("lowest")(Lowest)
+    return "lowest"
+
+
+@pytest.mark.parametrize("experts", ["torch_cpu", "reference"])
+def test_a_registered_router_is_chosen_by_the_settings(lowest: str, experts: str) -> None:
+    made, set_by_hand = layer(kind=lowest, experts=experts), layer(experts=experts)
+    set_by_hand.router = least
+    assert torch.equal(made(X), set_by_hand(X)) and not torch.equal(made(X), layer(experts=experts)(X))
+    assert isinstance(made.router, Lowest) and made.report().router == "", "it is that of the settings"
+    copied = copy.deepcopy(made)
+    assert torch.equal(copied(X), made(X)) and copied.report().router == ""
+    copied.router = least
+    assert copied.report().router.endswith(".least")
+
+
+def test_a_registered_router_that_cannot_be_used_is_refused(lowest: str) -> None:
+    with pytest.raises(ConfigError, match="no router is called 'lowes'; did you mean 'lowest'"):
+        layer(kind="lowes")
+    with pytest.raises(ConfigError, match="breaks the contract of RouterKind: __call__"):
+        ROUTERS.register("other")(type("Other", (RouterKind,), {"__call__": lambda self, logits: least(logits)}))
+    ranks = [
+        layer(ParallelGroups(ep=comm), kind=kind)
+        for comm, kind in zip(LockstepWorld(2).communicators(), ("topk", lowest), strict=True)
+    ]
+    with pytest.raises(CommError, match="kind"):
+        interleave([rank.steps(X) for rank in ranks])
+    made = layer(kind=lowest)
+    with pytest.raises(UnsupportedError, match="reference for router.kind = lowest"):
+        dense_layer(X, made.config, made.weights)
+    with pytest.raises(UnsupportedError, match="router.kind = lowest is not trained; set it to topk"):
+        TrainingMoE(made.config)
+
+
+def test_experts_that_route_inside_do_not_leave_out_a_router(lowest: str) -> None:
+    with pytest.raises(UnsupportedError, match="router.kind = lowest is another distribution's"):
+        layer(kind=lowest, experts="reference_monolithic")
+    made = layer(experts="reference_monolithic")
+    before = made(X)
+    made.router = least
+    with pytest.raises(UnsupportedError, match=r"reference_monolithic routes inside, which leaves out .*\.least"):
+        made(X)
+    made.router = Router(K)
+    assert torch.equal(made(X), before)
 
 
 def test_settings_of_a_router_that_were_changed_are_reported() -> None:

@@ -29,6 +29,7 @@ from moe_mk.placement.eplb import EPLB_POLICIES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
 from moe_mk.registry import Registry
+from moe_mk.router.router import ROUTERS
 
 
 def examine(screen: Screen, overrides: Mapping[str, Any], *, as_json: bool) -> int:
@@ -120,7 +121,7 @@ def _backends(overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
     for name, policy in EPLB_POLICIES.items():
         rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
-    plugins: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, EPLB_POLICIES, ORACLES, POLICIES, LINKS)
+    plugins: tuple[Registry[Any], ...] = (PREPARE_FINALIZE, EXPERTS, EPLB_POLICIES, ORACLES, POLICIES, LINKS, ROUTERS)
     for each in plugins:
         list(each)  # loads them
         for name, reason in each.broken.items():

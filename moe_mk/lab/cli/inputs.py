@@ -20,11 +20,11 @@ from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.foreign import read_npy
 from moe_mk.lab.verify import OwnBlock
 from moe_mk.registry import did_you_mean
+from moe_mk.router.topk import IDS
 from moe_mk.shapes import expect
 from moe_mk.weights.inspect import inspect_checkpoint
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INTEGERS = (torch.int32, torch.int64)
 
 
 def read_hidden_states(file: Path, hidden_size: int) -> Tensor:
@@ -39,7 +39,7 @@ def read_hidden_states(file: Path, hidden_size: int) -> Tensor:
 def read_token_ids(file: Path) -> Tensor:
     """int64 (T,) of a .npy file, or of a .safetensors file: its only tensor, or the one called token_ids."""
     ids = _read("--token-ids", file, "token_ids")
-    expect(f"--token-ids {file}", ids, "T", INTEGERS)
+    expect(f"--token-ids {file}", ids, "T", IDS)
     return ids.to(torch.int64)
 
 

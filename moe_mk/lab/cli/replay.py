@@ -34,7 +34,7 @@ from moe_mk.weights.gguf_source import open_source
 if TYPE_CHECKING:
     from torch import nn
 
-    from moe_mk.router.router import Router
+    from moe_mk.layer.gate import AnyRouter
 
 PAIRS = (("fp8", "fp32"), ("fp8", "bf16"), ("bf16", "fp32"))
 """Formats of rollout and trainer. fp8: weights and activations of the experts, the rest in bf16."""
@@ -78,7 +78,7 @@ def measure(order: ReplayOrder) -> list[Divergence]:
         return [_divergence(models, pair, router, order) for pair in PAIRS]
 
 
-def _divergence(models: dict[str, Any], pair: tuple[str, str], router: Router, order: ReplayOrder) -> Divergence:
+def _divergence(models: dict[str, Any], pair: tuple[str, str], router: AnyRouter, order: ReplayOrder) -> Divergence:
     rollout, trainer = pair
     tokens = _generated(models[rollout], order, draws(order.seed))
     theirs, recorded = _evaluated(models[rollout], tokens)
@@ -164,7 +164,7 @@ def _evaluated(model: Any, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @contextmanager
-def _replaying(model: nn.Module, router: Router, recorded: list[Tensor]) -> Iterator[None]:
+def _replaying(model: nn.Module, router: AnyRouter, recorded: list[Tensor]) -> Iterator[None]:
     """Recorded experts in every gate, weighed by its own logits."""
 
     def hook(ids_TK: Tensor) -> Any:

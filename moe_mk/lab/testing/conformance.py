@@ -21,7 +21,7 @@ from moe_mk.lab.testing.experts import check_experts
 from moe_mk.lab.testing.identity import IdentityExperts
 from moe_mk.lab.testing.limits import NonConforming, no_global_changes, require
 from moe_mk.lab.testing.transports import check_transport
-from moe_mk.layer.routing import OwnRouter
+from moe_mk.router.router import OwnRouter
 from moe_mk.tokens import Routing
 
 __all__ = [

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import Absent, Group, communicator
-from moe_mk.config.moe import MoEConfig
+from moe_mk.config.moe import TRAINING_KINDS, MoEConfig
 from moe_mk.errors import ConfigError, UnsupportedError, expect_kind
 from moe_mk.flight import wait
 from moe_mk.kernels.reference.activation import activation
@@ -203,6 +203,7 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "model.gated": (model.gated, True), "model.shared_gate": (model.shared_gate, False),
         "model.shared_activation": (model.shared_activation, None), "model.expert_bias": (model.expert_bias, False),
         "model.shared_scale": (model.shared_scale, 1.0), "model.num_zero_experts": (model.num_zero_experts, 0),
+        "router.kind": (router.kind, router.kind if router.kind in ("topk", *TRAINING_KINDS) else "topk"),
         "router.group_score": (router.group_score, "auto"),
         "router.has_expert_scale": (router.has_expert_scale, False),
         "router.weight_on_input": (router.weight_on_input, False), "parallel.tp": (parallel.tp, 1),

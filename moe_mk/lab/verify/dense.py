@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.config.moe import ModelConfig, MoEConfig, RouterConfig
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import SlotWeights
@@ -204,7 +204,11 @@ def dense_layer(
     ids_TK: use this choice of experts instead of its own, weighed by its own scores.
     token_ids_T: integers, tokens of the vocabulary; a layer with a table of experts by token id needs them, and raises
     ShapeError where they are missing or not one a token, ConfigError where the table has no such token.
+    Raises UnsupportedError for a router of another distribution.
     """
+    if config.router.kind != "topk":
+        way = "verify the layer with router.kind = topk, and the router with lab.testing.conformance.check_router"
+        raise UnsupportedError(f"a reference for router.kind = {config.router.kind}", [way])
     assert weights.facts.owned == tuple(range(config.model.num_experts)) and weights.facts.tp_size == 1
     x = x_TH.to(device="cpu", dtype=torch.float64)
     router_TH, gate_EH = x_TH.cpu(), weights.gate_EH.cpu().double()

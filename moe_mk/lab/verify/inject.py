@@ -42,7 +42,7 @@ def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
 
 def faulty_router(router: R, fault: str) -> R:
     """Return the router; with double-scale, one whose weights are scaled twice (by 2 where the factor is 1)."""
-    if fault != "double-scale":
+    if fault != "double-scale" or not hasattr(router, "routed_scaling_factor"):  # of another distribution: not verified
         return router
     factor = router.routed_scaling_factor
     return replace(router, routed_scaling_factor=factor * (factor if factor != 1.0 else 2.0))
