@@ -56,7 +56,7 @@ class ExpertsTraits(Traits):
     """Whether the down projection may have another of these formats than gate and up (model.quant.down)."""
     computes: tuple[str, ...]
     """Activation formats of the products, best first: "plain" (the layer's dtype), or the family of a checkpoint's
-    activations ("fp8", "int8", "mxfp8", "nvfp4")."""
+    activations ("fp8", "int8", "mxfp8", ...)."""
     weight_only_computes: tuple[str, ...] = ("plain",)
     """The same for weights without activations of their own: integers in groups, and blocks of GGUF."""
     layouts: frozenset[str] = frozenset({CANONICAL, MAPPED})

@@ -110,10 +110,10 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
     """The config with the input scales of one layer of a checkpoint, where it has any and a run uses them.
 
     A scale that the config states is kept, and with activations in the layer's dtype none is needed. FP8 gets one
-    scale for tokens and one for the rows between the products; NVFP4 gets the larger one for both, because its block
-    scales cover the smaller one. NVFP4 experts without input scales are weight-only. Every rank reads the scales of all
-    experts, so that all ranks have the same settings. Raises WeightError for invalid scales, and where they are missing
-    and NVFP4 activations are stated. Warns where scales that the configuration states are not those of the tensors.
+    scale for tokens and one for the rows between the products. Formats with a global scale get the larger one for both,
+    because their block scales cover the smaller one; without input scales they are weight-only. Every rank reads the
+    scales of all experts, so that all ranks have the same settings. Raises WeightError for invalid scales, and where
+    they are missing and such activations are stated. Warns where the configuration states others than the tensors.
     """
     quant, kernel = config.model.quant, config.kernel
     is_plain = kernel.activations == "plain" and kernel.wire in ("auto", "plain")
@@ -125,15 +125,15 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
     if not calibrates(quant):
         return config
     if (scales := read_input_scales(source, layer, prefix=prefix, shared=quant.shared == "same")) is None:
-        if quant.weights != "nvfp4":
+        if not quant.weight_scheme.has_global_scale:
             return config  # found token by token
-        if quant.activations == "nvfp4" or kernel.activations == "checkpoint":
+        if quant.activations == quant.weights or kernel.activations == "checkpoint":
             raise WeightError(
-                f"layer {layer} of {path} has no input scales (input_scale), and its activations are to be NVFP4; "
-                "state quant.input_scale, or use kernel.activations='plain'"
+                f"layer {layer} of {path} has no input scales (input_scale), and its activations are to be "
+                f"{quant.weights.upper()}; state quant.input_scale, or use kernel.activations='plain'"
             )
         return config.with_(quant={**quant.model_dump(), "activations": "none"})
-    if quant.weights == "nvfp4":
+    if quant.weight_scheme.has_global_scale:
         found = {"input_scale": max(scales.tokens, scales.hidden)}
     else:
         found = {"input_scale": scales.tokens, "hidden_scale": scales.hidden}
@@ -141,7 +141,7 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int, prefix:
 
 
 def expect_calibrated(decision: Decision, source: TensorSource, layer: int, prefix: str | None) -> None:
-    """Raise ConfigError where NVFP4 activations would be scaled by 1 although the checkpoint stores input scales.
+    """Raise ConfigError where activations would have a global scale of 1 although the checkpoint stores input scales.
 
     And for arguments of `load` that are of other types.
     """
@@ -149,8 +149,8 @@ def expect_calibrated(decision: Decision, source: TensorSource, layer: int, pref
         expect_kind("source", source, str, PathLike, Mapping, TensorSource)
     expect_kind("layer", layer, int)
     expect_kind("prefix", prefix, str, type(None))
-    quant = decision.problem.config.model.quant
-    if quant.weights != "nvfp4" or quant.input_scale is not None or not decision.compute.name.startswith("nvfp4"):
+    quant, compute = decision.problem.config.model.quant, decision.compute
+    if quant.input_scale is not None or compute.family != quant.weights or not quant.weight_scheme.has_global_scale:
         return
     if read_input_scales(source, layer, prefix=prefix) is not None:
         raise ConfigError(

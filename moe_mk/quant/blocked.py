@@ -97,8 +97,6 @@ class BlockedScheme(QuantScheme):
     def logical_columns(self, held: int) -> int:
         return held * self.per_byte // self.element.elements
 
-    has_global_scale: ClassVar[bool] = False
-    """Whether the matrix has an additional global f32 scale."""
     is_static: ClassVar[bool] = False
     """Whether the scale is part of the scheme, so that none is transported with the values."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ class QuantScheme(ABC):
     """A conversion of numbers to bytes and back. Schemes with the same name are equal."""
 
     name: str
+    has_global_scale: ClassVar[bool] = False
+    """Whether the matrix has an additional global f32 scale."""
 
     @property
     def family(self) -> str:
-        """The format family: plain, fp8, int8, mxfp8, mxfp4, nvfp4, wna16 or gguf."""
+        """The format family: such as plain, fp8, int8, mxfp8, wna16 or gguf."""
         return "plain"
 
     @property

@@ -1,8 +1,7 @@
 """Rows as bytes for transports, and whether activations are quantised before or after dispatch.
 
 A row is its values followed by its scales: 14,336 B for 7,168 bf16 values, 7,392 B in FP8 with f32 scales per 128,
-7,224 B with UE8M0 scales, 7,392 B in MXFP8, 4,032 B in NVFP4. Collectives send FP8 as bytes, because gloo does not
-support the dtype. The conversion is exact in both directions.
+7,224 B with UE8M0 scales. Collectives send FP8 as bytes, which gloo supports. The conversion is exact both ways.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class ExpertWeights:
         multiply. Gate and up each begin a block; formats with one scale a tensor have one (L, 1) or two (L, 2).
         w13_zeros, w2_zeros: of the shape of the scales: the code of zero in uint8, of int4_*_zp and int8_*_zp; the bias
         in the dtype of the scales, of int4_*_affine and int8_*_affine.
-        w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
+        w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of formats with a global scale.
         w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
         order: of w13: "gate_up", "up_gate", or "interleaved" rows.
         Raises ShapeError naming the tensor, WeightError for values and scales that a checkpoint may not have, with the

@@ -218,9 +218,9 @@ def _as_mlx_may_pack(each: Expected) -> list[Expected]:
 def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     """Parts of the layer for which the convention defines no name, so that they cannot be found."""
     scheme = spec.scheme
-    above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale and not convention.packing
+    above = scheme.has_global_scale and not convention.packing
     shared = spec.scheme_of(Role.SHARED, "up")
-    above_shared = spec.num_shared_experts > 0 and isinstance(shared, BlockedScheme) and shared.has_global_scale
+    above_shared = spec.num_shared_experts > 0 and shared.has_global_scale
     routed = scheme, spec.scheme_of(Role.EXPERT, "down")
     of_mlx = all(isinstance(each, Plain) or is_of_mlx(each) for each in (*routed, shared))
     affine = any(isinstance(each, Grouped) and each.has_biases for each in (*routed, shared))

@@ -33,7 +33,7 @@ TILE_ROWS = 16
 """Outputs that share one packed scale of a block; a block of 128 rows is eight of them."""
 BLOCK = 128
 _SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
-_GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
+_GROUPED = {format.name.lower(): format for format in Format if format.group}
 
 
 def native_kernels(
@@ -149,7 +149,7 @@ class PackedExpertWeights:
         scales = self._scales(packed, scheme, index)
         above: list[Tensor | None] = [None] * len(values)
         zeros = unpack_zeros(packed, index) or above
-        if packed.layout.format is Format.NVFP4:
+        if scheme.has_global_scale:
             above = [factors[:1] for factors in unpack_output_scales(packed, index)]
         parts = zip(values, scales, above, zeros, strict=True)
         return [QuantTensor(v, s, scheme, a, z) for v, s, a, z in parts]

@@ -11,7 +11,7 @@
     layout2 = MatrixLayout(num_outputs=H, num_inputs=I, gated=False, format=Format.FP8)
     w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX
     pack_slot(native, w13, slot, (gate_IH, up_IH), (gate_scales, up_scales), threads=n, name="...")  # WeightError: NaN
-    # Format: BF16; FP8, INT8 (f32 scales of blocks, or by_output=True); MXFP8, MXFP4, NVFP4 (above=: its f32 scales)
+    # Format: BF16; FP8, INT8 (f32 scales of blocks, or by_output=True); floats of groups (above=: global f32 scales)
     # INT4, INT8_GROUPS (parts=PartScales(group, dtype, zeros, biases), zeros=)
     # Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_1, Q8_0: MatrixLayout.of_blocks(num_outputs, num_inputs, gated, BlockType.Q4_K)
     touch_slot(native, w13, slot) -> bool                                 # after allocate(..., touch=False)

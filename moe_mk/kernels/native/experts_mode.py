@@ -94,8 +94,8 @@ class ExpertsMode:
     alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
     quantize: the quantisation of x and h; INT8 requires INT8 weights, INT8_PARTS integers in groups or Q4_K.
     batch_invariant: the result of a row does not depend on other rows of the batch. For weights without group scales it
-    never does. Slower for MX and NVFP4 on AVX-512 (up to four rows per expert), and for INT4, INT8 groups and ggml
-    blocks on AMX (up to 32).
+    never does. Slower for floats with such scales on AVX-512 (up to four rows per expert), and for INT4, INT8 groups
+    and ggml blocks on AMX (up to 32).
     tuning: parameters that affect only the time.
     """
 

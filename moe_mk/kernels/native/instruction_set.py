@@ -6,7 +6,7 @@ processors run at a quarter of the rate of the instructions of AVX512_VNNI. Thei
     | weights                  | AVX512_VNNI                | AVX512_BF16                |
     |--------------------------|----------------------------|----------------------------|
     | bf16, FP8, MXFP8         | `vfmadd231ps`, 16 products | `vdpbf16ps`, 32 products   |
-    | integers, MXFP4, NVFP4   | `vpdpwssd`, 32 products    | `vdpbf16ps`, 32 products   |
+    | integers, 4-bit floats   | `vpdpwssd`, 32 products    | `vdpbf16ps`, 32 products   |
     | any, rows in INT8        | `vpdpbusd`, the same kernels in both                    |
 
 Instruction sets differ in bits of results, so the choice depends on nothing that differs between calls. Packed weights

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError, WeightError
-from moe_mk.kernels.native.layout import PAIR, SCALE_BLOCK, TILE, Format, MatrixLayout
+from moe_mk.kernels.native.layout import PAIR, SCALE_BLOCK, TILE, MatrixLayout
 from moe_mk.kernels.native.library import Native
 
 HUGE_PAGE = 2 << 20
@@ -104,7 +104,7 @@ def pack_slot(
     dtype; they may be memory-mapped and strided between rows.
     scales: one tensor per source. f32 128x128 grids; f32 (outputs, 1) or (1, 1) for a layout by output; else scales of
     the format, (outputs, inputs / group), of INT4 and INT8_GROUPS in the dtype of `PartScales`. ggml blocks have none.
-    above: NVFP4's f32 scale of each source, (1, 1). zeros: uint8 zero points, or biases of the dtype of the scales, of
+    above: a global f32 scale of each source, (1, 1). zeros: uint8 zero points, or biases of the dtype of the scales, of
     the shape of the scales.
     Raises WeightError for NaN codes, and for scales that are NaN or, of formats with parts, infinite; ShapeError for
     shapes and alignments that cannot be packed.
@@ -318,7 +318,7 @@ def spread_groups(layout: MatrixLayout, scales: tuple[Tensor, ...], name: str) -
     bad = sum(int((o == 0xFF if powers else (o & 0x7F) == 0x7F).sum()) for o in octets)
     if bad:
         raise WeightError(f"{name}: {bad} of its {layout.format.name} scales are NaN; the checkpoint is damaged")
-    fill = 0 if layout.format is Format.NVFP4 else _ONE_E8M0
+    fill = _ONE_E8M0 if powers else 0
     padded = [torch.nn.functional.pad(o, (0, layout.groups - given), value=fill) for o in octets]
     return _of_pairs(layout, padded, fill=fill)
 

@@ -228,7 +228,7 @@ def _scales(layout: MatrixLayout, seed: int) -> torch.Tensor:
         shrink = 1 / 127 if layout.format is Format.INT8 else 1.0
         return (_pattern(2, 2, seed=seed).abs() + 0.1) * shrink
     wave = _pattern(layout.num_outputs, -(-layout.num_inputs // layout.format.group), seed=seed)
-    if layout.format is Format.NVFP4:
+    if layout.format.scale_dtype is torch.float8_e4m3fn:
         return (wave.abs() * 0.3 + 0.02).to(layout.format.scale_dtype)
     return (wave * 2 + 122).to(torch.uint8).view(layout.format.scale_dtype)
 
