@@ -40,8 +40,8 @@ LIMITS = {
     "short ones, no plugins": 23,
     "circles": 0,
     "orphans": 0,
-    "core lines": 26_630,
-    "library lines": 51_697,
+    "core lines": 26_687,
+    "library lines": 51_754,
     "test lines": 77_000,
     "tool and benchmark lines": 10_698,
     "long files": 0,
@@ -58,7 +58,7 @@ LONGEST = 500
 """Lines of a file, but for those of LONGER, each with the lines that it has at most until it is split."""
 LONGER = {
     "moe_mk/comm/messages.py": 673,
-    "moe_mk/config/moe.py": 504,
+    "moe_mk/config/moe.py": 513,
     "moe_mk/weights/expert_weights.py": 505,
     "tests/kernels/native/test_build.py": 519,
     "tests/testing/broken/experts.py": 543,
