@@ -9,7 +9,6 @@ from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.flight import interleave
 from moe_mk.lab.testing.transports import virtual_groups
-from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.tiled_kernel import TiledKernel, tiled
 from moe_mk.trace.recorder import Recorder
 from tests.support.layers import HIDDEN, config, layer
@@ -28,19 +27,6 @@ def layers(ep: int, **settings: object) -> list[MoELayer]:
 
 
 @pytest.mark.row(42)
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("counts", [(11, 11, 11, 11), (0, 5, 1, 2), (2, 0, 0, 0)])
-def test_a_layer_in_tiles_gives_what_it_gives_whole(x_TH: Tensor, ep: int, counts: tuple[int, ...]) -> None:
-    own = [x_TH[: counts[rank]] for rank in range(ep)]
-    whole = interleave([one.steps(x) for one, x in zip(layers(ep), own, strict=True)])
-    made = layers(ep, tiles=TILES)
-    got = interleave([one.steps(x) for one, x in zip(made, own, strict=True)])
-    assert all(isinstance(one.kernel, TiledKernel) for one in made)
-    torch.testing.assert_close(got, whole, atol=1e-6, rtol=1e-6)
-    assert [int(one.expert_load.sum()) for one in made] == [2 * len(x) for x in own], "counted once"
-
-
-@pytest.mark.row(42)
 def test_micro_batches_of_tiles_take_turns_too(x_TH: Tensor) -> None:
     whole = interleave([one.steps(x_TH) for one in layers(2)])
     made = layers(2, tiles=2)
@@ -56,19 +42,6 @@ def test_shared_experts_run_while_the_first_tile_is_on_its_way(x_TH: Tensor) -> 
     spans = sorted(recorder.spans, key=lambda span: span.start)
     stages = [span.stage for span in spans if span.stage in ("dispatch", "shared", "experts", "combine")]
     assert stages[:2] == ["dispatch", "shared"] and stages.count("dispatch") == stages.count("combine") == TILES
-
-
-def test_the_carrying_thread_serves_one_rank_and_gives_the_same(x_TH: Tensor) -> None:
-    by_turns, by_thread = (layers(1, tiles=TILES, tile_carrier=who)[0](x_TH) for who in ("turns", "thread"))
-    assert torch.equal(by_turns, by_thread)
-
-
-def test_tiles_outlive_another_placement(x_TH: Tensor) -> None:
-    (one,) = layers(1, tiles=TILES)
-    before = one(x_TH)
-    one.live.set_placement(ExpertMap.from_physical([7, 6, 5, 4, 3, 2, 1, 0], 1, 8))
-    assert isinstance(one.kernel, TiledKernel) and one.kernel.tiles == TILES
-    torch.testing.assert_close(one(x_TH), before, atol=1e-6, rtol=1e-6)
 
 
 def test_a_decision_states_that_there_are_tiles_and_who_carries_them() -> None:

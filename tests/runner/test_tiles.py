@@ -249,12 +249,3 @@ def test_threads_find_the_switches_of_autograd_as_the_caller_has_them() -> None:
         with modes:
             wait(kernel.steps(made.tokens()[0], made.case.routings[0], NO_WEIGHTS))
     assert seen == [(True, False), (False, False), (False, True)]
-
-
-def test_plans_and_work_serve_without_a_kernel() -> None:
-    """The parts alone: any `multiply`, any record."""
-    made = Ranks("no_ep", hostile_routings(1)[0], threads=False)
-    kernel, batch = made.kernels[0], MicroBatch(made.tokens()[0], made.case.routings[0])
-    work = TileWork(kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, NO_WEIGHTS), cut(batch, 2))
-    outputs = wait(in_turns(work, plan_for(kernel.prepare_finalize, 2), TileRecord()))
-    assert torch.equal(torch.cat(outputs), made.forward([kernel])[0])

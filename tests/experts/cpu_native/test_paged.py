@@ -147,17 +147,6 @@ def test_biases_are_in_the_records(tmp_path: Path) -> None:
     assert torch.equal(paged.run(tokens, some).y, resident.run(tokens, held).y)
 
 
-@pytest.mark.row(172)
-def test_shared_experts_are_added_last(tmp_path: Path) -> None:
-    given, own = (random_experts(BF16, count, SIZE, SIZE, CPU, seed=count) for count in (SLOTS, 1))
-    resident, held, paged, some = pair(given, tmp_path, 2)
-    tokens, outputs = drawn(4, 9, 3), []
-    for experts, routed in ((resident, held), (paged, some)):
-        fused = experts.fuse_shared_experts(routed, resident.relayout(own))
-        outputs.append(experts.run(replace(tokens, out_RH=torch.empty(9, SIZE)), fused).y)
-    assert torch.equal(*outputs)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("paged"))
