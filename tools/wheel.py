@@ -98,7 +98,7 @@ def check(machine: str, out: Path, *, once: bool) -> list[str]:
 
 
 def is_allowed(shown: str, machine: str) -> bool:
-    """Whether the tag that auditwheel shows for a wheel, of the newest glibc that it needs, is `TAG` or an older one."""
+    """Whether auditwheel shows `TAG` for a wheel, or that of an older glibc."""
     found = re.search(rf"platform\s+tag:\s+\"(\w+)_{machine}\"", shown)
     return found is not None and found[1].startswith("manylinux_2_") and int(found[1][12:]) <= int(TAG[12:])
 
