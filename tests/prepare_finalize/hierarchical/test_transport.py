@@ -147,12 +147,14 @@ def test_nodes_are_added_in_their_order_and_rounded_once_on_the_way() -> None:
         assert torch.equal(combined[rank], (node[0] + node[1]).bfloat16())
 
 
-def test_the_order_of_nodes_is_that_of_their_numbers_on_every_rank() -> None:
-    # Four nodes of one rank: 1e8 + 1 - 1e8 + 1 is 1 in f32 in this order, and 0 in the other.
-    expert_map = ExpertMap.linear(4, 4)
-    made = [Hierarchical(context(c, expert_map, 1, top_k=4)) for c in LockstepWorld(4).communicators()]
-    weights_TK = torch.tensor([[1e8, 1.0, -1e8, 1.0]])
-    routing = Routing(torch.arange(4, dtype=torch.int32)[None], weights_TK)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_order_of_nodes_is_that_of_their_numbers_on_every_rank(per_node: int) -> None:
+    # Four nodes of ranks with equal parts: 1e8 + 1 - 1e8 + 1 is 1 in f32 in this order, and 0 or 2 in others.
+    ranks = 4 * per_node
+    comms, expert_map = LockstepWorld(ranks).communicators(), ExpertMap.linear(ranks, ranks)
+    made = [Hierarchical(context(comm, expert_map, per_node, top_k=ranks)) for comm in comms]
+    weights_TK = torch.tensor([[1e8, 1.0, -1e8, 1.0]]).repeat_interleave(per_node, 1) / per_node
+    routing = Routing(torch.arange(ranks, dtype=torch.int32)[None], weights_TK)
     combined = interleave([there_and_back(transport, torch.ones(1, HIDDEN), routing) for transport in made])
     assert all(torch.equal(y_TH, torch.ones(1, HIDDEN)) for y_TH in combined)
 
