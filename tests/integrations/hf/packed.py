@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -91,9 +92,9 @@ def decoded_model(folder: Path, family: str) -> Any:
     return model
 
 
-def write_gguf_model(folder: Path, quant: str, rest: str = "F32") -> Path:
+def write_gguf_model(folder: Path, quant: str, rest: str = "F32", parts: int = 1) -> Path:
     """A whole Qwen3-MoE as llama.cpp names it: packed experts, other matrices as `rest`, everything else in f32. With
-    other matrices than F32 it has no dense layer, as files that llama.cpp reads."""
+    other matrices than F32 it has no dense layer, as files that llama.cpp reads. Returns the first of its parts."""
     folder.mkdir(parents=True, exist_ok=True)
     dense = (0,) if rest == "F32" else ()
     model, spec = family_model("qwen3_moe", dense=dense), shape_of("qwen3_moe", quant).layer_spec()
@@ -134,8 +135,11 @@ def write_gguf_model(folder: Path, quant: str, rest: str = "F32") -> Path:
         "rope.freq_base": float(config.rope_parameters["rope_theta"]), "vocab_size": 96,
     }  # fmt: skip
     metadata = {f"qwen3moe.{key}": value for key, value in sizes.items()}
-    write_gguf(folder / "model.gguf", "qwen3moe", metadata, tensors)
-    return folder / "model.gguf"
+    files = [folder / (f"model-{n + 1:05d}-of-{parts:05d}.gguf" if parts > 1 else "model.gguf") for n in range(parts)]
+    tensors.sort(key=lambda each: each.name == "output.weight")  # the first part does not have it
+    for part, (file, given) in enumerate(zip(files, np.array_split(np.arange(len(tensors)), parts), strict=True)):
+        write_gguf(file, "qwen3moe", {} if part else metadata, [tensors[at] for at in given])
+    return files[0]
 
 
 def gguf_tensor(name: str, tensor: Tensor, kind: str) -> GgufTensor:

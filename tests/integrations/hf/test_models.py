@@ -14,9 +14,17 @@ import transformers
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import is_experts
-from moe_mk.integrations.transformers import config_from_hf, explain, pack_linears, prepare
+from moe_mk.integrations.transformers import (
+    config_from_hf,
+    explain,
+    model_without_experts,
+    pack_linears,
+    prepare,
+    replace_experts,
+)
 from moe_mk.lab.checkpoints.tiny_models import tiny_model
 from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt, tiny_call
+from tests.integrations.hf.packed import write_gguf_model
 from tests.layer.native import NEEDS_COMPILER
 
 FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "nemotron_h"]
@@ -110,3 +118,14 @@ def test_two_modules_compiled_one_by_one_do_not_share_a_plan() -> None:
         got = [torch.compile(module, fullgraph=True, backend="eager")(*call) for module in (one, other)]
     assert all(torch.equal(mine, its) for mine, its in zip(got, wanted, strict=True))
     assert not torch.equal(*wanted)
+
+
+@pytest.mark.slow
+def test_a_gguf_model_in_parts_is_the_whole_one(tmp_path: Path) -> None:
+    found = []
+    for parts in (1, 3):
+        file = write_gguf_model(tmp_path / str(parts), "q4_k", "Q6_K", parts)
+        model = model_without_experts(file, dtype=torch.float32)
+        replace_experts(model, file)
+        found.append(logits(model, prompt()))
+    assert torch.equal(*found)
