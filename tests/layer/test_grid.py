@@ -4,6 +4,7 @@ import torch
 
 from moe_mk import MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
+from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
 from tests.support.layers import HIDDEN, layer, tensors
@@ -26,16 +27,31 @@ def outcomes(layers: list[MoELayer]) -> list[str]:
     return [ended[rank] for rank in range(len(layers))]
 
 
-def test_every_rank_of_a_grid_hears_that_one_of_them_alone_has_loaded_again() -> None:
-    columns, rows = (
-        [LockstepWorld(2).communicators() for _ in range(2)],
-        [LockstepWorld(2).communicators() for _ in "ab"],
-    )
-    layers = [
+def pairs() -> list[list[LockstepCommunicator]]:
+    return [LockstepWorld(2).communicators() for _ in range(2)]
+
+
+def grid() -> list[MoELayer]:
+    columns, rows = pairs(), pairs()
+    made = [
         layer(4, 2, ParallelGroups(ep=columns[tp][ep], tp=rows[ep][tp]), prepare_finalize="all_to_all")
         for ep, tp in PLACES
     ]
-    assert outcomes(layers) == [""] * 4
+    assert outcomes(made) == [""] * 4
+    return made
+
+
+def test_slices_that_have_agreed_notice_a_load_in_another_group_of_ranks_too() -> None:
+    layers, columns = grid(), pairs()
+    for each, (ep, tp) in zip(layers, PLACES, strict=True):
+        each.live.flip(each.live.stage(each.expert_map, ep=columns[tp][ep]))
+    layers[0].load_weights(tensors(4))
+    for refused in outcomes(layers)[:2]:
+        assert "again on ranks [0] and not on ranks [1]; load them there too" in refused
+
+
+def test_every_rank_of_a_grid_hears_that_one_of_them_alone_has_loaded_again() -> None:
+    layers = grid()
     for each in layers:
         each.load_weights(tensors(4))
     assert outcomes(layers) == [""] * 4
