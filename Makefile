@@ -180,8 +180,8 @@ $(DOCS_INSTALLED):
 	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
-wheel: $(WHEEL_INSTALLED)  ## wheels for x86-64 and aarch64 with the kernels inside, into dist/, and their checks
-	@$(WHEEL)/bin/python tools/wheel.py
+wheel: $(WHEEL_INSTALLED)  ## wheels for x86-64 and aarch64 with the kernels inside, into dist/, and their checks; ONLY=x86_64 for one
+	@$(WHEEL)/bin/python tools/wheel.py $(if $(ONLY),--only $(ONLY))
 
 $(WHEEL_INSTALLED): | $(INSTALLED)
 	@echo "venv      $(WHEEL)"

@@ -43,7 +43,7 @@ LIMITS = {
     "core lines": 26_687,
     "library lines": 51_754,
     "test lines": 77_100,
-    "tool and benchmark lines": 10_705,
+    "tool and benchmark lines": 10_706,
     "long files": 0,
     "docstrings without a subject": 0,
     "frames at EP=1": 8,
