@@ -9,6 +9,7 @@ from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.flight import interleave
 from moe_mk.lab.testing.transports import virtual_groups
+from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.tiled_kernel import TiledKernel, tiled
 from moe_mk.trace.recorder import Recorder
 from tests.support.layers import HIDDEN, config, layer
@@ -49,6 +50,14 @@ def test_a_decision_states_that_there_are_tiles_and_who_carries_them() -> None:
     assert "4 tiles per call, sent by the calling thread, alternating with the experts" in stated["turns"]
     assert "4 tiles per call, sent by a separate thread" in stated["thread"]
     assert "tiles a call" not in str(layer(8, 2).explain())
+
+
+def test_tiles_outlive_another_placement(x_TH: Tensor) -> None:
+    (one,) = layers(1, tiles=TILES)
+    before = one(x_TH)
+    one.live.set_placement(ExpertMap.from_physical([7, 6, 5, 4, 3, 2, 1, 0], 1, 8))
+    assert isinstance(one.kernel, TiledKernel) and one.kernel.tiles == TILES
+    torch.testing.assert_close(one(x_TH), before, atol=1e-6, rtol=1e-6)
 
 
 def test_the_report_counts_each_tile(x_TH: Tensor) -> None:
