@@ -18,7 +18,7 @@ from moe_mk.kernels import native
 from moe_mk.layer.experts_of_rank import can_be_called
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
-from moe_mk.router.replay import ReplayedTokens, empty_routing
+from moe_mk.router.replay import ReplayedTokens
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
 
@@ -174,8 +174,12 @@ class PreparedForward:
                 ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
                 tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
             elif listener is not None:
-                new = getattr(listener, "reused", empty_routing)(x_TH.shape[0], routing.router.top_k)
-                tensors, routed = (new.ids_TK, new.weights_TK), partial(listener, new)
+                shape = x_TH.shape[0], routing.router.top_k
+                tensors = (
+                    torch.empty(shape, dtype=torch.int32, device="cpu"),
+                    torch.empty(shape, dtype=torch.float32, device="cpu"),
+                )
+                routed = partial(listener, Routing(*tensors))
             weights_T = None
             if shared is not None and shared.is_weighted and given is None:
                 weights_T = shared.row_weights(x_TH)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -35,8 +34,6 @@ from moe_mk.tokens import Routing
 
 UNSIGNED = {torch.uint8: 2**8 - 1, torch.uint16: 2**16 - 1}
 """Dtypes of captured ids, and the value that stands for an assignment of no expert, if no expert has that number."""
-MOST_SIZES = 64
-"""Sizes of batches for which a listener keeps tensors."""
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -130,37 +127,10 @@ class CapturedLayer(Protocol):
     on_routing: Callable[[Routing], None] | None
 
 
-class CapturingListener:
-    """A listener that copies what it reads, so that the next forward of its layer may write to the same tensors."""
-
-    def __init__(self, keep: Callable[[Routing], None]) -> None:
-        self._keep = keep
-        self._reused: dict[tuple[int, int], Routing] = {}
-
-    def __call__(self, routing: Routing) -> None:
-        self._keep(routing)
-
-    def reused(self, num_tokens: int, top_k: int) -> Routing:
-        """Tensors for the routing of the next forward, as of `empty_routing`."""
-        if (made := self._reused.get((num_tokens, top_k))) is None:
-            if len(self._reused) >= MOST_SIZES:
-                self._reused.clear()
-            made = self._reused[num_tokens, top_k] = empty_routing(num_tokens, top_k)
-        return made
-
-
-def empty_routing(num_tokens: int, top_k: int) -> Routing:
-    """Ids int32 and weights f32 [T, K] on the CPU, to be written to."""
-    shape = num_tokens, top_k
-    ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
-    return Routing(ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu"))
-
-
 class RoutingCapture:
     """The ids that some layers choose, in one buffer (tokens, layers, K) of uint8 or uint16 that is made once.
 
-    A forward costs one copy of its ids. A layer that is captured runs one forward at a time. A replay of a CUDA graph
-    calls no listener and is not captured.
+    A forward costs one copy of its ids. A replay of a CUDA graph calls no hook and is not captured.
     """
 
     def __init__(
@@ -184,19 +154,25 @@ class RoutingCapture:
             raise ConfigError(f"layers {taken} are recorded already; end that recording first")
         try:
             for place, layer in layers.items():
-                layer.on_routing = CapturingListener(partial(self._keep, place))
+                layer.on_routing = self._hook(place)
             yield self
         finally:
             for layer in layers.values():
                 layer.on_routing = None
 
-    def _keep(self, place: int, routing: Routing) -> None:
-        ids_TK, kept_TK, start = routing.ids_TK, self._of_layer[place], self._tokens[place]
-        end = start + ids_TK.shape[0]
-        if end > kept_TK.shape[0] or ids_TK.shape[1] != self._ids_TXK.shape[2] or routing.input_weights_T1 is not None:
-            self._refuse(routing, end)
-        kept_TK[start:end] = ids_TK  # -1 becomes the greatest value
-        self._tokens[place] = end
+    def _hook(self, place: int) -> Callable[[Routing], None]:
+        kept_TK, tokens, top_k = self._of_layer[place], self._tokens, self._ids_TXK.shape[2]
+
+        def keep(routing: Routing) -> None:
+            ids_TK = routing.ids_TK
+            start = tokens[place]
+            end = start + ids_TK.shape[0]
+            if end > kept_TK.shape[0] or ids_TK.shape[1] != top_k or routing.input_weights_T1 is not None:
+                self._refuse(routing, end)
+            kept_TK[start:end] = ids_TK  # -1 becomes the greatest value
+            tokens[place] = end
+
+        return keep
 
     def _refuse(self, routing: Routing, end: int) -> None:
         most, _, top_k = self._ids_TXK.shape

@@ -68,26 +68,6 @@ def test_native_experts_replay_what_their_own_router_chose(tmp_path: Path) -> No
     assert not torch.equal(made.forward_replayed(x_TH, torch.tensor([[0, 1, 2, 3]] * 5)), expected)
 
 
-@NEEDS_COMPILER
-@pytest.mark.row("177")
-def test_native_calls_reuse_tensors_for_a_capture_and_for_no_other_listener(tmp_path: Path) -> None:
-    made, capture = built(written(tmp_path)), RoutingCapture(layers=1, num_experts=16, top_k=4, max_num_tokens=8)
-    batches = [torch.randn(rows, 256, dtype=torch.bfloat16) for rows in (2, 2, 1, 3)]
-    expected, kept = [made.route(x_TH).ids_TK for x_TH in batches], list[Routing]()
-    with capture.listening({0: made}):
-        for x_TH in batches:
-            made(x_TH)
-    assert torch.equal(capture.take()[:, 0].int(), torch.cat(expected))
-    made.on_routing = kept.append
-    for x_TH in batches:
-        made(x_TH)
-    assert all(torch.equal(each.ids_TK, ids_TK) for each, ids_TK in zip(kept, expected, strict=True))
-    made.on_routing = None
-    narrow = RoutingCapture(layers=1, num_experts=16, top_k=2, max_num_tokens=8)
-    with narrow.listening({0: made}), pytest.raises(ShapeError, match="routes to 4 experts, the capture has top_k=2"):
-        made(batches[0])
-
-
 @pytest.mark.row("177")
 @settings_of
 def test_other_experts_are_weighed_by_the_live_gate(settings: dict[str, Any]) -> None:
