@@ -21,7 +21,7 @@ EXPERTS = {
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
-def run_interpreted(*files: str | Path, options: tuple[str, ...] = ("-m", "not slow"), seconds: int = 470) -> str:
+def run_interpreted(*files: str | Path, options: tuple[str, ...] = ("-m", "not stress"), seconds: int = 470) -> str:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-rpfE", "-p", "no:cacheprovider", "-n", "0", *options]
     paths = [str(each if isinstance(each, Path) else HERE / f"interpreted_{each}.py") for each in files]
@@ -84,5 +84,5 @@ def test_experts_below_a_gpu_have_the_bits_of_those_on_it() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
 def test_experts_pass_the_whole_conformance_kit(form: str) -> None:
-    options = ("-m", "slow", "-k", f"whole_kit and {form}")
+    options = ("-m", "stress", "-k", f"whole_kit and {form}")
     assert "1 passed" in run_interpreted("experts", options=options, seconds=590)
