@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.config import ModelConfig, RouterConfig
 from moe_mk.lab.judge import Case, read_case, record, record_ggml, record_transformers
 from moe_mk.lab.judge.verdict import judge
 

@@ -5,45 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import gcd
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from moe_mk.config.base import Settings, overrides_of, read_mapping
 from moe_mk.config.quant import QuantConfig
+from moe_mk.config.router import RouterConfig, router_problems
 from moe_mk.errors import ConfigError, expect_kind
 from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.registry import did_you_mean
-from moe_mk.shapes import divisors_of
-
-
-def place_overrides(data: dict[str, Any], overrides: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-    """Write each override into the section that has its key, a bare one or `section.key`.
-
-    Raises ConfigError for an unknown key.
-    """
-    section_of = {
-        key: group
-        for group, cls in groups.items()
-        if isinstance(cls, type) and issubclass(cls, BaseModel)
-        for key in cls.model_fields
-    }
-    for key, value in overrides.items():
-        section, dot, bare = key.rpartition(".")
-        if section_of.get(bare) is None or (dot and section_of[bare] != section):
-            known = [f"{group}.{each}" for each, group in section_of.items()] if dot else list(section_of)
-            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, known)}")
-        data[section_of[bare]][bare] = value
-
 
 Size = Field(ge=1, le=2**31 - 1)
 """Limited by 32-bit counters in kernels."""
-Experts = Field(ge=1, le=2**16)
-"""Every rank holds tables of all experts."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai", "silu_limit", "situ"]
 LIMITED = ("swiglu_limit", "swiglu_oai", "silu_limit", "situ")
 """Activations with a swiglu_limit, that of situ optional."""
@@ -55,7 +33,8 @@ class ModelConfig(Settings):
     name: str = "custom"
     hidden_size: int = Size
     moe_intermediate_size: int = Size
-    num_experts: int = Experts
+    num_experts: int = Field(ge=1, le=2**16)
+    """Every rank holds tables of all experts."""
     num_zero_experts: int = Field(default=0, ge=0, le=2**16)
     """Experts without weights, with the ids from num_experts on, as in LongCat-Flash; no token is sent to them."""
     zero_expert_type: Literal["identity", "drop"] = "identity"
@@ -179,55 +158,6 @@ class ModelConfig(Settings):
         return self
 
 
-TRAINING_KINDS = ("noisy_topk", "expert_capacity")
-"""Values of `router.kind` that layers which serve refuse."""
-
-
-class RouterConfig(Settings):
-    """The selection of experts for each token."""
-
-    kind: str = "topk"
-    """topk: the best experts, in one group or several. For training only (`moe_mk.lab.training`): noisy_topk adds
-    trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert. Or the name of a plugin of
-    `moe_mk.routers`, which reads the settings below."""
-    top_k: int = Experts
-    scoring_func: Literal[
-        "sigmoid", "softmax", "sqrtsoftplus", "logit_sigmoid", "logit_softmax", "masked_softmax"
-    ] = "softmax"  # fmt: skip
-    """The function from logits to scores; sqrtsoftplus, the root of ln(1 + exp(x)), is DeepSeek-V4's. logit_sigmoid and
-    logit_softmax: logits plus the correction bias select (Kolibri 1). masked_softmax: logits select, a softmax over the
-    expert and lower ones within two percent weighs it (PhiMoE)."""
-    num_expert_group: int = Field(default=1, ge=1)
-    topk_group: int = Field(default=1, ge=1)
-    has_correction_bias: bool = False
-    """Whether a bias is added to the scores for selection only (noaux_tc), not for the routing weights."""
-    has_logit_bias: bool = False
-    """Whether a bias is added to the logits, for both selection and routing weights."""
-    renormalize: bool = True
-    group_score: Literal["auto", "two_best"] = "auto"
-    """The score of a group of experts. auto: the sum of its two best with a correction bias, else its best. two_best:
-    the sum of the two best also without a bias, as in Mistral 4."""
-    has_expert_scale: bool = False
-    """Whether each expert has a factor, by which its routing weights are multiplied after renormalisation, as in
-    Gemma 4."""
-    weight_on_input: bool = False
-    """Whether the routing weight multiplies the input of the expert, not its output, as in Llama 4; with top_k = 1."""
-    routed_scaling_factor: float = Field(default=1.0, gt=0)
-    hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers), or None."""
-    first_image_token: int | None = Field(default=None, ge=0)
-    """Token ids from this one on are image tokens; their experts are selected with a separate bias (`bias_vl`)."""
-    router_dtype: Literal["float32", "model"] = "float32"
-    """float32: gate and scores in f32, as in transformers. model: in the layer's dtype, as in DeepSeek's code. The two
-    select different experts for several percent of tokens."""
-    noise_std: float = Field(default=1.0, ge=0)
-    """noisy_topk: standard deviation of the noise before it is scaled by softplus(x @ noise.T); 0 adds none."""
-    capacity_factor: float = Field(default=1.25, gt=0)
-    """expert_capacity: an expert takes ceil(capacity_factor * T * K / E) of a rank's T tokens."""
-    num_choices: int | None = Field(default=None, ge=1)
-    """expert_capacity: experts that a token tries, best first; None is all, top_k drops what does not fit at once."""
-
-
 class ParallelConfig(Settings):
     """Distribution of the layer. Groups passed to it must have these sizes; if all are 1, their sizes are used."""
 
@@ -349,95 +279,21 @@ class MoEConfig(Settings):
 
     @model_validator(mode="after")
     def _groups_agree(self) -> Self:
-        problems = [*self._router_problems(), *self._parallel_problems(), *self._kernel_problems()]
-        if problems:
+        if problems := [*router_problems(self), *self._parallel_problems(), *self._kernel_problems()]:
             raise ValueError("; ".join(problems))
         return self
 
-    def _router_problems(self) -> list[str]:
-        experts, r = self.model.num_experts, self.router
-        above = r.top_k > experts
-        problems = [f"router.top_k={r.top_k} exceeds model.num_experts={experts}; lower top_k"] if above else []
-        if r.topk_group > r.num_expert_group:
-            problems.append(
-                f"router.topk_group={r.topk_group} exceeds router.num_expert_group={r.num_expert_group}; "
-                f"keep at most {r.num_expert_group} groups"
-            )
-        if experts % r.num_expert_group:
-            nearest = min(divisors_of(experts), key=lambda g: abs(g - r.num_expert_group))
-            problems.append(
-                f"model.num_experts={experts} does not divide into router.num_expert_group={r.num_expert_group} "
-                f"groups; use {nearest} groups"
-            )
-        elif r.topk_group * (experts // r.num_expert_group) < r.top_k:
-            per_group = experts // r.num_expert_group
-            problems.append(
-                f"router.topk_group={r.topk_group} groups of {per_group} experts leave {r.topk_group * per_group} "
-                f"to choose router.top_k={r.top_k} from; keep {-(-r.top_k // per_group)} groups or more"
-            )
-        if r.weight_on_input and r.top_k > 1:
-            problems.append(
-                f"router.weight_on_input=True but router.top_k={r.top_k}: a token is sent to all of its experts as one "
-                "row, so that it can be multiplied by one weight only; use top_k=1"
-            )
-        without = {
-            "router.num_expert_group": r.num_expert_group > 1, "router.hash_vocabulary": r.hash_vocabulary,
-            "router.has_expert_scale": r.has_expert_scale, "router.weight_on_input": r.weight_on_input,
-            "model.latent_size": self.model.latent_size, "model.input_norm": self.model.input_norm,
-            "model.num_fused_shared_experts": (fused := self.model.num_fused_shared_experts),
-        }  # fmt: skip
-        given = [name for name, is_given in without.items() if is_given]
-        if given and (zero := self.model.num_zero_experts):
-            problems.append(f"model.num_zero_experts={zero} is not supported with {', '.join(given)}")
-        if fused and (given := [name for name in given if name.startswith("router.num") or "hash" in name]):
-            problems.append(f"model.num_fused_shared_experts={fused} is not supported with {', '.join(given)}")
-        if fused >= r.top_k:
-            problems.append(f"model.num_fused_shared_experts={fused} leaves none of router.top_k={r.top_k} to choose")
-        return problems + self._hash_problems() + self._training_problems()
-
-    def _training_problems(self) -> list[str]:
-        experts, r = self.model.num_experts, self.router
-        problems = []
-        if r.kind != "topk":
-            trained = r.kind in TRAINING_KINDS
-            others = {
-                "num_expert_group": trained and r.num_expert_group > 1,
-                "has_correction_bias": trained and r.has_correction_bias,
-                "has_logit_bias": trained and r.has_logit_bias,
-                "hash_vocabulary": r.hash_vocabulary is not None,
-                "first_image_token": r.first_image_token is not None,
-            }
-            if given := [f"router.{name}" for name, is_given in others.items() if is_given]:
-                problems.append(f"router.kind={r.kind!r} does not support {', '.join(given)}; use kind='topk'")
-        if r.num_choices is not None and not r.top_k <= r.num_choices <= experts:
-            tried = f"router.num_choices={r.num_choices}"
-            problems.append(f"{tried} is not in [router.top_k={r.top_k}, model.num_experts={experts}]")
-        return problems
-
-    def _hash_problems(self) -> list[str]:
-        if self.router.hash_vocabulary is None:
-            return []
-        problems = []
-        if self.router.has_correction_bias:
-            what = "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, so a"
-            problems.append(f"{what} bias has no effect; set has_correction_bias=false")
-        if self.kernel.graphs:
-            what = "kernel.graphs=True but router.hash_vocabulary reads token ids on the host to check their range"
-            problems.append(f"{what}; set graphs=false")
-        return problems
-
-    def _parallel_problems(self) -> list[str]:
+    def _parallel_problems(self) -> Iterator[str]:
         model, p = self.model, self.parallel
-        problems = []
         where = "model.num_experts" if isinstance(p.placement, str) else "the length of parallel.placement"
         physical = model.num_experts if isinstance(p.placement, str) else len(p.placement)
         if p.ep > physical:
-            problems.append(
+            yield (
                 f"parallel.ep={p.ep} exceeds {where}={physical}, which leaves ranks without experts; "
                 f"use 1 to {physical} ranks"
             )
         elif not isinstance(p.placement, str) and physical % p.ep:
-            problems.append(
+            yield (
                 f"parallel.ep={p.ep} does not divide {where}={physical}; add {-physical % p.ep} replicas "
                 f"or use {gcd(physical, p.ep)} ranks"
             )
@@ -448,27 +304,24 @@ class MoEConfig(Settings):
             rows, columns = model.quant.edges
             edges = f" at the edges of {rows}x{columns} blocks" if (rows, columns) != (1, 1) else ""
             possible = ", ".join(map(str, legal))
-            problems.append(f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {possible}")
-        return problems
+            yield f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {possible}"
 
-    def _kernel_problems(self) -> list[str]:
+    def _kernel_problems(self) -> Iterator[str]:
         kernel = self.kernel
-        problems = []
         if (kernel.invariant or kernel.batch_invariant) and self.model.latent_size:
             setting = "invariant" if kernel.invariant else "batch_invariant"
-            problems.append(
+            yield (
                 f"kernel.{setting}=True but the projections of model.latent_size={self.model.latent_size} round a "
                 f"token differently in other batches; set {setting}=false"
             )
         if kernel.invariant and kernel.tiles > 1:
-            problems.append(f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1")
+            yield f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1"
         if kernel.invariant and kernel.wire not in ("auto", "plain"):
             what = f"kernel.wire={kernel.wire!r} rounds rows that are sent and no others; use wire='auto'"
-            problems.append(f"kernel.invariant=True but {what}")
+            yield f"kernel.invariant=True but {what}"
         if kernel.activations == "int8" and not self.model.quant.may_be_int8:
             what = f"are for INT4, INT8 and GGUF weights, not {self.model.quant.weights}; use auto, checkpoint or plain"
-            problems.append(f"kernel.activations='int8' {what}")
-        return problems
+            yield f"kernel.activations='int8' {what}"
 
     @classmethod
     def from_hf(
@@ -509,5 +362,11 @@ class MoEConfig(Settings):
     def with_(self, **overrides: Any) -> Self:
         """A copy with some settings changed, each named by its bare key. settings=: a file, or sections of settings."""
         data, overrides = self.model_dump(), overrides_of(overrides.pop("settings", None) or {}) | overrides
-        place_overrides(data, overrides, {name: field.annotation for name, field in type(self).model_fields.items()})
+        section_of = {key: section for section, settings in data.items() for key in settings}
+        for key, value in overrides.items():
+            section, dot, bare = key.rpartition(".")
+            if section_of.get(bare) is None or (dot and section_of[bare] != section):
+                known = [f"{group}.{each}" for each, group in section_of.items()] if dot else list(section_of)
+                raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, known)}")
+            data[section_of[bare]][bare] = value
         return type(self).parse(data, "overrides")

@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.config.moe import RouterConfig
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.router import RouterConfig
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, default_workspace_bytes, reasons_of_traits
 from moe_mk.flight import Flight, InFlight
 from moe_mk.placement.expert_map import PlacementTables

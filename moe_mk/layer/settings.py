@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from moe_mk.config.moe import TRAINING_KINDS, MoEConfig
+from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
+from moe_mk.config.router import TRAINING_KINDS
 from moe_mk.errors import CheckpointWarning, ConfigError, ShapeError, WeightError, expect_kind
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.external.device import profile_here

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_mk.config.device import DeviceProfile
-from moe_mk.config.moe import TRAINING_KINDS, KernelConfig
+from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.quant import QuantConfig
+from moe_mk.config.router import TRAINING_KINDS
 from moe_mk.config.traits import runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError, unless_signalled
 from moe_mk.experts.base import EXPERTS, ExpertsTraits

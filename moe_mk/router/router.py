@@ -27,7 +27,7 @@ from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
 if TYPE_CHECKING:
-    from moe_mk.config.moe import RouterConfig
+    from moe_mk.config.router import RouterConfig
 
 Simulation = Literal["balanced", "random"]
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.config import ModelConfig, RouterConfig
 from moe_mk.errors import ConfigError, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.lab.judge import Case, read_case, write_case
 from moe_mk.lab.judge.casefile import MOST_TOKENS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.config import ModelConfig, RouterConfig
 from moe_mk.lab.judge import Case
 from moe_mk.quant.kinds import scheme_of_kind
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk.config.moe import RouterConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.lab.verify.compare import could_choose, tie_tolerance
 from tests.verify.conftest import Bench, Case
 

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_mk.config.moe import MoEConfig, RouterConfig
+from moe_mk.config.moe import MoEConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.files import named_in_utf8
 from moe_mk.lab.cli.options import LARGEST

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.config.moe import ModelConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, WeightError, expect_kind, unless_signalled
 from moe_mk.files import NO_HEADER, parse_json, replacing, size_of
 from moe_mk.quant.kinds import PLAIN_KINDS, scheme_of_kind

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_mk.config.moe import ModelConfig, RouterConfig
+from moe_mk.config.moe import ModelConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations.hf.modules import facts_of, is_experts
 from moe_mk.lab.judge.casefile import Case, write_case

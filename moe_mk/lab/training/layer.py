@@ -23,7 +23,8 @@ from torch.nn.functional import linear
 from moe_mk.comm.collective import CallGroups, collective
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import Absent, Group, communicator
-from moe_mk.config.moe import TRAINING_KINDS, MoEConfig
+from moe_mk.config.moe import MoEConfig
+from moe_mk.config.router import TRAINING_KINDS
 from moe_mk.errors import ConfigError, UnsupportedError, expect_kind
 from moe_mk.flight import wait
 from moe_mk.kernels.reference.activation import activation

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.config.moe import MoEConfig, RouterConfig
+from moe_mk.config.moe import MoEConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.lab.verify.dense import Array, Progress, dense_layer, group_worth, num_counted
 from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN, error_of
 from moe_mk.oracle.verdict import Decision

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.config.moe import ModelConfig, MoEConfig, RouterConfig
+from moe_mk.config.moe import ModelConfig, MoEConfig
+from moe_mk.config.router import RouterConfig
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor
