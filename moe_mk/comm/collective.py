@@ -54,8 +54,10 @@ class CallGroups:
         sys.setrecursionlimit(limit + FRAMES)
         try:
             for comm, epoch in zip((self.ep, self.tp), epochs, strict=True):
-                known = isinstance(error, CommError) and not error.harmless_to_peers
-                comm.fail(_blaming_this(error, comm, self.name) if known else error, epoch)
+                own = error
+                if isinstance(error, CommError) and not error.harmless_to_peers:
+                    own = CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank)
+                comm.fail(own, epoch)
         finally:
             sys.setrecursionlimit(limit)
 
@@ -117,11 +119,6 @@ class CallGroups:
     @property
     def _changes(self) -> Changes:
         return (self.ep if self.ep.size > 1 else self.tp).changes
-
-
-def _blaming_this(error: BaseException, comm: Communicator, name: str) -> CommError:
-    assert isinstance(error, CommError)
-    return CommError(str(error), rank=comm.rank, phase=error.phase, layer=name, peer=comm.rank)
 
 
 def collective(groups_of: Callable[..., CallGroups], *, recovers: bool = False) -> Callable[[F], F]:

@@ -96,17 +96,13 @@ class Block:
 
     def names_experts(self, name: str) -> bool:
         """Whether a name is that of routed experts, or of some or one of their modules, in any layer."""
-        return any(re.match(pattern, name) for pattern in self._patterns)
+        paths = (re.escape(self.prefix + _holder(path)).replace(r"\{N\}", r"\d+") for path in self.experts)
+        return any(re.match(f"{path}(?:\\.|$)", name) for path in paths)
 
     def names_a_module(self, name: str) -> bool:
         """Whether a name is the whole one of a linear map of routed or shared experts, in any layer."""
         paths = (re.escape(self.prefix + path) for path in (*self.experts, *self.shared))
         return any(re.fullmatch(each.replace(r"\{N\}", r"\d+").replace(r"\{e\}", r"\d+"), name) for each in paths)
-
-    @property
-    def _patterns(self) -> list[str]:
-        paths = [re.escape(self.prefix + _holder(path)).replace(r"\{N\}", r"\d+") for path in self.experts]
-        return [f"{path}(?:\\.|$)" for path in dict.fromkeys(paths)]
 
 
 def _holder(path: str) -> str:

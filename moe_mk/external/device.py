@@ -104,13 +104,6 @@ def has_kernels(device: torch.device) -> bool:
     return profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
 
 
-def is_profile_here(profile: DeviceProfile) -> bool:
-    """Whether this machine has a device of a profile; every machine has a CPU."""
-    if profile.kind == "cpu":
-        return True
-    return torch.cuda.is_available() and profile_here(usable_device("cuda")).name == profile.name
-
-
 def describe(device: torch.device) -> str:
     """Return the name of a device for messages."""
     if device.type == "cuda":

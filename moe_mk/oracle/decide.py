@@ -45,14 +45,6 @@ def libraries_of(device: DeviceProfile) -> frozenset[str]:
     return frozenset(each.library for each in here if each.library and (device.arch or each.min_arch) >= each.min_arch)
 
 
-def reasons_against_pair(transport: str, experts: str, problem: Problem) -> list[Reason]:
-    """Every reason against a pair, those of the transport first; empty if the pair is eligible."""
-    reasons = [*reasons_of(PREPARE_FINALIZE, transport, problem.as_sent), *reasons_of(EXPERTS, experts, problem)]
-    if any(reason.code in CODES for reason in reasons):
-        return reasons
-    return [*reasons, *pair_reasons(PREPARE_FINALIZE[transport].traits, EXPERTS[experts].traits, problem)]
-
-
 def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Problem) -> Iterator[Reason]:
     """Reasons of layout, reduction and wire."""
     produced, layout = LAYOUT_NAMES[transport.produces], layout_read(transport, experts)

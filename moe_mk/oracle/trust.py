@@ -116,11 +116,9 @@ def reason_against(
     return Reason("trust", text, " or ".join(ways))
 
 
-def reasons_of(
-    registry: Registry[Any], name: str, problem: Problem, compute: QuantScheme | None = None
-) -> list[Reason]:
+def reasons_of(registry: Registry[Any], name: str, problem: Problem) -> list[Reason]:
     """All reasons against a backend; the code of one that `auto` does not select is not called."""
-    if reason := reason_against(registry, name, problem, compute):
+    if reason := reason_against(registry, name, problem):
         return [reason]
     if not registry.is_foreign(name):
         return list(registry[name].reasons_against(problem))

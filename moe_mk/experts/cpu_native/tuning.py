@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -172,7 +171,7 @@ def candidates(context: ExpertsContext, rows: int) -> list[dict[str, int | bool 
     return [dict(each) for each in {tuple(one.items()): one for one in named}.values()]
 
 
-def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder: Path | None = None) -> Tuned[Tuning]:
+def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int) -> Tuned[Tuning]:
     """The points of a case from the files of every top_k, measured on this processor.
 
     Without any, one line is logged with the command that measures the case, if `moe-mk tune` supports its formats.
@@ -180,15 +179,11 @@ def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder
     """
     shape = (context.hidden_size, context.intermediate_size, context.num_slots)
     case = Case(*shape, weights.name, context.compute.name)
-    measured = tuned_path(processor(), "cpu_native", case.name(top_k), folder or context.tuned_dir)
+    measured = tuned_path(processor(), "cpu_native", case.name(top_k), context.tuned_dir)
     command = tune_command("cpu_native", (*shape, top_k), weights, context.compute)
-    missing = measured if _is_tunable(weights, context.compute) else None
-    return Tuned.load(measured.parent, case, tuning_of, BUILT_IN, command, missing)
-
-
-def _is_tunable(weights: QuantScheme, compute: QuantScheme) -> bool:
-    stored = isinstance(weights, Plain) or weights in WEIGHTS.values()
-    return stored and (isinstance(compute, Plain) or compute in ACTIVATIONS.values())
+    is_tunable = isinstance(weights, Plain) or weights in WEIGHTS.values()
+    is_tunable &= isinstance(context.compute, Plain) or context.compute in ACTIVATIONS.values()
+    return Tuned.load(measured.parent, case, tuning_of, BUILT_IN, command, measured if is_tunable else None)
 
 
 @cache

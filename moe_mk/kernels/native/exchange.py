@@ -374,7 +374,8 @@ class ExchangeCalls:
     def _check(self, values_TX: torch.Tensor, scales_TX: torch.Tensor | None, form_of_x: FormOfRows) -> None:
         """Raise ShapeError for rows of another format; accepted formats are cached."""
         dtype, columns, step, rounding, _ = form_of_x
-        wrong = _wrong_layout(step, scales_TX)
+        dense = step == 1 and (scales_TX is None or scales_TX.is_contiguous())
+        wrong = [] if dense else ["values must be contiguous within a row, scales contiguous"]
         wrong += (
             _wrong_rounded(self._form, dtype, columns) if rounding else _wrong_plain(self._form, values_TX, scales_TX)
         )
@@ -383,12 +384,6 @@ class ExchangeCalls:
         self._send.quantize = self._form.rounding if rounding else Rounding.NONE
         self._send.columns, self._send.row_type = columns, ROW_TYPES.get(dtype, 0)
         self._element, self._checked = dtype.itemsize, form_of_x
-
-
-def _wrong_layout(step: int, scales_TX: torch.Tensor | None) -> list[str]:
-    if step == 1 and (scales_TX is None or scales_TX.is_contiguous()):
-        return []
-    return ["values must be contiguous within a row, scales contiguous"]
 
 
 def _wrong_plain(form: RowFormat, values_TX: torch.Tensor, scales_TX: torch.Tensor | None) -> list[str]:

@@ -17,7 +17,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.external.device import is_profile_here
+from moe_mk.external.device import is_here, profile_here, wanted_device
 from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.lab.cli.exits import MISMATCH, OK, print_json
 from moe_mk.lab.cli.fit import reads_on
@@ -227,6 +227,12 @@ def memory_lines(decision: Decision) -> list[str]:
     if fits < limit:
         lines.append(f"more than the {amount(room_of(p))} of {device.name}, which hold a limit of {fits}")
     return lines
+
+
+def is_profile_here(profile: DeviceProfile) -> bool:
+    """Whether this machine has a device of a profile; every machine has a CPU."""
+    gpu = wanted_device("cuda")
+    return profile.kind == "cpu" or (is_here(gpu) and profile_here(gpu).name == profile.name)
 
 
 def libraries_for(names: str | None, device: DeviceProfile, config: MoEConfig) -> tuple[frozenset[str], str]:

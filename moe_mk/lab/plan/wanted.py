@@ -2,9 +2,9 @@
 
     moe-mk explain deepseek_v3 --device h200 --ranks 4 --graphs --want deepep_ht
 
-Every candidate set is asked of the oracle itself (`reasons_against_pair`, then `select` with the pair pinned), so that
-a set is listed only if the oracle accepts it. The search is breadth first by the number of changes: from a problem it
-goes on with each change that removes at least one reason against a wanted pair, and never past a set that suffices.
+Every candidate set is asked of the oracle itself (its reasons against a pair, then `select` with the pair pinned), so
+that a set is listed only if the oracle accepts it. The search is breadth first by the number of changes: from a problem
+it goes on with each change that removes at least one reason against a wanted pair, and never past a set that suffices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from moe_mk.config.shipped import device_profile, shipped_devices
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, FusedExperts
 from moe_mk.oracle import Decision, select
-from moe_mk.oracle.decide import reasons_against_pair
+from moe_mk.oracle.decide import CODES, pair_reasons
+from moe_mk.oracle.trust import reasons_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.registry import did_you_mean
 
@@ -177,8 +178,12 @@ def _types(pair: tuple[str, str]) -> tuple[type[PrepareFinalize], type[FusedExpe
 
 
 def _reasons(pair: tuple[str, str], problem: Problem) -> set[str]:
-    """Every reason, by its text without the remedy."""
-    return {f"{reason.code}: {reason.text}" for reason in reasons_against_pair(*pair, problem)}
+    """Every reason against a pair as the oracle finds them, by its text without the remedy."""
+    transport, experts = pair
+    reasons = [*reasons_of(PREPARE_FINALIZE, transport, problem.as_sent), *reasons_of(EXPERTS, experts, problem)]
+    if not any(reason.code in CODES for reason in reasons):
+        reasons += pair_reasons(PREPARE_FINALIZE[transport].traits, EXPERTS[experts].traits, problem)
+    return {f"{reason.code}: {reason.text}" for reason in reasons}
 
 
 def _decided(problem: Problem, pairs: list[tuple[str, str]]) -> Decision | None:
