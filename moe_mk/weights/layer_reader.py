@@ -14,20 +14,13 @@ from moe_mk.config.equation import FUSED_SHARED_BIAS
 from moe_mk.errors import CheckpointWarning, FallbackWarning, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme, QuantTensor, plain
 from moe_mk.quant.grouped import grouped
-from moe_mk.weights.expert_weights import (
-    MappedExpertWeights,
-    SlotBiases,
-    SlotWeights,
-    gate_and_up,
-    halves_of,
-    narrow_columns,
-    narrow_rows,
-)
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
 from moe_mk.weights.packed_layouts import DECODED, IN_GGUF, WORD, Unpacked, decoded, of_gguf, unpack
 from moe_mk.weights.scan import Contents, Progress
+from moe_mk.weights.slices import gate_and_up, halves_of, narrow_columns, narrow_rows
 from moe_mk.weights.source import Copies, TensorSource, in_memory
 
 

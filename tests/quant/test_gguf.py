@@ -17,7 +17,7 @@ from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import narrow_columns, narrow_rows
+from moe_mk.weights.slices import narrow_columns, narrow_rows
 from tests.support.draws import normal
 
 ALL = pytest.mark.parametrize("scheme", GGUF.values(), ids=list(GGUF))

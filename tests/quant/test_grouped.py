@@ -12,7 +12,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.grouped import GROUPED, Grouped, grouped
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import gate_and_up, narrow_columns, narrow_rows
+from moe_mk.weights.slices import gate_and_up, narrow_columns, narrow_rows
 from tests.support.draws import normal
 
 ALL = pytest.mark.parametrize("scheme", GROUPED.values(), ids=list(GROUPED))

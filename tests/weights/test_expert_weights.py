@@ -9,15 +9,8 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError, WeightError
 from moe_mk.quant import BF16, FP8_128x128, FP8_128x128_UE8M0, QuantScheme, QuantTensor, weight_scheme
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
-from moe_mk.weights.expert_weights import (
-    ExpertWeights,
-    MappedExpertWeights,
-    SlotWeights,
-    digest,
-    narrow_columns,
-    narrow_rows,
-    on_device,
-)
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, digest, on_device
+from moe_mk.weights.slices import narrow_columns, narrow_rows
 
 SCHEMES = [BF16, FP8_128x128, FP8_128x128_UE8M0]
 

@@ -19,9 +19,10 @@ from moe_mk.quant import BF16, QuantTensor
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.weights import ExpertWeights, LayerWeights, MappedExpertWeights, MappingSource, SlotWeights, load_layer
-from moe_mk.weights.expert_weights import SlotBiases, narrow_columns, narrow_rows, on_device, stacked_rows
+from moe_mk.weights.expert_weights import SlotBiases, on_device
 from moe_mk.weights.layer_spec import Features, LayerSpec
 from moe_mk.weights.names import CONVENTIONS, Part, Role
+from moe_mk.weights.slices import narrow_columns, narrow_rows, stacked_rows
 from tests.layer.any_tensors import tensors_of
 from tests.weights.foreign import Draw, write
 

@@ -38,8 +38,9 @@ from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import SlotWeights, Weights, stacked_rows
+from moe_mk.weights.expert_weights import SlotWeights, Weights
 from moe_mk.weights.scan import Progress
+from moe_mk.weights.slices import stacked_rows
 
 LOGGER = logging.getLogger(__name__)
 LAYOUT = "flashinfer_cutlass"

@@ -40,8 +40,9 @@ from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights, narrow_columns, narrow_rows, stacked_biases
+from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights, stacked_biases
 from moe_mk.weights.scan import Progress
+from moe_mk.weights.slices import narrow_columns, narrow_rows
 
 LAYOUT = "flashinfer_trtllm"
 LANES = 8

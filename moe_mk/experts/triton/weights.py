@@ -33,7 +33,8 @@ from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, Weights, narrow_rows, slot_biases, stacked_rows
+from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, Weights, slot_biases
+from moe_mk.weights.slices import narrow_rows, stacked_rows
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Zeros for each slot, of a shape and a dtype."""

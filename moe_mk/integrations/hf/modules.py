@@ -23,9 +23,10 @@ from moe_mk.quant.fp8 import Fp8Block, weight_scheme
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.completeness import expect_not_transposed
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights, gate_and_up
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
 from moe_mk.weights.packed_layouts import FLOATS
 from moe_mk.weights.scan import Contents
+from moe_mk.weights.slices import gate_and_up
 
 WIDTH = 96
 """Columns of a probe: of the gate, and of the up projection."""

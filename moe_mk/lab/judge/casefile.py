@@ -33,9 +33,10 @@ from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
-from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, gate_and_up
+from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights
 from moe_mk.weights.layer_spec import ORDERS
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, DTYPES, Header, TensorEntry, read_header
+from moe_mk.weights.slices import gate_and_up
 
 FORMAT, VERSION = "moe_mk case", 1
 MOST_BYTES, MOST_TOKENS, MOST_TEXT = 8 << 30, 4096, 1 << 20

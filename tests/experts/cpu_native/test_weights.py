@@ -31,7 +31,8 @@ from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import int8_groups
 from moe_mk.tokens import RowTokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, digest, narrow_columns, narrow_rows
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, digest
+from moe_mk.weights.slices import narrow_columns, narrow_rows
 from tests.layer.native import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

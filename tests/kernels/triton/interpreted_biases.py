@@ -22,8 +22,9 @@ from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights, narrow_rows
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_weights import as_mapped
+from moe_mk.weights.slices import narrow_rows
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, context, rows
 
 CLAMPS = {"silu": {}, "swiglu_limit": {"swiglu_limit": 0.7}, "swiglu_oai": {"swiglu_limit": 0.9, "swiglu_alpha": 1.702}}
