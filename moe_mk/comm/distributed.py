@@ -192,7 +192,7 @@ class DistributedCommunicator(Communicator):
             raise ConfigError(f"ranks {wrong or lost} out of range: others than rank {self.rank}, below {self.size}")
         if len(lost) == self.size - 1:  # there is no rank to agree with
             if self._messages is not None:
-                self._messages.leave_out([self._members[rank] for rank in lost])
+                self._messages.connections.leave_out([self._members[rank] for rank in lost])
             yield InFlight("recovery")
             return SingleRank()
         if self._messages is None or dist.get_world_size(self.group) > MOST_MEMBERS:
@@ -200,7 +200,7 @@ class DistributedCommunicator(Communicator):
         assert self._messages is not None
         epoch = self.status.epoch
         try:
-            self._messages.leave_out([self._members[rank] for rank in lost])
+            self._messages.connections.leave_out([self._members[rank] for rank in lost])
             members = [member for rank, member in enumerate(self._members) if rank not in lost]
             left = DistributedCommunicator(self.group, timeout_s=self.timeout_s, layer=self.layer, members=members)
             yield from left.recover()
@@ -220,12 +220,12 @@ class DistributedCommunicator(Communicator):
     def _report(self, failure: Failure) -> None:
         if self._messages is not None:
             culprit = None if failure.culprit is None else self._members[failure.culprit]
-            self._messages.report(replace(failure, culprit=culprit))
+            self._messages.connections.report(replace(failure, culprit=culprit))
 
     def fail_recovery(self, error: BaseException) -> None:
         if self._messages is not None and self.size > 1:
             with Suppress(Exception):
-                self._messages.report_recovery(f"its recovery failed: {describe(error)}")
+                self._messages.connections.report_recovery(f"its recovery failed: {describe(error)}")
 
     def _recover(self, number: int) -> Flight[int]:
         if self._messages is None:
@@ -294,9 +294,9 @@ class DistributedCommunicator(Communicator):
     def _check_members(self, phase: str) -> None:
         """Raise CommError if an earlier call failed, or if ranks of this view were left out."""
         self.check(phase)
-        if self._messages is None or not self._messages.left_out:
+        if self._messages is None or not self._messages.connections.left_out:
             return
-        if gone := self._messages.left_out.intersection(self._members):
+        if gone := self._messages.connections.left_out.intersection(self._members):
             text = f"ranks {sorted(gone)} of the process group were left out; use the view that without() returned"
             raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, on_all_ranks=True)
 

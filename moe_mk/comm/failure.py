@@ -8,14 +8,12 @@ ranks have agreed to continue (`Communicator.recover`).
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from moe_mk.errors import CommError
 
@@ -170,38 +168,3 @@ class AbortOnError:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and (self._drops or not isinstance(error, GeneratorExit)):
             self._fail(error, self._epoch)
-
-
-PULSE_S = 0.05
-"""How often peers are looked at during a long wait."""
-PARKED_S = 5.0
-"""How often the thread looks whether the group is still there while no call is made."""
-
-
-class Watched(ABC):
-    """A wait that the watching thread supervises."""
-
-    @abstractmethod
-    def look(self) -> bool:
-        """Look after the wait that goes on; returns whether there is one."""
-
-    @abstractmethod
-    def park(self) -> threading.Event | None:
-        """The event that is set when the next wait begins; None if one has begun."""
-
-
-def watch(of: ref[Watched]) -> None:
-    """Look after waits while there are any, until the group is gone; waits are long only where peers are late.
-
-    Whatever a look lacks for a moment, memory or a descriptor, the next one may have: nothing else would notice that a
-    peer has died before the timeout.
-    """
-    idle, pulse = 0, threading.Event()
-    while (messages := of()) is not None:
-        parked = None
-        with suppress(Exception):
-            idle = 0 if messages.look() else idle + 1
-            parked = messages.park() if idle * PULSE_S > 1.0 else None
-        del messages
-        with suppress(Exception):
-            (pulse if parked is None else parked).wait(PULSE_S if parked is None else PARKED_S)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -220,13 +220,6 @@ def row_tag(epoch: int, call: int, rows: Tensor) -> int:
     return (epoch * (CALLS + 1) + 1 + call % CALLS) << 16 | bytes_of(rows) % SIZES
 
 
-def described(call: int, phase: str, layer: int, num_bytes: int, expected_bytes: int) -> str:
-    """The call that a header belongs to, for an error."""
-    of = f" of layer number {layer}" if layer else ""
-    ways = ["any number of" if each == ANY else str(each) for each in (num_bytes, expected_bytes)]
-    return f"call {call}, phase {phase!r}{of}, with {ways[0]} bytes one way and {ways[1]} the other"
-
-
 @dataclass
 class Receive:
     """A message that is awaited from a peer."""
@@ -326,9 +319,3 @@ class Caller:
     """The ranks of the view, as errors name them, by rank of the process group."""
     limit: str = "kernel.timeout_s"
     """What the timeout comes from."""
-
-
-LongRows = tuple[Literal["send", "recv"], int, Tensor]
-"""Rows that follow their header, or where they go: the peer, and more than EAGER_BYTES."""
-Works = list[tuple[int, dist.Work]]
-"""What is under way, with the peer of each."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
+from moe_mk.comm.connections import MOST_RECEIVES, Connections
 from moe_mk.comm.header import (
     ANY,
     EAGER_BYTES,
@@ -28,7 +29,7 @@ from moe_mk.comm.header import (
     RowHeaders,
     host_number,
 )
-from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
+from moe_mk.comm.messages import GroupMessages
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
 from moe_mk.lab.testing.on_ranks import RankError, RankWorld
@@ -58,10 +59,10 @@ def test_bytes_of_another_program_are_no_header() -> None:
 def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
     """Rank 1 has the number of a process that is not on this host, and is slow."""
     comm = DistributedCommunicator(dist.new_group(), timeout_s=20.0)
-    assert comm._messages is not None
+    connections = GroupMessages.of(comm.group).connections
     if rank == 1:
-        comm._messages._process = Process(2**22 + 1, "1", comm._messages._process.namespace)
-        comm._messages._host += elsewhere
+        connections.process = Process(2**22 + 1, "1", connections.process.namespace)
+        connections.host += elsewhere
     wait(comm.gather_count(1, "counts"))
     if rank == 1:
         time.sleep(1.5)
@@ -113,8 +114,7 @@ def many_recoveries(rank: int) -> list[str]:
         wait(comm.recover())
         if not torch.equal(wait(comm.all_gather(rows, [len(rows)] * 2, "rows")), expected):
             wrong.append(f"round {round}")
-    assert comm._messages is not None
-    comm._messages._epoch = EPOCHS - 1
+    GroupMessages.of(comm.group).connections.epoch = EPOCHS - 1
     with pytest.raises(CommError, match=f"recovered {EPOCHS - 1} times.*build the layer over a new group"):
         wait(comm.recover())
     return wrong
@@ -160,7 +160,7 @@ def test_a_late_rank_learns_that_it_was_waited_for(world: RankWorld) -> None:
 def receives_that_stand(rank: int) -> list[list[int]]:
     """How many receives of headers stand at the peer after each of 40 exchanges, of rows with and without counts."""
     comm, standing = DistributedCommunicator(dist.new_group(), timeout_s=20.0), list[list[int]]()
-    messages = GroupMessages.of(comm.group)
+    connections = GroupMessages.of(comm.group).connections
     for number in range(40):
         eager = number < 30
         if eager:
@@ -168,7 +168,7 @@ def receives_that_stand(rank: int) -> list[list[int]]:
             comm.give_back(comm.swap_now(going, {1 - rank: ANY}, "rows").values())
         else:
             wait(comm.exchange_counts([1, 1], "counts"))
-        standing.append([len(messages._headers[1 - rank]), len(messages._read_headers[1 - rank])])
+        standing.append([len(connections.headers[1 - rank]), len(connections.read_headers[1 - rank])])
     return standing
 
 
@@ -188,8 +188,8 @@ def dies_while_the_watch_lacks(rank: int, what: str) -> dict[str, Any]:
     comm, start = DistributedCommunicator(dist.new_group(), timeout_s=30.0), threading.Thread.start
     lacking = {
         "threads": (threading.Thread, "start", RuntimeError("can't start new thread")),
-        "memory to look": (GroupMessages, "look", MemoryError()),
-        "memory to report": (GroupMessages, "_notify", MemoryError()),
+        "memory to look": (Connections, "look", MemoryError()),
+        "memory to report": (Connections, "_notify", MemoryError()),
         "descriptors": (WatchedProcess, "_has_ended", OSError(errno.EMFILE, "Too many open files")),
     }
     if rank == 0:
@@ -207,7 +207,8 @@ def dies_while_the_watch_lacks(rank: int, what: str) -> dict[str, Any]:
     try:
         wait(comm.gather_count(1, "counts"))
     except CommError as error:
-        return {"peer": error.peer, "seconds": time.monotonic() - began, "watch": comm._messages._watcher.is_alive()}  # type: ignore[union-attr]
+        watcher: Any = GroupMessages.of(comm.group).connections.watcher
+        return {"peer": error.peer, "seconds": time.monotonic() - began, "watch": watcher.is_alive()}
     return {}
 
 

@@ -82,14 +82,14 @@ def sends_of_a_call(rank: int) -> int:
     """Messages that this rank sends in one exchange of rows with all peers."""
     sent: list[int] = []
     comm = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)
-    messages: Any = comm._messages
-    post = messages._post_message
+    connections: Any = comm._messages.connections  # type: ignore[union-attr]
+    post = connections.post
 
     def counted(how: str, message: Any, peer: int, tag: int) -> Any:
         sent.extend([peer] if how == "send" else [])
         return post(how, message, peer, tag)
 
-    messages._post_message = counted
+    connections.post = counted
     rows = torch.zeros((comm.size * 3, 4), dtype=torch.float32)
     wait(comm.all_to_all(rows, [3] * comm.size, [3] * comm.size, "rows"))
     return len(sent)

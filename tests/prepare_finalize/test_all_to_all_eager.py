@@ -117,7 +117,7 @@ def observed(rank: int) -> list[int]:
     context = context_of()
     comm: Any = context.comm
     transport, sent = AllToAll(context), 0
-    post = comm._messages._post_message
+    post = comm._messages.connections.post
 
     def counting(how: str, message: Tensor, peer: int, tag: int) -> Any:
         nonlocal sent
@@ -126,11 +126,11 @@ def observed(rank: int) -> list[int]:
             sent -= HEADER_BYTES * (message.dtype is torch.uint8 and tag < 2**16)
         return post(how, message, peer, tag)
 
-    comm._messages._post_message = counting
+    comm._messages.connections.post = counting
     for number, tokens in enumerate(SIZES):
         wait(call(transport, *batch(rank, tokens, number), []))
     wait(call(transport, *batch(rank, SIZES[rank + 3 - rank % 2 * 3], 99), []))
-    del comm._messages._post_message
+    del comm._messages.connections.post
     return [sent, comm.traffic.bytes_by_phase["dispatch"] + comm.traffic.bytes_by_phase["combine"]]
 
 
