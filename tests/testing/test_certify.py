@@ -29,7 +29,8 @@ from moe_mk.lab.testing.on_ranks import outputs_on_processes
 from moe_mk.lab.testing.transports import explained, world_of
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
 from tests.cli.conftest import moe_mk, usage_error
-from tests.testing.broken import experts, transports
+from tests.testing.broken import transports
+from tests.testing.broken.right_experts import Right
 
 
 class WrongSignature(transports.Right):
@@ -55,7 +56,7 @@ def test_a_certificate_states_the_sizes_that_its_checks_have_reached() -> None:
 
 
 def test_sizes_that_a_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(experts.Right):
+    class Small(Right):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
             shape = problem.config.model.hidden_size, problem.config.model.num_experts, problem.num_tokens
@@ -156,7 +157,7 @@ def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch:
 
 
 def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Choosy(experts.Right):
+    class Choosy(Right):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
             return [*super().reasons_against(problem), Reason("shape", "does not run on Sundays")]
@@ -167,8 +168,8 @@ def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypa
 
 
 def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Boastful(experts.Right):
-        traits = replace(experts.Right.traits, weights=frozenset({"plain", "int3"}), kinds=UNSTATED)
+    class Boastful(Right):
+        traits = replace(Right.traits, weights=frozenset({"plain", "int3"}), kinds=UNSTATED)
 
     claims, devices = certify(install(monkeypatch, Boastful), processes=False, quick=True).not_covered
     assert claims == "int3 weights, which its traits claim"
@@ -176,8 +177,8 @@ def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(experts.Right):
-        traits = replace(experts.Right.traits, kinds=frozenset({"cuda"}), library="not_there", extra="build it")
+    class Elsewhere(Right):
+        traits = replace(Right.traits, kinds=frozenset({"cuda"}), library="not_there", extra="build it")
 
     name = install(monkeypatch, Elsewhere)
     with pytest.raises(UnsupportedError, match=r"runs on cuda.*\n.*not_there is not installed: build it"):

@@ -28,7 +28,8 @@ CORPUS: dict[str, Broken] = {}
 
 def breaks(law: str, *, larger: bool = False) -> Callable[[Backend], Backend]:
     def add(cls: Backend) -> Backend:
-        CORPUS[f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"] = Broken(cls, law, larger)
+        kind = "experts" if issubclass(cls, FusedExperts) else "transports"
+        CORPUS[f"{kind}.{cls.__name__}"] = Broken(cls, law, larger)
         return cls
 
     return add
