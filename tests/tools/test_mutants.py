@@ -8,7 +8,8 @@ import pytest
 from tests.support.tiers import quick_where
 from tests.support.trees import write_tree
 from tools import mutants
-from tools.mutants import LIST, ROOT, Mutant, changes_of, chosen, main, problems_of, read_mutants
+from tools.mutants import LIST, ROOT, Mutant, chosen, main, problems_of, read_mutants
+from tools.mutants_python import changes_of
 
 FILES = {
     "moe_mk/__init__.py": "",
