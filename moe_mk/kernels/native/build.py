@@ -361,6 +361,8 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
         commands = object_commands(compiler, recipe.units, Path(folder))
         _run([*commands.values()], Path(folder), on_unit)
         _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, commands)]], Path(folder))
+        if not library.stem.endswith(recipe.key()):
+            raise UnsupportedError("the sources of the CPU kernels changed while they were compiled", ["start again"])
         with _writing(library.parent):
             linked.chmod(0o700)
             recorded = record_digest(linked)

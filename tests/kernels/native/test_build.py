@@ -47,6 +47,13 @@ def test_a_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     assert [line.split()[0] for line in stated] == ["compiling", "compiled"]
 
 
+def test_sources_that_change_while_they_are_compiled_leave_no_library(tmp_path: Path) -> None:
+    recipe, cache = tiny_recipe(tmp_path), tmp_path / "cache"
+    with pytest.raises(UnsupportedError, match="changed while they were compiled"):
+        build(recipe, cache, progress=lambda _: tiny_recipe(tmp_path, "int other() { return 1; }") and None)
+    assert not [*cache.glob("*.so*"), *cache.glob("build-*")]
+
+
 def test_the_name_depends_on_source_flags_compiler_and_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
