@@ -195,17 +195,11 @@ class RoutedRows:
         return True
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        first: int = 0,
-        *,
-        skip: bool = False,
-        routed: Callable[[], None] | None = None,
-        shared_weights_T: Tensor | None = None,
-    ) -> Tensor:
-        assert routing is not None and shared_weights_T is None, "there is no router"
+        self, x_TH: Tensor, load_E: Tensor | None, routing: tuple[Tensor, Tensor] | None = None, first: int = 0, *,
+        skip: bool = False, routed: Callable[[], None] | None = None, shared_weights_T: Tensor | None = None,
+        captured: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert routing is not None and shared_weights_T is None and captured is None, "there is no router"
         ids_TK, weights_TK = routing
         placed = first >= _DISPATCH  # replicas are chosen, and counted as their expert
         e, ids_N = len(self.tables.rank_of_P) if placed else self.tables.num_experts, ids_TK.numpy().ravel()

@@ -18,7 +18,7 @@ from moe_mk.kernels import native
 from moe_mk.layer.experts_of_rank import can_be_called
 from moe_mk.layer.routing import LayerRouting
 from moe_mk.layer.serving_state import ServingState
-from moe_mk.router.replay import ReplayedTokens
+from moe_mk.router.replay import CapturedIds, ReplayedTokens
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
 
@@ -156,7 +156,7 @@ class PreparedForward:
         state, routing, chosen, routed, tensors = self.state, self.routing, None, None, None
         try:
             first, listener, shared = native.Stage.ROUTE, routing.listener, state.backends.shared
-            router_TH = x_TH
+            router_TH, captured = x_TH, None
             if state.input_norm_H is not None:
                 router_TH, x_TH = state.inputs(x_TH)
             direct = state.tables.one_to_one and state.is_direct and routing.zero is None
@@ -173,17 +173,17 @@ class PreparedForward:
                         first, chosen = native.Stage.DISPATCH, routing.place(chosen, load_E, state)
                 ids_TK = chosen.ids_TK if chosen.ids_TK.dtype is torch.int64 else chosen.ids_TK.to(torch.int32)
                 tensors = ids_TK.contiguous(), chosen.weights_TK.float().contiguous()
+            elif isinstance(listener, CapturedIds) and (captured := listener.address) is not None:
+                listener.expect(x_TH.shape[0], routing.router.top_k)
             elif listener is not None:
                 shape = x_TH.shape[0], routing.router.top_k
-                tensors = (
-                    torch.empty(shape, dtype=torch.int32, device="cpu"),
-                    torch.empty(shape, dtype=torch.float32, device="cpu"),
-                )
+                ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
+                tensors = ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu")
                 routed = partial(listener, Routing(*tensors))
             weights_T = None
             if shared is not None and shared.is_weighted and given is None:
                 weights_T = shared.row_weights(x_TH)
-            y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T)
+            y_TH = call(x_TH, load_E, tensors, first, routed=routed, shared_weights_T=weights_T, captured=captured)
             if first is not native.Stage.DISPATCH:
                 routing.tokens += x_TH.shape[0]
             return y_TH if chosen is None else with_input(y_TH, x_TH, chosen)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, expect_kind
+from moe_mk.kernels.native.exchange_abi import CCapture
 from moe_mk.kernels.reference.topk import exact_scores, expert_scores, weigh
 from moe_mk.router.router import Router
 from moe_mk.router.topk import FLOATS
@@ -127,10 +129,42 @@ class CapturedLayer(Protocol):
     on_routing: Callable[[Routing], None] | None
 
 
+class CapturedIds:
+    """The choices of one layer in a `RoutingCapture`: a listener of its routing, for which a native call may write."""
+
+    def __init__(self, ids_TK: Tensor) -> None:
+        """ids_TK: uint8 or uint16, one row for each token; the last dimension is dense."""
+        self._ids_TK, (room, top_k) = ids_TK, ids_TK.shape
+        self.block = CCapture(ids_TK.data_ptr(), ids_TK.stride(0), room, 0, ids_TK.itemsize, top_k)
+        self.address = addressof(self.block) if ids_TK.is_cpu else None
+        """Of the block, for native calls; None on another device."""
+
+    def expect(self, num_tokens: int, top_k: int) -> None:
+        """Raise ShapeError unless so many further tokens fit."""
+        if top_k != self.block.top_k:
+            raise ShapeError(f"a layer routes to {top_k} experts, the capture has top_k={self.block.top_k}")
+        if (end := self.block.num_tokens + num_tokens) > self.block.room:
+            most = f"max_num_tokens={self.block.room}"
+            raise ShapeError(f"{end} tokens were captured, {most}; call take() more often or raise it")
+
+    def __call__(self, routing: Routing) -> None:
+        """Keep the choices of one forward."""
+        ids_TK = routing.ids_TK
+        self.expect(*ids_TK.shape)
+        if routing.input_weights_T1 is not None:
+            raise UnsupportedError(
+                "capture of experts without weights", ["they are -1 in what a layer reports; replay ids of its router"]
+            )
+        start = self.block.num_tokens
+        self.block.num_tokens = end = start + ids_TK.shape[0]
+        self._ids_TK[start:end] = ids_TK  # -1 becomes the greatest value
+
+
 class RoutingCapture:
     """The ids that some layers choose, in one buffer (tokens, layers, K) of uint8 or uint16 that is made once.
 
-    A forward costs one copy of its ids. A replay of a CUDA graph calls no hook and is not captured.
+    Native calls of a layer on one rank or over windows write them there; any other forward costs one copy of its ids. A
+    replay of a CUDA graph calls no hook and is not captured.
     """
 
     def __init__(
@@ -142,52 +176,29 @@ class RoutingCapture:
             raise ConfigError(f"routing cannot be captured: {', '.join(wrong)}; each must be at least 1")
         self.dtype = capture_dtype(num_experts)
         self._ids_TXK = torch.empty((max_num_tokens, layers, top_k), dtype=self.dtype, device=device)
-        self._of_layer = list(self._ids_TXK.unbind(1))
-        self._tokens = [0] * layers
+        self._of_layer = [CapturedIds(ids_TK) for ids_TK in self._ids_TXK.unbind(1)]
 
     @contextmanager
     def listening(self, layers: Mapping[int, CapturedLayer]) -> Iterator[Self]:
         """Capture these layers, by their place in the buffer, within the block. Raises ConfigError if one is taken."""
-        if wrong := [place for place in layers if not 0 <= place < len(self._tokens)]:
-            raise ConfigError(f"layers {wrong} are outside [0, {len(self._tokens)}), the places of the buffer")
+        if wrong := [place for place in layers if not 0 <= place < len(self._of_layer)]:
+            raise ConfigError(f"layers {wrong} are outside [0, {len(self._of_layer)}), the places of the buffer")
         if taken := [place for place, layer in layers.items() if layer.on_routing is not None]:
             raise ConfigError(f"layers {taken} are recorded already; end that recording first")
         try:
             for place, layer in layers.items():
-                layer.on_routing = self._hook(place)
+                layer.on_routing = self._of_layer[place]
             yield self
         finally:
             for layer in layers.values():
                 layer.on_routing = None
 
-    def _hook(self, place: int) -> Callable[[Routing], None]:
-        kept_TK, tokens, top_k = self._of_layer[place], self._tokens, self._ids_TXK.shape[2]
-
-        def keep(routing: Routing) -> None:
-            ids_TK = routing.ids_TK
-            start = tokens[place]
-            end = start + ids_TK.shape[0]
-            if end > kept_TK.shape[0] or ids_TK.shape[1] != top_k or routing.input_weights_T1 is not None:
-                self._refuse(routing, end)
-            kept_TK[start:end] = ids_TK  # -1 becomes the greatest value
-            tokens[place] = end
-
-        return keep
-
-    def _refuse(self, routing: Routing, end: int) -> None:
-        most, _, top_k = self._ids_TXK.shape
-        if routing.input_weights_T1 is not None:
-            raise UnsupportedError(
-                "capture of experts without weights", ["they are -1 in what a layer reports; replay ids of its router"]
-            )
-        if routing.ids_TK.shape[1] != top_k:
-            raise ShapeError(f"a layer routes to {routing.ids_TK.shape[1]} experts, the capture has top_k={top_k}")
-        raise ShapeError(f"{end} tokens were captured, max_num_tokens={most}; call take() more often or raise it")
-
     def take(self) -> Tensor:
         """A copy of what was captured, (tokens, layers, K), and start over. Raises ShapeError if layers differ."""
-        if len(set(self._tokens)) != 1:
-            raise ShapeError(f"layers have captured {self._tokens} tokens; call take() after whole forwards")
-        taken = self._ids_TXK[: self._tokens[0]].clone()
-        self._tokens[:] = [0] * len(self._tokens)
+        tokens = [each.block.num_tokens for each in self._of_layer]
+        if len(set(tokens)) != 1:
+            raise ShapeError(f"layers have captured {tokens} tokens; call take() after whole forwards")
+        taken = self._ids_TXK[: tokens[0]].clone()
+        for each in self._of_layer:
+            each.block.num_tokens = 0
         return taken

@@ -26,6 +26,7 @@ from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from moe_mk.prepare_finalize.rows.messages import FusedMessages
 from moe_mk.quant.fp8 import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.router.replay import RoutingCapture
 from moe_mk.tokens import Routing
 from tests.layer import any_tensors
 from tests.layer.failing_ranks import outcome
@@ -154,6 +155,15 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
             wrong += [f"{counts}: {key} {found[key]}, not {left[key]}" for key in left if found[key] != left[key]]
             if listens and not torch.equal(heard[routed].ids_TK, heard[routed - 1].ids_TK):
                 wrong.append(f"{counts}: another routing is reported")
+    if listens:
+        rows = [counts[rank] for counts in COUNTS]
+        capture = RoutingCapture(layers=1, num_experts=EXPERTS, top_k=TOP_K, max_num_tokens=sum(rows))
+        made.on_routing = None
+        with capture.listening({0: made}):
+            for number, count in enumerate(rows):
+                made(tokens(rank, count, number))
+        if not torch.equal(capture.take()[:, 0].int(), torch.cat([each.ids_TK for each in heard[::2]])):
+            wrong.append("another routing is captured than is reported")
     if settings.get("tuned"):
         fused: Any = made._prepared and made._prepared.call
         layer = fused._idle[0].layer if transport == "all_to_all" else next(iter(fused._layers.values()))

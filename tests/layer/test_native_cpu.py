@@ -28,6 +28,7 @@ from moe_mk.layer.experts_of_rank import inherited
 from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.router.replay import CapturedIds, RoutingCapture, recorded_ids
 from moe_mk.runner.overlap import run_dual
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
@@ -248,6 +249,33 @@ def test_a_listener_gets_the_routing_once_and_changes_no_bit(layer: MoELayer, co
     assert whole(layer) and torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, wanted_E)
     assert len(heard) == 1 and torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
     assert {entry.calls for entry in layer.spans.ledger.entries.values()} == {1}
+
+
+@pytest.mark.row("177")
+@pytest.mark.parametrize("experts", [EXPERTS, 256])
+def test_a_capture_is_written_by_the_native_call(
+    layer: MoELayer, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, heard = [tokens(count, count) for count in (1, 4, 0, 3)], list[Routing]()
+    inputs[1][2, :2] = torch.tensor([torch.inf, -torch.inf])  # its scores are NaN: it chooses no expert
+    layer.on_routing = heard.append
+    wanted_TH = [layer(x_TH) for x_TH in inputs]
+    chosen_TK, layer.on_routing = torch.cat([each.ids_TK for each in heard]), None
+    assert (chosen_TK == -1).any() and chosen_TK.max() > 3
+    capture = RoutingCapture(layers=2, num_experts=experts, top_k=chosen_TK.shape[1], max_num_tokens=8)
+    monkeypatch.setattr(CapturedIds, "__call__", None)  # not called
+    for _ in range(2):
+        for place in range(2):
+            with capture.listening({place: layer}):
+                for x_TH, y_TH in zip(inputs, wanted_TH, strict=True):
+                    torch.testing.assert_close(layer(x_TH), y_TH, rtol=0, atol=0, equal_nan=True)
+        counted_E = layer.expert_load.clone()
+        with capture.listening({0: layer}), pytest.raises(ShapeError, match="9 tokens were captured, max_num_tokens=8"):
+            layer(tokens(1))
+        assert torch.equal(layer.expert_load, counted_E), "a refused call counts nothing"
+        taken_TXK = capture.take()
+        for ids_TK in taken_TXK.unbind(1):
+            assert torch.equal(recorded_ids(ids_TK, experts), chosen_TK.long())
 
 
 @pytest.mark.parametrize("placed", ["linear", "turned"])

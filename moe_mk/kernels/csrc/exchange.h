@@ -103,6 +103,14 @@ enum LayerStage : int32_t {
 enum LayerWork : int32_t { kDispatches = 0, kSharedRuns = 1, kExpertRuns = 2, kCombines = 3 };
 enum IdForm : int32_t { kWideIds = 1, kSkipOthers = 2 };  // bits, see moe_mk_layer
 
+// Keeps which logical experts a layer chooses; calls may add to it concurrently.
+struct MoeMkCapture {
+  void* ids;                 // row t at ids + t * stride: [top_k] uint8 or uint16; none is the greatest value
+  int64_t stride, room;      // ids from one row to the next; rows
+  int64_t num_tokens;        // rows that are filled
+  int32_t id_bytes, top_k;
+};
+
 // A layer on one rank, or over one set of windows, then one call at a time. The structures that it points to belong to the
 // caller; of experts, rows, ids, weights, outputs and threads are set by the stages.
 struct MoeMkLayer {
@@ -139,6 +147,7 @@ struct MoeMkLayer {
   float* weights;
   const float* shared_weights;
   int64_t* load;
+  MoeMkCapture* captured;
   void* out;
   int64_t num_tokens;
   int32_t top_k, form, threads;
@@ -168,12 +177,13 @@ int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uin
 //                    -1 is, otherwise they are kBadId, with nothing counted
 //   kDispatchRows    physical experts are given, in int32
 // x [T][H] and out [T][H]: bf16, contiguous. load [E]: the number of times each expert was chosen is added to it in
-// kPlaceTokens; null: nothing is counted. shared_weights [T]: of the shared experts; null: ones. epoch: of the windows' flags.
+// kPlaceTokens; null: nothing is counted. captured: the choices are added to it there, kBadShape: it has no room for them, and
+// nothing is counted; null: they are not kept. shared_weights [T]: of the shared experts; null: ones. epoch: of the windows' flags.
 // kLate: peers are late in kAwaitRows or kAwaitSums, which is `stage`; the caller waits, stores the words in `received` or in
 // add_up->firsts, and continues with the stage after it.
 int32_t moe_mk_layer(MoeMkLayer* layer, int32_t first, int32_t stop, const void* x, int64_t num_tokens, void* ids,
-                     float* weights, int32_t top_k, int32_t form, const float* shared_weights, int64_t* load, void* out,
-                     int32_t threads, uint32_t epoch);
+                     float* weights, int32_t top_k, int32_t form, const float* shared_weights, int64_t* load,
+                     MoeMkCapture* captured, void* out, int32_t threads, uint32_t epoch);
 }
 #pragma GCC visibility pop
 

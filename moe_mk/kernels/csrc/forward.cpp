@@ -46,8 +46,28 @@ int32_t route_tokens(MoeMkLayer& call) {
   return moe_mk_route(&route);
 }
 
+template <class Kept, class Id>
+void write_choices(const MoeMkLayer& call, int64_t row) {
+  for (int64_t t = 0; t < call.num_tokens; ++t) {
+    Kept* kept = static_cast<Kept*>(call.captured->ids) + (row + t) * call.captured->stride;
+    for (int k = 0; k < call.top_k; ++k) kept[k] = Kept(static_cast<const Id*>(call.ids)[t * call.top_k + k]);
+  }
+}
+
+template <class Id>
+bool capture(const MoeMkLayer& call) {
+  MoeMkCapture& kept = *call.captured;
+  const int64_t row = __atomic_fetch_add(&kept.num_tokens, call.num_tokens, __ATOMIC_RELAXED);
+  if (row + call.num_tokens > kept.room || kept.top_k != call.top_k) {
+    add(&kept.num_tokens, -call.num_tokens);
+    return false;
+  }
+  kept.id_bytes == 1 ? write_choices<uint8_t, Id>(call, row) : write_choices<uint16_t, Id>(call, row);
+  return true;
+}
+
 // Replaces every logical expert by its physical one, on one rank by its slot; -1 for none, and for experts of other ranks of
-// which this rank holds a part only. Then counts the choices.
+// which this rank holds a part only. Then keeps and counts the choices.
 template <class Id>
 int32_t place_tokens(MoeMkLayer& call) {
   const Id* ids = static_cast<const Id*>(call.ids);
@@ -61,6 +81,7 @@ int32_t place_tokens(MoeMkLayer& call) {
     const bool is_here = physical >= 0 && call.rank_of[physical] == call.rank;
     call.places[i] = !is_alone(call) ? physical : is_here ? call.slot_of[physical] : -1;
   }
+  if (call.captured != nullptr && !capture<Id>(call)) return kBadShape;
   for (int64_t i = 0; call.load != nullptr && i < choices; ++i)  // concurrent calls may count into the same tensor
     if (ids[i] >= 0 && ids[i] < call.num_experts) add(call.load + ids[i], 1);
   if (!is_alone(call)) call.send->ids = call.places;
@@ -242,8 +263,8 @@ struct Memory {
 using namespace moe_mk;
 
 int32_t moe_mk_layer(MoeMkLayer* layer, int32_t first, int32_t stop, const void* x, int64_t num_tokens, void* ids,
-                     float* weights, int32_t top_k, int32_t form, const float* shared_weights, int64_t* load, void* out,
-                     int32_t threads, uint32_t epoch) try {
+                     float* weights, int32_t top_k, int32_t form, const float* shared_weights, int64_t* load,
+                     MoeMkCapture* captured, void* out, int32_t threads, uint32_t epoch) try {
   const bool alone = is_alone(*layer);
   if (num_tokens < 0) return alone ? kBadShape : run(*layer, first, stop);
   MoeMkLayer own = *layer;
@@ -260,6 +281,7 @@ int32_t moe_mk_layer(MoeMkLayer* layer, int32_t first, int32_t stop, const void*
   call.form = form;
   call.shared_weights = shared_weights;
   call.load = load;
+  call.captured = captured;
   call.out = out;
   call.threads = threads;
   if (alone) {

@@ -9,7 +9,7 @@
 
 using namespace moe_mk;
 
-int32_t moe_mk_abi_version(void) { return 19; }
+int32_t moe_mk_abi_version(void) { return 20; }
 
 int32_t moe_mk_isa_supported(int32_t isa) { return isa_supported(isa) ? 1 : 0; }
 

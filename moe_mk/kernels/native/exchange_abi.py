@@ -64,6 +64,16 @@ class CAddUp(ctypes.Structure):
     )
 
 
+class CCapture(ctypes.Structure):
+    """C structure `MoeMkCapture` of csrc/exchange.h."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        *((name, c_int64) for name in ("stride", "room", "num_tokens")),
+        *((name, c_int32) for name in ("id_bytes", "top_k")),
+    )
+
+
 class CLayer(ctypes.Structure):
     """C structure `MoeMkLayer` of csrc/exchange.h."""
 
@@ -75,7 +85,7 @@ class CLayer(ctypes.Structure):
         *((name, c_int64) for name in ("seam_row", "first_row", "end_row", "sums_room", "row_room", "microseconds")),
         ("total", c_int64),
         *((name, c_int32) for name in ("left", "stage")),
-        *((name, c_void_p) for name in ("x", "ids", "weights", "shared_weights", "load", "out")),
+        *((name, c_void_p) for name in ("x", "ids", "weights", "shared_weights", "load", "captured", "out")),
         ("num_tokens", c_int64),
         *((name, c_int32) for name in ("top_k", "form", "threads")),
     )
@@ -92,7 +102,7 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
         c_int32,
         (
             *(POINTER(CLayer), c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32),
-            *(c_void_p, c_void_p, c_void_p, c_int32, c_uint32),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_uint32),
         ),
     ),
 }

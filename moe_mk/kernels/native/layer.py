@@ -71,6 +71,7 @@ class LayerCall(Protocol):
         skip: bool = False,
         routed: Callable[[], None] | None = None,
         shared_weights_T: torch.Tensor | None = None,
+        captured: int | None = None,
     ) -> torch.Tensor:
         """(T, H) to (T, H), contiguous.
 
@@ -79,7 +80,8 @@ class LayerCall(Protocol):
         experts, int32 or int64, -1 for none; or DISPATCH, where it holds physical experts in int32. skip: ids that do
         not exist are skipped; otherwise ShapeError is raised for them, with nothing counted. routed: called once
         `routing` is written, before rows are dispatched to other ranks. shared_weights_T: f32, of the shared experts;
-        None: ones. Whatever is raised here ends the call on every rank of the group.
+        None: ones. captured: the address of a `MoeMkCapture` with room for what ROUTE chooses. Whatever is raised here
+        ends the call on every rank of the group.
         """
 
 
@@ -201,17 +203,10 @@ class PreparedCall:
         return True
 
     def __call__(
-        self,
-        x_TH: torch.Tensor,
-        load_E: torch.Tensor | None,
-        routing: Routed | None = None,
-        first: Stage = Stage.ROUTE,
-        *,
-        skip: bool = False,
-        routed: Callable[[], None] | None = None,
-        shared_weights_T: torch.Tensor | None = None,
-        stop: Stage = Stage.DONE,
-    ) -> torch.Tensor:
+        self, x_TH: torch.Tensor, load_E: torch.Tensor | None, routing: Routed | None = None,
+        first: Stage = Stage.ROUTE, *, skip: bool = False, routed: Callable[[], None] | None = None,
+        shared_weights_T: torch.Tensor | None = None, captured: int | None = None, stop: Stage = Stage.DONE,
+    ) -> torch.Tensor:  # fmt: skip
         """See `LayerCall`. `routed` is called at the end. stop: the first stage that is left out."""
         out_TH, (ids, weights, top_k), form = torch.empty_like(x_TH), (None, None, 0), SKIP_OTHERS * skip
         if routing is not None:
@@ -220,7 +215,8 @@ class PreparedCall:
         status = self._function(
             byref(self._block_at(x_TH.shape[0])) if self._by_rows else self._at, first, stop, x_TH.data_ptr(),
             x_TH.shape[0], ids, weights, top_k, form, None if shared_weights_T is None else shared_weights_T.data_ptr(),
-            None if load_E is None else load_E.data_ptr(), out_TH.data_ptr(), self._sign * torch.get_num_threads(), 0,
+            None if load_E is None else load_E.data_ptr(), captured, out_TH.data_ptr(),
+            self._sign * torch.get_num_threads(), 0,
         )  # fmt: skip
         if status != Status.OK:
             self.check(status, first)
@@ -271,7 +267,7 @@ class PreparedPagedCall(PreparedCall):
     def __call__(
         self, x_TH: torch.Tensor, load_E: torch.Tensor | None, routing: Routed | None = None,
         first: Stage = Stage.ROUTE, *, skip: bool = False, routed: Callable[[], None] | None = None,
-        shared_weights_T: torch.Tensor | None = None, stop: Stage = Stage.DONE,
+        shared_weights_T: torch.Tensor | None = None, captured: int | None = None, stop: Stage = Stage.DONE,
     ) -> torch.Tensor:  # fmt: skip
         """See `LayerCall`. Raises StoreError for experts that cannot be read."""
         rows = len(x_TH)
@@ -280,13 +276,13 @@ class PreparedPagedCall(PreparedCall):
             routing = ids_TK, torch.empty((rows, self._top_k), dtype=torch.float32, device="cpu")
         with self._cache.exclusive():
             if is_whole := self._cache.is_whole:
-                y_TH = super().__call__(x_TH, load_E, routing, first, skip=skip)
+                y_TH = super().__call__(x_TH, load_E, routing, first, skip=skip, captured=captured)
                 self._cache.begin(self._slots(routing[0], skip=skip))
         if is_whole:
             if routed is not None:
                 routed()
             return y_TH
-        super().__call__(x_TH, load_E, routing, first, skip=skip, routed=routed, stop=Stage.EXPERTS)
+        super().__call__(x_TH, load_E, routing, first, skip=skip, routed=routed, captured=captured, stop=Stage.EXPERTS)
         with torch.no_grad():
             y_TH = self._sums(x_TH, self._slots(routing[0], skip=skip), routing[1])
         for word, count in ((4, 1), (5, rows), (6, 1), (7, rows)):  # experts and combine of `LayerWork`
@@ -355,16 +351,10 @@ class PreparedExchangeCall(PreparedCall):
         return int(self.block.total)
 
     def begin(
-        self,
-        x_TH: torch.Tensor,
-        load_E: torch.Tensor | None,
-        routing: Routed | None,
-        out_TH: torch.Tensor,
-        epoch: int = 0,
-        first: Stage = Stage.ROUTE,
-        stop: Stage = Stage.DONE,
-        shared_weights_T: torch.Tensor | None = None,
-    ) -> int:
+        self, x_TH: torch.Tensor, load_E: torch.Tensor | None, routing: Routed | None, out_TH: torch.Tensor,
+        epoch: int = 0, first: Stage = Stage.ROUTE, stop: Stage = Stage.DONE,
+        shared_weights_T: torch.Tensor | None = None, captured: int | None = None,
+    ) -> int:  # fmt: skip
         """Run the stages up to `stop`, as far as they go; returns the status, see `stage`.
 
         As of `LayerCall`; ids are int32 or, in PLACE, int64. Tensors must live until the call is done.
@@ -381,8 +371,8 @@ class PreparedExchangeCall(PreparedCall):
         return self._function(
             self._at, first, stop if stop < self.last else self.last, x_TH.data_ptr(), tokens, ids, weights,
             self._top_k, form, None if shared_weights_T is None else shared_weights_T.data_ptr(),
-            None if load_E is None else load_E.data_ptr(), out_TH.data_ptr(), self._sign * torch.get_num_threads(),
-            epoch % EPOCHS,
+            None if load_E is None else load_E.data_ptr(), captured, out_TH.data_ptr(),
+            self._sign * torch.get_num_threads(), epoch % EPOCHS,
         )  # fmt: skip
 
     def resume(self, first: int, stop: Stage = Stage.DONE) -> int:
@@ -394,7 +384,7 @@ class PreparedExchangeCall(PreparedCall):
         return self._continue(first, stop)
 
     def _continue(self, first: int, stop: Stage) -> int:
-        return self._function(self._at, first, stop, None, -1, None, None, 0, 0, None, None, None, 0, 0)
+        return self._function(self._at, first, stop, None, -1, None, None, 0, 0, None, None, None, None, 0, 0)
 
     def check(self, status: int, first: int) -> None:
         """Raise the typed error of a status other than OK and LATE. first: the stage that has failed."""

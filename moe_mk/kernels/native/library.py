@@ -23,7 +23,7 @@ from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, uni
 if TYPE_CHECKING:
     from moe_mk.kernels.native.instruction_set import Rates
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 
 class Isa(IntEnum):

@@ -387,6 +387,7 @@ class FusedOneSided:
         skip: bool = False,
         routed: Callable[[], None] | None = None,
         shared_weights_T: Tensor | None = None,
+        captured: int | None = None,
     ) -> Tensor:
         """See `LayerCall`. The lock of the group is held from the first stage to the last."""
         assert not skip, "peers would not skip them"
@@ -402,7 +403,7 @@ class FusedOneSided:
                 buffer = self._pool.take(comm)
                 layer = self._layers.get(buffer) or self._first_call(buffer)
                 stop = Stage.DONE if routed is None else Stage.DISPATCH
-                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, first, stop, shared_weights_T)
+                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, first, stop, shared_weights_T, captured)
                 if status != Status.OK or layer.stage != Stage.DONE:
                     self._continue(buffer, layer, status, routed)
                 buffer.busy = False

@@ -203,6 +203,7 @@ class FusedMessages:
         skip: bool = False,
         routed: Callable[[], None] | None = None,
         shared_weights_T: Tensor | None = None,
+        captured: int | None = None,
     ) -> Tensor:
         assert not skip, "peers would not skip them"
         try:
@@ -210,7 +211,7 @@ class FusedMessages:
             y_TH, layer = torch.empty_like(x_TH), call.layer
             call.open(x_TH.shape[0])
             stop = Stage.SHARED if routed is None else Stage.DISPATCH
-            status = layer.begin(x_TH, load_E, routing, y_TH, 0, first, stop, shared_weights_T)
+            status = layer.begin(x_TH, load_E, routing, y_TH, 0, first, stop, shared_weights_T, captured)
             layer.check(status, Stage.DISPATCH)
             if routed is not None:
                 routed()

@@ -12,6 +12,7 @@ from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.layer import Gating, Places, PreparedCall, RowsOfExperts, Stack, Stage
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.prepared import RouteMode, Scoring, experts_rows
+from moe_mk.router.replay import CapturedIds
 from tests.kernels.native.layers import Layer, Storage, route
 
 EXPERTS, HIDDEN, INNER = 12, 192, 96
@@ -120,6 +121,29 @@ def test_calls_at_once_count_every_choice(native: Native) -> None:
     with ThreadPoolExecutor(4) as callers:
         list(callers.map(work, range(4)))  # raises what they raise
     assert wrong == [] and int(counted_E.sum()) == 25 * 3 * sum(map(len, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_calls_at_once_keep_every_choice_within_the_rows_of_a_capture(native: Native, dtype: torch.dtype) -> None:
+    whole, x_TH, callers, calls = layer_of(native, gating(), places(), stack_of(native)), tokens(3), 4, 6
+    room = callers * calls * 3 - 2  # one call has no room
+    kept_TXK = torch.full((room + 3, 3, 3), 77, dtype=dtype)
+    captured, chosen = CapturedIds(kept_TXK[:room, 1]), gating()
+    wanted_TK, _, _ = route(native, x_TH, chosen.gate_EH, chosen.bias_E, MODE)
+    refused, counted_E = list[str](), torch.zeros(EXPERTS, dtype=torch.int64)
+
+    def work(_: int) -> None:
+        for _ in range(calls):
+            try:
+                whole(x_TH, counted_E, captured=captured.address)
+            except ShapeError as error:
+                refused.append(str(error))
+
+    with ThreadPoolExecutor(callers) as pool:
+        list(pool.map(work, range(callers)))
+    assert len(refused) == 1 and captured.block.num_tokens == room - 1 and int(counted_E.sum()) == 3 * (room - 1)
+    assert torch.equal(kept_TXK[: room - 1, 1].int(), wanted_TK.repeat(callers * calls - 1, 1))
+    assert bool((kept_TXK[room - 1 :].int() == 77).all()) and bool((kept_TXK[:, ::2].int() == 77).all())
 
 
 def test_what_does_not_fit_is_reported_before_any_call(native: Native) -> None:

@@ -360,21 +360,28 @@ void whole(int seed) {
     std::vector<int32_t> ids(size_t(s.rows) * top_k);
     std::vector<float> weights(ids.size());
     const bool listens = pick(0, 1) != 0;
+    std::vector<uint16_t> kept(ids.size());
+    MoeMkCapture captured = {kept.data(), top_k, s.rows, 0, 2, top_k};
     if (moe_mk_layer(&layer, kRouteTokens, kLayerDone, x.data(), s.rows, listens ? ids.data() : nullptr,
-                     listens ? weights.data() : nullptr, 0, 0, nullptr, load.data(), out.data(), threads, 0) != kOk)
+                     listens ? weights.data() : nullptr, 0, 0, nullptr, load.data(), &captured, out.data(), threads,
+                     0) != kOk)
       fail("layer", seed);
     if (ran[2 * kExpertRuns] != ran[2 * kDispatches] || ran[2 * kSharedRuns + 1] != (layer.shared ? ran[2 * kCombines + 1] : 0))
       fail("what ran is counted", seed);
     if (std::accumulate(load.begin(), load.end(), int64_t(0)) != int64_t(s.rows) * top_k) fail("choices are counted", seed);
+    std::vector<int64_t> counted(experts);
+    for (uint16_t id : kept) ++counted[id];
+    if (captured.num_tokens != s.rows || counted != load) fail("choices are kept", seed);
     if (threads == 1) first = out;
     if (out != first) fail("a layer has the same bits for any number of threads", seed);
     if (!listens) continue;
+    if (!std::equal(kept.begin(), kept.end(), ids.begin())) fail("choices are kept as they are written", seed);
     std::vector<int64_t> wide(ids.begin(), ids.end());
     const bool is_wide = pick(0, 1) != 0;
     const int32_t form = (is_wide ? kWideIds : 0) | (pick(0, 1) != 0 ? kSkipOthers : 0);
     std::vector<int64_t> again(experts);
     if (moe_mk_layer(&layer, kPlaceTokens, kLayerDone, x.data(), s.rows, is_wide ? static_cast<void*>(wide.data()) : ids.data(),
-                     weights.data(), top_k, form, nullptr, again.data(), out.data(), threads, 0) != kOk)
+                     weights.data(), top_k, form, nullptr, again.data(), nullptr, out.data(), threads, 0) != kOk)
       fail("routed layer", seed);
     if (out != first || again != load) fail("a routed layer has the bits and the load of the whole one", seed);
   }
