@@ -90,7 +90,7 @@ $(HF_INSTALLED): | $(INSTALLED)
 
 engines: $(ENGINES_INSTALLED)  ## the adapters on vLLM's build for CPUs, SGLang and torchtitan, where they install; takes minutes
 	@echo "pytest    tests/integrations/engines"
-	@OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q tests/integrations/engines
+	@OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q --junitxml build/junit/engines.xml tests/integrations/engines
 
 seams: venv  ## read the sources of every version of the engines that is supported: what the adapters use must be there
 	@$(BIN)/python -m tests.integrations.engines.sources build/engines
