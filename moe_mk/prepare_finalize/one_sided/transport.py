@@ -378,17 +378,10 @@ class FusedOneSided:
         return num_tokens <= self._most and bool(slots) and all(map(_IS_FUSABLE, slots))
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        first: Stage = Stage.ROUTE,
-        *,
-        skip: bool = False,
-        routed: Callable[[], None] | None = None,
-        shared_weights_T: Tensor | None = None,
-        captured: int | None = None,
-    ) -> Tensor:
+        self, x_TH: Tensor, load_E: Tensor | None, routing: tuple[Tensor, Tensor] | None = None,
+        first: Stage = Stage.ROUTE, *, skip: bool = False, routed: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None, captured: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `LayerCall`. The lock of the group is held from the first stage to the last."""
         assert not skip, "peers would not skip them"
         comm, lock, taken = self._comm, self._lock, list[bool]()

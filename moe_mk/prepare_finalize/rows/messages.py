@@ -194,17 +194,10 @@ class FusedMessages:
         return num_tokens <= self._most
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        load_E: Tensor | None,
-        routing: tuple[Tensor, Tensor] | None = None,
-        first: Stage = Stage.ROUTE,
-        *,
-        skip: bool = False,
-        routed: Callable[[], None] | None = None,
-        shared_weights_T: Tensor | None = None,
-        captured: int | None = None,
-    ) -> Tensor:
+        self, x_TH: Tensor, load_E: Tensor | None, routing: tuple[Tensor, Tensor] | None = None,
+        first: Stage = Stage.ROUTE, *, skip: bool = False, routed: Callable[[], None] | None = None,
+        shared_weights_T: Tensor | None = None, captured: int | None = None,
+    ) -> Tensor:  # fmt: skip
         assert not skip, "peers would not skip them"
         try:
             call = self._idle.pop() if self._idle else _LayerCall(*self._parts)
