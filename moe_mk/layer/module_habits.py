@@ -187,8 +187,9 @@ def _with_state(
     layer: L, weights: LayerWeights | None, expert_map: ExpertMap, load_E: Tensor, counted: Any, router: Any
 ) -> L:
     layer.routing.use(router)
-    if weights is not None:
+    if expert_map != layer.expert_map:
         LivePlacement(layer).set_placement(expert_map)
+    if weights is not None:
         layer.take(weights)
     layer.expert_load.copy_(load_E)
     layer.routing.count_from(*counted)

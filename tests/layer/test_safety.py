@@ -103,8 +103,9 @@ def test_pickle_and_deepcopy_give_equal_layers_of_their_own(x_TH: Tensor, moved:
 
 def test_a_layer_without_weights_can_be_copied_too() -> None:
     empty = MoELayer(config(4, 2), dtype=torch.float32)
+    empty.live.set_placement(ExpertMap.from_physical([2, 0, 3, 1], 1, 4))
     for twin in (copy.deepcopy(empty), pickle.loads(pickle.dumps(empty))):
-        assert twin.decision == empty.decision
+        assert twin.decision == empty.decision and twin.expert_map == empty.expert_map
 
 
 def test_a_pickle_holds_the_experts_of_the_layer_and_not_the_file_they_came_from(tmp_path: Path, x_TH: Tensor) -> None:
