@@ -158,8 +158,8 @@ class LivePlacement:
                 shared = shared_experts(decision, Parts(expert_map, layer.built_for, ep or layer.ep, layer.spans))
                 if weights is not None and weights.shared is not None:
                     shared.load(weights.shared, weights.shared_gate_H)
-            if weights is not None:
-                gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
+            if weights is not None:  # the bias may have been corrected since it was loaded
+                gate.load(weights.router_EH, used.gate.bias_E, weights.logit_bias_E, weights.expert_scale_E)
         return decision, Backends(config, asked, groups, gate, shared, used.pool)
 
 

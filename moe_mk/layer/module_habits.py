@@ -201,8 +201,10 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _kept_weights(layer: MoELayer) -> LayerWeights | None:
-    """The weights, if any; raises UnsupportedError if the experts were released."""
-    weights = layer.state.weights
-    if weights is not None and isinstance(weights.experts.slots, ReleasedSlots):
+    """The weights, if any, with the bias in use; raises UnsupportedError if the experts were released."""
+    weights, bias_E = layer.state.weights, layer.state.backends.gate.bias_E
+    if weights is None:
+        return None
+    if isinstance(weights.experts.slots, ReleasedSlots):
         _ = weights.experts.slots[0]
-    return weights
+    return weights if weights.bias_E is None or bias_E is None else replace(weights, bias_E=bias_E.cpu())

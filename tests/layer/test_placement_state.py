@@ -1,6 +1,8 @@
 """The placement in use, calls while an expert has no live copy, and what is prepared of tensors that are replaced."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from dataclasses import replace
@@ -233,7 +235,11 @@ def test_a_gate_that_is_made_again_has_everything_that_the_old_one_had() -> None
     names = ("bias_E", "logit_bias_E", "expert_scale_E")
     vectors = {name: torch.rand(EXPERTS, generator=draw) for name in names}
     made.take(replace(made.weights, **vectors))
-    old, wanted = made.state.backends.gate, made(tokens())
+    old = made.state.backends.gate
+    old.bias_E = vectors["bias_E"].flip(0)  # corrected, where the weights have a copy, as those of a gate on a GPU
+    wanted = made(tokens())
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(twin(tokens()), wanted)
     assert swap_backends(made, tokens(), experts="reference").swapped
     new = made.state.backends.gate
     assert new is not old
