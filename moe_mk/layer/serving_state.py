@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -111,6 +112,14 @@ class Backends:
     pool: ResidencyPool | None = None
     """As of `MoELayer`."""
 
+    def loaded(self, weights: LayerWeights) -> Backends:
+        """These with the gate and the shared experts of other weights, in objects of their own."""
+        gate, shared = copy(self.gate), copy(self.shared)
+        if shared is not None and weights.shared is not None:
+            shared.load(weights.shared, weights.shared_gate_H)
+        gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
+        return replace(self, gate=gate, shared=shared)
+
     def fuse_shared(self, experts: ExpertsOfRank) -> Any:
         """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
         shared, kernel = self.shared, experts.kernel
@@ -205,18 +214,15 @@ class ServingState:
     def loaded(
         self, weights: LayerWeights, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
     ) -> ServingState:
-        """The state with weights, converted to the layouts of the backends; gate and shared experts take theirs."""
-        experts, backends = self.experts.loaded(weights.experts, on_progress), self.backends
-        if backends.shared is not None and weights.shared is not None:
-            backends.shared.load(weights.shared, weights.shared_gate_H)
-        backends.gate.load(weights.router_EH, weights.bias_E, weights.logit_bias_E, weights.expert_scale_E)
+        """The state with weights, converted to the layouts of the backends; what serves keeps its own."""
+        experts, backends = self.experts.loaded(weights.experts, on_progress), self.backends.loaded(weights)
         latent, norm_H = self.latent, self.input_norm_H
         if weights.latent is not None:
             latent = tuple(each.to(device, dtype).contiguous() for each in weights.latent)
         if weights.input_norm is not None:
             norm_H = weights.input_norm[0].to(device, torch.float32).contiguous()
         experts = replace(experts, grid=experts.grid.renewed())
-        taken = replace(self, weights=weights, experts=experts, loads=self.loads + 1)
+        taken = replace(self, backends=backends, weights=weights, experts=experts, loads=self.loads + 1)
         return replace(taken, latent=latent, input_norm_H=norm_H)
 
     def sharing(self, other: ServingState) -> ServingState:

@@ -5,10 +5,12 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -248,6 +250,27 @@ def test_a_gate_that_is_made_again_has_everything_that_the_old_one_had() -> None
             assert torch.equal(value, getattr(new, name)), name
     assert sum(isinstance(value, Tensor) for value in vars(new).values()) == 1 + len(vectors)
     torch.testing.assert_close(made(tokens()), wanted)
+
+
+PARTS_OF_A_LOAD: dict[str, Callable[[MoELayer], object]] = {
+    "experts": lambda made: made.kernel.experts,
+    "shared experts": lambda made: made.state.backends.shared.experts,  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("part", PARTS_OF_A_LOAD)
+def test_a_load_that_fails_in_any_part_changes_nothing(part: str) -> None:
+    made = build.layer(EXPERTS, TOP_K, num_shared_experts=1, shared_gate=False, experts="torch_cpu")
+    gated = replace(made.weights, shared_gate_H=torch.full((HIDDEN,), 0.25))
+    other = replace(gated, gate_EH=made.weights.gate_EH.flip(0), shared_gate_H=torch.full((HIDDEN,), -1.0))
+    made.take(gated)
+    wanted, generation = made(tokens()), made.live.generation
+    failing = mock.Mock(side_effect=MemoryError("no room"))
+    with mock.patch.object(PARTS_OF_A_LOAD[part](made), "relayout", failing), pytest.raises(MemoryError):
+        made.take(other)
+    assert torch.equal(made(tokens()), wanted) and made.live.generation == generation
+    made.take(other)
+    assert not torch.equal(made(tokens()), wanted)
 
 
 def test_one_warning_a_loss_and_none_where_calls_raise() -> None:
