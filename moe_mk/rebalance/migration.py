@@ -111,11 +111,14 @@ class Migration:
             self.retries = self.waited = 0
 
     def _change(self) -> Change:
-        """The flip of the present batch, or that of some of its layers undone."""
+        """The flip of the present batch, or that of all or some of its layers undone."""
         former = [(x, self.layers[x].state) for x in self.batches[0]]
         slots, share = self.ledger.phy2log.copy(), self.ledger.share.copy()
+        batch = self.batches, self.staged, self._transfer, self.flips
 
         def back() -> None:
+            if self.batches is not batch[0]:
+                self.batches, self.staged, self._transfer, self.flips = batch
             for (x, state), (_, staged) in zip(former, self.staged or (), strict=False):
                 if self.layers[x].expert_map is staged.expert_map:
                     self.layers[x].use(state)

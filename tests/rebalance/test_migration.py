@@ -12,8 +12,10 @@ import pytest
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
+from moe_mk.comm.failure import Change
 from moe_mk.errors import WeightError
 from moe_mk.rebalance import RebalanceWarning
+from moe_mk.rebalance.migration import Migration
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
 from tests.support.layers import live_method
@@ -116,6 +118,38 @@ def test_every_layer_of_a_plan_has_its_retries_and_pauses(first: int, second: in
     assert [found and int(found[1]) for found in stated] in (one + other, other + one), status
     for incident, found in zip(status.incidents, stated, strict=True):
         assert found and int(found[2]) - incident.step == 3 * 2 ** (int(found[1]) - 1)
+
+
+def test_a_flip_that_was_made_is_undone_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a recovery after an interrupt right behind it: `Change` states that both may follow any part of either."""
+    change_of, undone = Migration._change, Counter[int]()
+
+    def checked(migration: Migration) -> Change:
+        change, layers, ledger = change_of(migration), migration.layers, migration.ledger
+
+        def seen() -> tuple[object, ...]:
+            rows = ledger.phy2log.tolist(), ledger.share.tolist()
+            return [id(layer.state) for layer in layers], rows, migration.batches, migration.staged, migration.flips
+
+        def make() -> None:
+            before = seen()
+            change.make()
+            flipped = seen()[1:]
+            assert flipped != before[1:]
+            for _ in range(2):
+                change.undo()
+                assert seen() == before
+            change.make()
+            assert seen()[1:] == flipped
+            undone[migration.peers.ep.rank] += 1
+
+        return Change(make, change.undo)
+
+    monkeypatch.setattr(Migration, "_change", checked)
+    ranks = world()
+    serve(ranks, 40)
+    check_that_all_is_well(ranks)
+    assert ranks[0].manager.status().epochs == (1, 1) and undone == dict.fromkeys(range(RANKS), 2)
 
 
 def test_a_rank_that_cannot_send_states_why() -> None:
