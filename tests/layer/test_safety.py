@@ -18,6 +18,7 @@ from moe_mk import ConfigError, ExpertMap, MoEConfig, MoELayer, UnsupportedError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer.settings import layer_spec_of
+from moe_mk.weights.stamp import storages_of
 from tests.layer.any_tensors import tensors_of
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.ambient import AMBIENT
@@ -94,6 +95,7 @@ def test_pickle_and_deepcopy_give_equal_layers_of_their_own(x_TH: Tensor, moved:
         assert torch.equal(twin(x_TH), made()(x_TH)), "each expert is where its map has it"
         twin.live.set_placement(first.expert_map)
         assert twin.decision == first.decision and twin.name == "layer 7"
+        assert storages_of(twin.weights).isdisjoint(storages_of(first.weights)), "gate and shared experts included"
         for slot in twin.weights.experts.slots:
             slot.up_IH.values.zero_()
         assert not torch.equal(twin(x_TH), expected)
