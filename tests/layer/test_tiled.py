@@ -1,5 +1,9 @@
 """Tiles by configuration: the same layer, tile by tile."""
 
+from collections.abc import Iterator
+from threading import Event
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,6 +83,21 @@ def test_ranks_that_disagree_about_tiles_are_reported(x_TH: Tensor) -> None:
 def test_ranks_of_one_thread_cannot_have_a_carrying_thread() -> None:
     with pytest.raises(ConfigError, match=r"tile_carrier = thread needs ranks that can wait.*Lockstep.*use .* = turns"):
         layer(8, 2, virtual_groups(2)[0], tiles=2, tile_carrier="thread")
+
+
+@pytest.fixture
+def sent() -> Iterator[Event]:
+    event = Event()
+    yield event
+    event.set()
+
+
+def test_a_tile_that_is_not_sent_is_waited_for_as_long_as_the_layer_states(x_TH: Tensor, sent: Event) -> None:
+    (one,) = layers(1, tiles=2, tile_carrier="thread", timeout_s=0.01)
+    late = mock.patch.object(type(one.kernel.prepare_finalize), "prepare", side_effect=lambda *_: sent.wait(5.0))
+    with late, pytest.raises(CommError, match=r"waited 0\.\d+ s for another worker \[kernel.timeout_s a step\]"):
+        one(x_TH)
+    assert not sent.is_set()
 
 
 def test_a_carrying_thread_cannot_be_captured() -> None:
