@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import CommError, UnsupportedError
@@ -216,6 +218,17 @@ def test_a_failure_ends_the_calls_of_every_layer_and_a_layer_built_anew_works() 
     before = [mine[0] for mine in fresh.buffers]
     fresh.add()
     assert [mine[1] is old for mine, old in zip(fresh.buffers, before, strict=True)] == [False, False]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
+def test_a_buffer_has_room_for_every_layer_so_far_in_every_respect(sizes: list[tuple[int, ...]]) -> None:
+    session: LibrarySession[object] = LibrarySession(context(), "a_library")
+    made: list[tuple[int, ...]] = []
+    for number, size in enumerate(sizes, 1):
+        session.open(size, lambda most: made.append(most) or object())  # type: ignore[func-returns-value]
+        assert made[-1] == session.pool.size == tuple(map(max, zip(*sizes[:number], strict=True)))
+    assert len(made) == len(set(made)), "and is made anew only for more"
 
 
 def context() -> TransportContext:
