@@ -139,6 +139,24 @@ def test_new_shares_alone_move_no_weights() -> None:
     assert ranks[0].manager.status().plan_id == 1
 
 
+def test_a_plan_that_is_asked_for_follows_new_shares_that_were_on_their_way() -> None:
+    asked: list[int] = []
+
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        asked.append(ranks[0].manager.status().plan_id)
+        return plan(load, topology, old=slots)
+
+    ranks = world(hot=(0,))
+    for rank in ranks:
+        rank.manager = RebalanceManager(rank.layers, settings(thresholds=Thresholds(9.0, 8.0, 1)), planner=planner)
+    while ranks[0].manager.state != "planning":  # new shares wait to be announced
+        serve(ranks, 1)
+    ranks[0].manager.plan_soon()
+    serve(ranks, 12)
+    check_that_all_is_well(ranks)
+    assert asked[:1] == [1], "the shares were the first plan"
+
+
 @pytest.mark.slow
 @pytest.mark.row(133)
 def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
