@@ -1,5 +1,7 @@
 """Sequence-parallel chunks: sizes by hand, each token computed once, and the output of the path without chunks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,24 +108,34 @@ def test_one_rank_has_one_chunk_and_bad_tokens_are_refused_before_anything_moves
         one(torch.randn(5, HIDDEN + 1))
 
 
-def by_token_id(ranks: int, vocabulary: int = 10) -> tuple[list[MoELayer], list[SequenceParallelMoE]]:
-    """EP ranks that all share their tokens, and layers whose table sends token v to experts v and v + 1."""
-    settings = {"experts": "reference", "hash_vocabulary": vocabulary, "scoring_func": "sqrtsoftplus"}
+def by_token_id(
+    ranks: int, vocabulary: int = 10, *, images: bool = False
+) -> tuple[list[MoELayer], list[SequenceParallelMoE]]:
+    """EP ranks that all share their tokens, and layers whose table sends token v to experts v and v + 1.
+
+    images: tokens from `vocabulary` on are of images, whose experts have a bias of their own.
+    """
+    settings: dict[str, Any] = {"experts": "reference", "hash_vocabulary": vocabulary, "scoring_func": "sqrtsoftplus"}
     table_XK = torch.tensor([[v % 8, (v + 1) % 8] for v in range(vocabulary)])
     named = {**tensors(8), "gate.tid2eid": table_XK}
+    if images:
+        settings["first_image_token"] = vocabulary
+        named["gate.e_score_correction_bias_vl"] = torch.arange(8) / 4
     groups = [ParallelGroups()] if ranks == 1 else virtual_groups(ranks)
     layers = [MoELayer(config(8, TOP_K, **settings), dtype=torch.float32, groups=g).load_weights(named) for g in groups]
     comms = LockstepWorld(ranks).communicators()
     return layers, [SequenceParallelMoE(one, comm) for one, comm in zip(layers, comms, strict=True)]
 
 
+@pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 8])
-def test_chunks_take_their_token_ids_with_them(tokens: int) -> None:
+def test_chunks_take_their_token_ids_with_them(tokens: int, images: bool) -> None:
     draw = torch.Generator().manual_seed(2)
     x_TH, ids_T = torch.randn((tokens, HIDDEN), generator=draw), torch.randint(10, (tokens,), generator=draw)
-    (alone,), _ = by_token_id(1)
+    ids_T += 5 * images
+    (alone,), _ = by_token_id(1, images=images)
     want = alone(x_TH, ids_T)
-    layers, chunked = by_token_id(4)
+    layers, chunked = by_token_id(4, images=images)
     for got in interleave([one.steps(x_TH, ids_T) for one in chunked]):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
     load_E = sum(one.expert_load for one in layers)
