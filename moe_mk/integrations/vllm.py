@@ -293,6 +293,7 @@ def kind_of(weight_name: str) -> str:
     last = weight_name.rpartition(".")[2]
     endings = {
         "weight_scale_2": "global_scale", "input_scale": "input_scale", "scale": "scale", "scale_inv": "scale",
+        "scales": "scale", "qzeros": "zeros", "zero_point": "zeros", "g_idx": "order", "weight_shape": "shape",
         "bias": "bias",
     }  # fmt: skip
     return next((kind for ending, kind in endings.items() if last.endswith(ending)), "weight")

@@ -29,7 +29,7 @@ from moe_mk.weights.source import MappingSource
 SHARDS = {"w1": "gate", "w2": "down", "w3": "up"}
 """Projections by the names that engines give to the shards of an expert."""
 KINDS = {"weight": "", "global_scale": "global", "input_scale": "input"} | {
-    extra: extra for extra in ("scale", "bias", "zeros", "order")
+    extra: extra for extra in ("scale", "bias", "zeros", "order", "shape")
 }
 """`Part.extra` of the tensors of a projection, by their names in `feed_shard`."""
 
@@ -92,7 +92,8 @@ class LayerLoader:
         """Take one tensor of one projection of a routed expert, whole, without a name; else like `feed`.
 
         expert_id: the logical expert. shard_id: "w1" (gate), "w2" (down) or "w3" (up). kind: "weight", "scale" (of
-        every block, row or tensor), "global_scale", "input_scale", "bias", or of packed integers "zeros" and "order".
+        every block, row or tensor), "global_scale", "input_scale", "bias", or of packed integers "zeros", "order" and
+        "shape".
         Raises ConfigError for other values.
         """
         if shard_id not in SHARDS:

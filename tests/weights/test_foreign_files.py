@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_mk import MoELayer
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.vllm import kind_of
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.weights import LayerLoader, LayerWeights, inspect_checkpoint, load_layer
@@ -163,8 +164,6 @@ def dense(written: Written, x: Tensor, gate_EH: Tensor) -> Tensor:
 
 
 SHARD = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-KIND = {"scales": "scale", "weight_scale": "scale", "weight_scale_inv": "scale", "qzeros": "zeros", "g_idx": "order",
-        "weight_zero_point": "zeros", "weight_scale_2": "global_scale", "input_scale": "input_scale"}  # fmt: skip
 
 
 @pytest.mark.parametrize("backwards", [True, False])
@@ -179,9 +178,9 @@ def test_shards_without_names_are_placed_by_their_shapes(form: str, backwards: b
     for name in sorted(written.tensors, reverse=backwards):
         if name == "gate.weight":
             loader.feed(name, written.tensors[name])
-        elif not name.endswith("weight_shape"):
+        else:
             _, of, projection, end = name.split(".")
-            kind, shard_id = KIND.get(end, "weight"), SHARD[projection]
+            kind, shard_id = kind_of(f"experts.w13_{end}"), SHARD[projection]
             kept = loader.feed_shard(written.tensors[name], expert_id=int(of), shard_id=shard_id, kind=kind)
             assert kept == (kind != "input_scale")
     loader.finish()
