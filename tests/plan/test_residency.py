@@ -178,9 +178,12 @@ def test_a_trace_becomes_steps_of_some_tokens() -> None:
     facts = TraceFacts(num_experts=8, top_k=2)
     ids = torch.tensor([[0, 1], [1, 2], [5, -1]], dtype=torch.int16)
     whole = [TracedForward(0, 4, 0, "prefill", ids), TracedForward(0, 5, 0, "prefill", ids.flip(0))]
-    assert steps_of(RoutingTrace.of(facts, whole), 2) == [[(0, 1, 2), (1, 2, 5)], [(5,), (0, 1)]]
-    with pytest.raises(TraceError, match="one of each of the 2 layers"):
-        steps_of(RoutingTrace.of(facts, [*whole, TracedForward(1, 4, 0, "decode", ids)]), 1)
+    for order in (whole, whole[::-1]):  # traces may be joined layer by layer
+        assert steps_of(RoutingTrace.of(facts, order), 2) == [[(0, 1, 2), (1, 2, 5)], [(5,), (0, 1)]]
+    one = TracedForward(1, 4, 0, "decode", ids)
+    for more in ([one], [one, one]):
+        with pytest.raises(TraceError, match="one of each of the 2 layers"):
+            steps_of(RoutingTrace.of(facts, [*whole, *more]), 1)
     with pytest.raises(TraceError, match="at least 2"):
         steps_of(RoutingTrace.of(facts, whole), 8)
 

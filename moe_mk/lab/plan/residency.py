@@ -113,13 +113,15 @@ def steps_of(trace: RoutingTrace, tokens: int) -> list[Step]:
     Raises TraceError where a layer is missing in a step, or has other tokens than the others.
     """
     layers = trace.layers
-    calls: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
+    calls: dict[tuple[int, int], list[tuple[int, NDArray[np.int64]]]] = {}
     for each in trace.forwards():
-        calls.setdefault((each.step, each.rank), []).append(each.ids_TK.numpy().astype(np.int64))
+        calls.setdefault((each.step, each.rank), []).append((each.layer, each.ids_TK.numpy().astype(np.int64)))
     steps: list[Step] = []
-    for (step, rank), of_layers in calls.items():
+    for (step, rank), found in calls.items():
+        found.sort(key=lambda each: each[0])  # of traces that were joined layer by layer too
+        of_layers = [ids for _, ids in found]
         counts = {len(ids) for ids in of_layers}
-        if len(of_layers) != len(layers) or len(counts) != 1:
+        if [layer for layer, _ in found] != layers or len(counts) != 1:
             raise TraceError(
                 f"step {step} of rank {rank} has {len(of_layers)} forwards of {sorted(counts)} tokens, expected one of "
                 f"each of the {len(layers)} layers with the same tokens; filter the trace, or record whole steps"
