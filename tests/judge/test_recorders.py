@@ -41,6 +41,7 @@ def replayed(case: Case) -> Tensor:
 
 
 def kernel(x: Tensor, ids: Tensor, weights: Tensor, kind: str = "fp32") -> Tensor:
+    ids = ids.clamp_min(-1)
     experts = EXPERTS if kind == "fp32" else draw_experts(scheme_of_kind(kind), 6, 256, 128)
     context = ExpertsContext(FP32, FP32, "silu", 6, x.shape[1], experts.w2.shape[2], torch.device("cpu"))
     return ReferenceExperts(context).run(RowTokens(FP32.quantize(x), ids, weights, 6), experts).y
@@ -56,7 +57,7 @@ def call(tokens: int = 5, hidden: int = 64) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_first_call_with_nan_is_recorded_and_none_before_or_after(tmp_path: Path) -> None:
     file = tmp_path / "case.safetensors"
     fn, (x, ids, weights) = record(kernel, file, EXPERTS), call(200)
-    ids[ids == 3] = -1
+    ids[ids == 3] = -7  # below 0: of no expert
     assert torch.equal(fn(x, ids, weights), kernel(x, ids, weights)) and not file.exists()
     x[150, 3] = torch.nan
     fn(x, ids, weights)
@@ -99,6 +100,15 @@ def test_stored_formats_are_recorded_as_they_are(tmp_path: Path, kind: str) -> N
     assert torch.equal(case.x, x), "as they were before the call"
     one = int(ids[0, 0])
     assert torch.equal(case.slots()[one].down_HI.dequantize(torch.float32), experts.w2[one].dequantize(torch.float32))
+
+
+def test_experts_without_a_gate_are_recorded_as_such(tmp_path: Path) -> None:
+    experts, file = replace(EXPERTS, w13=EXPERTS.w13.changed(lambda part: part[:, :32]), gated=False), tmp_path / "case"
+    x, ids, weights = call()
+    record(lambda x, ids, weights: torch.zeros_like(x), file, experts, norm=0.0, activation="relu2")(x, ids, weights)
+    case, one = read_case(file), int(ids[0, 0])
+    assert (case.model.gated, case.model.activation) == (False, "relu2") and case.slots()[one].gate_IH is None
+    assert torch.equal(case.slots()[one].up_IH.values, experts.w13[one].values)
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("q4_k", 256), ("mxfp4", 32), ("bf16", 0)])

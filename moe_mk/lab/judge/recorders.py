@@ -56,7 +56,7 @@ class Recorder:
             return
         at = torch.argsort((~picked_T).int(), stable=True)[: self.most_tokens].sort().values
         x, ids, weights, y = (each.detach()[at].cpu().clone() for each in (x_TH, ids_TK, weights_TK, y_TH))
-        ids = torch.where(ids < self.facts["model"].num_experts, ids.long(), -1)
+        ids = torch.where((ids >= 0) & (ids < self.facts["model"].num_experts), ids.long(), -1)
         router = RouterConfig(top_k=ids.shape[1], renormalize=False)
         known = self.facts | {"router": router, "tokens": at.cpu(), "num_tokens": len(x_TH)}
         write_case(self.path, with_hit_experts(Case(**known, x=x, y=y, topk_ids=ids, topk_weights=weights.float())))
@@ -99,7 +99,7 @@ def facts_of_experts(experts: ExpertWeights, activation: str = "silu", **quant: 
         raise UnsupportedError(f"{experts.scheme.name} cannot be recorded", ["it is none of the types of model.quant"])
     model = ModelConfig(
         hidden_size=hidden, moe_intermediate_size=inner, num_experts=slots, activation=activation,
-        quant={"weights": kinds[0], **quant},
+        gated=experts.gated, quant={"weights": kinds[0], **quant},
     )  # fmt: skip
     found: dict[str, Any] = {"model": model, "experts": torch.arange(slots, dtype=torch.int64, device="cpu")}
     for name, q in (("w13", experts.w13), ("w2", experts.w2)):
