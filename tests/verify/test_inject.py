@@ -1,6 +1,7 @@
 """Every fault is found, whatever the format, and faults that would change nothing are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.lab.verify import Fault, faulty_router, faulty_weights
 from moe_mk.weights import LayerWeights
+from moe_mk.weights.expert_weights import SlotBiases
 from tests.verify.conftest import Bench, Case, inputs
 
 CASES = [
@@ -59,6 +61,11 @@ def test_each_fault_changes_what_it_states(bench: Callable[[Case], Bench]) -> No
     assert dropped.up_IH.scales is not None and bool((dropped.up_IH.scales == 1).all())
     assert torch.equal(dropped.up_IH.values.view(torch.uint8), slot.up_IH.values.view(torch.uint8))
     assert faulty_weights(weights, "double-scale") is weights
+    own = SlotBiases(*(torch.full((3,), each) for each in (1.0, 2.0, 3.0)))
+    biased = replace(weights, experts=replace(weights.experts, slots=(replace(slot, biases=own),)))
+    swapped, dropped = (faulty_weights(biased, name).experts.slots[0] for name in ("swap-halves", "drop-scale"))
+    values = [[float(part[0]) for part in one.biases.tensors] for one in (swapped, dropped)]
+    assert values == [[2.0, 1.0, 3.0], [1.0, 2.0, 3.0]]
     router = ours.first.router
     assert faulty_router(router, "double-scale").routed_scaling_factor == 2.5**2
     assert faulty_router(router, "swap-halves") is router

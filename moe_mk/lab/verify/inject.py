@@ -12,7 +12,7 @@ from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
 from moe_mk.router.hashed import HashRouter
 from moe_mk.router.router import Router
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 
 R = TypeVar("R", Router, HashRouter)
@@ -51,12 +51,14 @@ def faulty_router(router: R, fault: str) -> R:
 def _swap(slot: SlotWeights) -> SlotWeights:
     if slot.gate_IH is None:
         raise ConfigError("the fault swap-halves needs experts with a gate, these have none")
-    return SlotWeights(slot.up_IH, slot.gate_IH, slot.down_HI)
+    own = slot.biases
+    swapped = None if own is None or own.gate_I is None else SlotBiases(own.up_I, own.gate_I, own.down_H)
+    return SlotWeights(slot.up_IH, slot.gate_IH, slot.down_HI, swapped)
 
 
 def _drop(slot: SlotWeights) -> SlotWeights:
     gate = None if slot.gate_IH is None else _without_scales(slot.gate_IH)
-    return SlotWeights(gate, _without_scales(slot.up_IH), _without_scales(slot.down_HI))
+    return replace(slot, gate_IH=gate, up_IH=_without_scales(slot.up_IH), down_HI=_without_scales(slot.down_HI))
 
 
 def _without_scales(q: QuantTensor) -> QuantTensor:
