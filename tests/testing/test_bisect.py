@@ -14,8 +14,10 @@ from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.flight import Flight
 from moe_mk.lab.cli.bisect import BisectOrder, scene_of
 from moe_mk.lab.testing.bisect import STAGES, bisect
+from moe_mk.lab.testing.experts import random_experts
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import Weights
@@ -124,6 +126,17 @@ def test_a_wrong_order_home_is_found_at_combine(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("pair", [("all_to_all", "all_gather"), ("all_to_all+torch_cpu", "replicated+reference")])
 def test_right_transports_differ_in_no_stage(pair: tuple[str, str]) -> None:
     assert bisect(*pair, replace(SCENE, ranks=2)).first is None
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "int4_g32_zp", "fp8_tensor"])
+def test_experts_of_a_rank_have_every_part_of_their_format(kind: str) -> None:
+    """Weights whose matrices differ in size, so that one scale above them is of its own expert only."""
+    scheme = scheme_of_kind(kind)
+    stack = random_experts(scheme, ORDER.experts, ORDER.hidden, ORDER.intermediate, torch.device("cpu"))
+    size_L11 = 2.0 ** torch.arange(ORDER.experts)[:, None, None]
+    w13, w2 = (scheme.quantize(q.dequantize(torch.float32) * size_L11) for q in (stack.w13, stack.w2))
+    scene = replace(SCENE, weights=replace(stack, w13=w13, w2=w2), ranks=2)
+    assert bisect("all_to_all+reference", "replicated+torch_cpu", scene).first is None
 
 
 def test_exactly_equal_is_another_question() -> None:

@@ -250,7 +250,7 @@ def _picked(q: QuantTensor, index: Tensor) -> QuantTensor:
             return part.view(torch.uint8)[index].view(part.dtype)
         return part[index]
 
-    return QuantTensor(pick(q.values), None if q.scales is None else pick(q.scales), q.scheme, q.global_scale)
+    return q.changed(pick)
 
 
 def _differences(stage: str, mine: dict[Key, Tensor], its: dict[Key, Tensor], limit: float) -> list[Difference]:
