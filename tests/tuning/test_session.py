@@ -119,6 +119,19 @@ def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(
     assert again.complete and again.resumed == result.measured and again.measured == 6 - result.measured
 
 
+def test_points_are_those_of_tokens_whose_built_in_choice_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version with other built-in parameters has measured some of the candidates before."""
+    Parts(tmp_path / "case.part.jsonl", CASE.name).add(8, {"threads": 1}, ((1.0, 1.0),))
+    clock = iter(float(second) for second in range(10_000))
+    monkeypatch.setattr(session, "now", lambda: next(clock))
+    result = run(tmp_path / "case.json", budget=3.0)
+    assert not result.complete and [point.tokens for point in result.points] == [1]
+    (judged,) = json.loads((tmp_path / "case.meta.json").read_text())["judged"]
+    assert judged["tokens"] == 1
+
+
 def test_lines_of_another_case_and_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
     path, found = tmp_path / "case.json", {"tokens": 1, "parameters": {"threads": 1}}
     lines = [
@@ -235,6 +248,16 @@ def test_a_session_killed_before_the_rounds_of_the_best_goes_on_with_them(
     result = run(path, tokens=(4,))
     assert (result.complete, result.measured, result.resumed) == (True, 0, 3)
     assert result.points[0].parameters == {"threads": 1} and not path.with_suffix(".part.jsonl").exists()
+
+
+def test_runs_of_one_graph_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, context = [0.0], CASE.context(CPU)
+    space = space_of(ReferenceExperts, context, 1, 1)
+    watch = Stopwatch(ReferenceExperts(context), stack(CASE, CPU), space, 1, 2)
+    monkeypatch.setattr(session, "now", lambda: time[0])
+    monkeypatch.setattr(watch, "runs", 4)
+    microseconds = watch.microseconds(lambda: time.__setitem__(0, time[0] + 28e-6), space.candidates[0])
+    assert microseconds == pytest.approx(7.0)
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:

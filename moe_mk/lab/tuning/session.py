@@ -408,9 +408,9 @@ class _Session:
         self.parts.add(count, candidate, rounds, failed)
 
     def trials(self, count: int) -> list[Trial]:
-        """Return the trials at a number of tokens, that of the built-in choice first where there is one."""
-        known = (self.parts.get(count, candidate) for candidate in self.spaces[count].candidates)
-        return [trial for trial in known if trial is not None]
+        """Return the trials at a number of tokens, that of the built-in choice first; none before there is that one."""
+        built_in, *others = (self.parts.get(count, candidate) for candidate in self.spaces[count].candidates)
+        return [] if built_in is None else [built_in, *(trial for trial in others if trial is not None)]
 
     def points(self) -> tuple[TunedPoint, ...]:
         """Return the parameters to use, by tokens; only where the built-in choice was measured."""
