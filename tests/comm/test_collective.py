@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_mk.comm import LockstepWorld
+from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.comm.collective import CallGroups
 from moe_mk.comm.failure import Change
-from moe_mk.flight import interleave
+from moe_mk.flight import Flight, interleave
 
 RANKS = 3
 WAIT, MAKE = "in the wait for the result", "in the change"
@@ -29,15 +29,25 @@ def change_of(served: list[int], rank: int, number: int, old: int, where: list[s
     return Change(make, lambda: served.__setitem__(rank, old))
 
 
-@settings(max_examples=25)
+def ended(flight: Flight[object]) -> None:
+    """Advance a flight until it ends, with StopIteration."""
+    while True:
+        next(flight)
+
+
+@settings(max_examples=40)
 @given(
-    st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(0, 2), st.sampled_from((WAIT, MAKE)))), max_size=5)
+    st.booleans(),
+    st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(0, 2), st.sampled_from((WAIT, MAKE)))), max_size=5),
 )
 def test_a_change_is_made_by_all_ranks_or_by_none_whoever_is_interrupted(
-    rounds: list[tuple[bool, dict[int, str]]],
+    tp: bool, rounds: list[tuple[bool, dict[int, str]]]
 ) -> None:
-    """Of each round: whether a rank objects, and which ranks are interrupted, where."""
-    groups = [CallGroups(comm) for comm in LockstepWorld(RANKS).communicators()]
+    """Of each round: whether a rank objects, and which ranks are interrupted, where. The ranks are those of EP or of
+    TP, and go on by the calls of one layer or of another one.
+    """
+    comms = LockstepWorld(RANKS).communicators()
+    groups, others = ([CallGroups(SingleRank(), comm) if tp else CallGroups(comm) for comm in comms] for _ in range(2))
     served, wanted, made = [0] * RANKS, 0, 0
     for number, (objects, drawn) in enumerate(rounds, 1):
         interrupted = {rank: where for rank, where in drawn.items() if where == WAIT or not objects}
@@ -52,11 +62,12 @@ def test_a_change_is_made_by_all_ranks_or_by_none_whoever_is_interrupted(
             next(flight)
         for rank in sorted(range(RANKS), key=lambda rank: interrupted.get(rank) == WAIT):  # ends the calls of others
             with pytest.raises(KeyboardInterrupt if rank in interrupted else StopIteration):
-                flights[rank].throw(KeyboardInterrupt) if interrupted.get(rank) == WAIT else next(flights[rank])
+                flights[rank].throw(KeyboardInterrupt) if interrupted.get(rank) == WAIT else ended(flights[rank])
             assert rank not in interrupted or served[rank] == wanted, "half a change serves until the recovery"
-        interleave([each.recover() if interrupted else each.settle() for each in groups])
+        layer = others if number % 2 else groups
+        interleave([each.recover() if interrupted else each.settle() for each in layer])
         if not objects and len(interrupted) < RANKS:
             wanted, made = number, made + 1
         assert served == [wanted] * RANKS
-        assert [each.ep.changes.made for each in groups] == [made] * RANKS
-        assert all(each.ep.changes.undecided is None for each in groups)
+        assert [comm.changes.made for comm in comms] == [made] * RANKS
+        assert all(comm.changes.undecided is None for comm in comms)

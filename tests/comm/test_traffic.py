@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm import LINKS, Communicator, LockstepWorld, Nodes, Traffic
+from moe_mk.comm.traffic import COUNT_BYTES
 from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flow
@@ -123,9 +124,10 @@ def test_whatever_was_noted_phases_count_what_left_the_rank_and_links_count_all(
     draw, ranks, rank = random.Random(0), 4, 2
     for _ in range(30):
         traffic, total, calls = Traffic(), 0, 0
+        meter = traffic.meter(ranks, rank, row_bytes=10, sum_bytes=4)
         for _ in range(draw.randrange(12)):
             phase, num_bytes = draw.choice("ab"), draw.randrange(100)
-            match draw.choice(("sent", "moved", "stayed")):
+            match draw.choice(("sent", "moved", "stayed", "native", "reset")):
                 case "sent":
                     each = [draw.randrange(100) for _ in range(ranks)]
                     traffic.sent(phase, each, rank)
@@ -133,6 +135,15 @@ def test_whatever_was_noted_phases_count_what_left_the_rank_and_links_count_all(
                 case "moved":
                     traffic.moved(phase, draw.randrange(ranks), num_bytes, rank)
                     total, calls = total + num_bytes, calls + 1
+                case "native":  # a dispatch: rows to all ranks, and a flag to each of the others
+                    rows = [draw.randrange(5) for _ in range(ranks)]
+                    for peer, count in enumerate(rows):
+                        meter.words[peer] += count
+                    meter.words[2 * ranks] += 1
+                    total, calls = total + 10 * (sum(rows) - rows[rank]) + COUNT_BYTES * (ranks - 1), calls + 2
+                case "reset":
+                    traffic.reset()
+                    total = calls = 0
                 case _:
                     traffic.stayed(phase, num_bytes, rank)
                     total += num_bytes
