@@ -353,6 +353,25 @@ def test_an_error_of_any_piece_of_a_record_ends_the_call_that_needs_it(tmp_path:
     scene.expect_sound(draw)
 
 
+def test_a_record_is_checked_when_all_of_its_pieces_have_come_in_any_order(tmp_path: Path) -> None:
+    layer, draw, read = Checked(built(tmp_path, 4, slots=2), 4), Random(0), ExpertStore.read_piece
+    with patch.object(expert_store, "PIECE", ALIGNMENT):
+        starts = list(layer.cache.store.pieces())  # type: ignore[union-attr]
+        ended = {(expert, start): threading.Event() for expert in range(EXPERTS) for start in starts}
+        for last in starts:
+
+            def late(store: ExpertStore, expert: int, start: int, record: memoryview, last: int = last) -> None:
+                assert start != last or all(ended[expert, each].wait(LIMIT_S) for each in starts if each != last)
+                read(store, expert, start, record)
+                ended[expert, start].set()
+
+            for each in ended.values():
+                each.clear()
+            layer.cache.clear()
+            with patch.object(ExpertStore, "read_piece", late):
+                layer.call(draw)
+
+
 def test_waits_for_another_call_and_for_a_slot_have_a_limit(tmp_path: Path) -> None:
     scene = Scene("pool", tmp_path)
     first, other = scene.layers

@@ -94,6 +94,9 @@ def test_weights_held_in_another_form_leave_the_stored_ones_alone(quant: str, wr
         moved = float((after - before).norm() / before.norm())
         assert moved == 0 if quant == "mxfp4" else moved < 1.5 * held.scheme.relative_rms
     assert held_as(stored, stored.scheme) is stored
+    for both in ((stored.scheme, INT8_CHANNEL), (INT8_CHANNEL, stored.scheme)):  # down projections in one of their own
+        slot = held_as(stored, *both).slot(0)
+        assert (slot.up_IH.scheme, slot.down_HI.scheme) == both
 
 
 # Layouts that others write.

@@ -85,6 +85,11 @@ def test_shared_experts_are_one_more_slot_of_the_same_pass(
     expected = alone.float() + lone.run(one, shared).y.float()
     torch.testing.assert_close(together.float(), expected, rtol=0.02, atol=0.02)
     assert torch.equal(backend.run(given, routed).y, alone), "the routed experts stay as they were"
+    other = lone.relayout(MappedExpertWeights(every[:1], weights))  # shared experts that were loaded anew
+    again = backend.fuse_shared_experts(routed, other)
+    assert again is not None
+    expected = alone.float() + lone.run(one, other).y.float()
+    torch.testing.assert_close(backend.run(given, again).y.float(), expected, rtol=0.02, atol=0.02)
     if weights is BF16:  # a stack that lay there already has no room behind it
         assert backend.fuse_shared_experts(backend.relayout(all_slots), shared) is None
 
