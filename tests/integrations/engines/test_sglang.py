@@ -90,6 +90,27 @@ def test_fp8_and_int8_weights_with_their_scales(quant: str, flags: dict[str, Any
     assert error(out.hidden_states, decoded.loops(*tokens)) < CLOSE
 
 
+class Noting(SimpleNamespace):
+    """A quant info that notes which of its tensors are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, torch.Tensor):
+            super().__getattribute__("read").append(name)
+        return value
+
+
+@pytest.mark.parametrize("flag", ["", "use_fp8_w8a8", "use_int8_w8a8", "use_int4_w4a16", "use_int8_w8a16"])
+def test_converted_weights_are_kept_by_every_tensor_that_was_read(flag: str) -> None:
+    names = [side + part for side in ("w13", "w2") for part in ("_weight", "_scale", "_zp")] + ["b13", "b2"]
+    held = {name: torch.full((1, 2, 3), number, dtype=torch.uint8) for number, name in enumerate(names)}
+    flags = {**dict.fromkeys(("use_int4_w4a16", "use_int8_w8a16"), False), **({flag: True} if flag else {})}
+    info = Noting(**held, **flags, block_shape=[0, 32], fuse_swiglu_interleaved=False, read=[])
+    door.weights_of(info, runner_config(), torch.bfloat16)
+    read, kept = {*info.read}, {names[int(tensor[0, 0, 0])] for tensor in door.stated(info)}
+    assert {"w13_weight", "w2_weight", "b13", "b2"} <= read <= kept
+
+
 def test_biases_are_added() -> None:
     tiny, (x_TH, weights_TK, ids_TK), config = Tiny.drawn(), call(), runner_config()
     given = quant_info(tiny, b13=torch.zeros(EXPERTS, 48), b2=torch.ones(EXPERTS, 32))

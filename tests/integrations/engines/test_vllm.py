@@ -137,6 +137,8 @@ def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
     local_TK = ids_TK.clone()
     local_TK[:, 1], local_TK[0, 0] = -1, -1
     assert torch.equal(door.local_ids(global_TK, expert_map), local_TK)
+    edges_TK = torch.tensor([[-2, -1, 4, 5, 9, 10, 2**31 - 1]], dtype=torch.int32)
+    assert door.local_ids(edges_TK, expert_map).tolist() == [[-1, -1, -1, 0, 4, -1, -1]]
     assert error(run(layer, x_TH, weights_TK, global_TK), tiny.loops(x_TH, weights_TK, local_TK)) < CLOSE
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts, experts_of
 from moe_mk.integrations.hf.stored import stored_parameters
-from moe_mk.integrations.hf.without_experts import _load_rest
+from moe_mk.integrations.hf.without_experts import _load_rest, config_of
 from moe_mk.integrations.transformers import (
     explain,
     model_without_experts,
@@ -109,7 +109,10 @@ def test_a_model_whose_experts_were_not_replaced_refuses_calls(state: str, writt
 
 def test_experts_that_get_their_weights_compute(written: Written) -> None:
     folder = written("qwen3_moe", "awq")
-    model, whole = model_without_experts(folder, dtype=torch.float32), decoded_model(folder, "qwen3_moe")
+    config = config_of(folder)
+    given = config.to_dict()
+    model, whole = model_without_experts(folder, dtype=torch.float32, config=config), decoded_model(folder, "qwen3_moe")
+    assert config.to_dict() == given, "the configuration is the caller's"
     model = copy.deepcopy(model)
     for name, module in experts_of(model).items():
         module.load_state_dict(whole.get_submodule(name).state_dict(), assign=True)
