@@ -22,6 +22,7 @@ STATED = {
     "experts.FirstWeightsForever": "the second of two weights in turn: tokens",
     "experts.LastBitByCall": "two calls give different bits",
     "experts.NaNOfAll": "with a token of NaN: the output is not finite",
+    "experts.NewestWeights": "the first of two weights in turn: tokens",
     "experts.NowhereIsTheLastExpert": "all to one expert",
     "experts.OneActivation": "even, grouped: tokens",
     "experts.OrderOfSumsByBatch": "row 0 has other bits in a batch of its own",

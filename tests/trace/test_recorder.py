@@ -130,10 +130,9 @@ def test_every_stage_is_a_range_of_the_profiler() -> None:
 
 def test_ranges_end_when_a_stage_fails() -> None:
     spans = Spans()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiled(spans, "x"):
-        try:
-            with spans.span("experts"):
-                raise ZeroDivisionError
-        except ZeroDivisionError:
-            pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with pytest.raises(ZeroDivisionError), profiled(spans, "x"), spans.span("experts"):
+            raise ZeroDivisionError
+        with spans.span("combine"):
+            torch.ones(4).sum()
     assert names_of(profile) == {"moe_mk.x.experts"} and spans.recorder is None

@@ -338,6 +338,23 @@ class RelayoutByShape(Right):
         return self.cache.setdefault(weights.w13.shape, weights)
 
 
+@breaks("calls")
+class NewestWeights(Right):
+    """Converts each set of weights once, and multiplies by the one that was converted last."""
+
+    def __init__(self, context: ExpertsContext) -> None:
+        super().__init__(context)
+        self.known: list[Weights] = []
+
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        if all(each is not weights for each in self.known):
+            self.known.append(weights)
+        return weights
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        return super().matrices(slot, self.known[-1])
+
+
 @breaks("kept")
 class ReusedOutput(Right):
     held = torch.empty(0)
