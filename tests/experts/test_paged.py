@@ -380,6 +380,7 @@ def test_waits_for_another_call_and_for_a_slot_have_a_limit(tmp_path: Path) -> N
         first.layer.forward_routed(*first.drawn(Random(1)))
     with scene.pool._lock, pytest.raises(StoreError, match=r"the pool of experts was in use for 0.05 s"):  # type: ignore[union-attr]
         first.layer.forward_routed(*first.drawn(Random(1)))
+    first.cache.limit_s = LIMIT_S
     for each in scene.layers:
         for seed in range(4):
             each.call(Random(seed))
@@ -389,7 +390,6 @@ def test_waits_for_another_call_and_for_a_slot_have_a_limit(tmp_path: Path) -> N
         pytest.raises(StoreError, match="left no slot within 0.05 s"),
     ):
         built(tmp_path, 2, pool=scene.pool, timeout_s=0.05)
-    first.cache.limit_s = LIMIT_S
     scene.expect_sound(Random(2))
 
 
