@@ -230,7 +230,6 @@ def forward_replayed(layer: MoELayer, hidden_states: Tensor, recorded: Tensor | 
     ids_TK, weights_TK = (recorded.ids_TK, recorded.weights_TK) if isinstance(recorded, Routing) else (recorded, None)
     if is_compiling():
         return REPLAYED.traced(hidden_states, ids_TK, load_E, layer._entry, weights_TK)
-    _ = layer.weights  # raises WeightError before loading
     if not is_untraced(hidden_states):
         way = "call forward_replayed outside of torch.func, with a plain tensor"
         raise UnsupportedError("replay under torch.func or with a subclass of Tensor", [way])
@@ -241,7 +240,7 @@ def run_replayed(
     layer: MoELayer, hidden_states: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, load_E: Tensor
 ) -> Tensor:
     """`forward_replayed` without torch's operator. load_E: the expert load to add to."""
-    _ = layer.weights
+    _ = layer.weights  # raises WeightError before loading
     if layer.kernel.routes_inside:
         chosen = layer.decision.chosen.experts
         raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])

@@ -17,11 +17,11 @@ arXiv 2510.11370; the layout (tokens, layers, K) is that of vLLM's `routed_exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import addressof
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -123,12 +123,6 @@ class ReplayedTokens:
         return Routing(self.ids_TK.masked_fill(nowhere_T1, -1).to(torch.int32), weights_TK)
 
 
-class CapturedLayer(Protocol):
-    """A layer whose routing can be captured, such as `MoELayer`."""
-
-    on_routing: Callable[[Routing], None] | None
-
-
 class CapturedIds:
     """The choices of one layer in a `RoutingCapture`: a listener of its routing, for which a native call may write."""
 
@@ -149,13 +143,12 @@ class CapturedIds:
 
     def __call__(self, routing: Routing) -> None:
         """Keep the choices of one forward."""
-        ids_TK = routing.ids_TK
+        ids_TK, start = routing.ids_TK, self.block.num_tokens
         self.expect(*ids_TK.shape)
         if routing.input_weights_T1 is not None:
             raise UnsupportedError(
                 "capture of experts without weights", ["they are -1 in what a layer reports; replay ids of its router"]
             )
-        start = self.block.num_tokens
         self.block.num_tokens = end = start + ids_TK.shape[0]
         self._ids_TK[start:end] = ids_TK  # -1 becomes the greatest value
 
@@ -179,8 +172,8 @@ class RoutingCapture:
         self._of_layer = [CapturedIds(ids_TK) for ids_TK in self._ids_TXK.unbind(1)]
 
     @contextmanager
-    def listening(self, layers: Mapping[int, CapturedLayer]) -> Iterator[Self]:
-        """Capture these layers, by their place in the buffer, within the block. Raises ConfigError if one is taken."""
+    def listening(self, layers: Mapping[int, Any]) -> Iterator[Self]:
+        """Capture each `MoELayer`, by its place in the buffer, within the block. Raises ConfigError if one is taken."""
         if wrong := [place for place in layers if not 0 <= place < len(self._of_layer)]:
             raise ConfigError(f"layers {wrong} are outside [0, {len(self._of_layer)}), the places of the buffer")
         if taken := [place for place, layer in layers.items() if layer.on_routing is not None]:
