@@ -119,11 +119,13 @@ def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(
     assert again.complete and again.resumed == result.measured and again.measured == 6 - result.measured
 
 
+@pytest.mark.parametrize("failed", ["", "did not end in an earlier session"])
 def test_points_are_those_of_tokens_whose_built_in_choice_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: str
 ) -> None:
-    """A version with other built-in parameters has measured some of the candidates before."""
-    Parts(tmp_path / "case.part.jsonl", CASE.name).add(8, {"threads": 1}, ((1.0, 1.0),))
+    """A version with other built-in parameters has measured some of the candidates, or those of now in vain."""
+    known = {"threads": 3 if failed else 1}  # 3 is built in
+    Parts(tmp_path / "case.part.jsonl", CASE.name).add(8, known, ((1.0, 1.0),) * (not failed), failed)
     clock = iter(float(second) for second in range(10_000))
     monkeypatch.setattr(session, "now", lambda: next(clock))
     result = run(tmp_path / "case.json", budget=3.0)

@@ -410,7 +410,8 @@ class _Session:
     def trials(self, count: int) -> list[Trial]:
         """Return the trials at a number of tokens, that of the built-in choice first; none before there is that one."""
         built_in, *others = (self.parts.get(count, candidate) for candidate in self.spaces[count].candidates)
-        return [] if built_in is None else [built_in, *(trial for trial in others if trial is not None)]
+        is_measured = built_in is not None and not built_in.failed
+        return [trial for trial in (built_in, *others) if trial is not None] if is_measured else []
 
     def points(self) -> tuple[TunedPoint, ...]:
         """Return the parameters to use, by tokens; only where the built-in choice was measured."""
