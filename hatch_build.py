@@ -41,11 +41,12 @@ class KernelsHook(BuildHookInterface[Any]):
         machine = os.environ.get(MACHINE)
         self.folder = tempfile.TemporaryDirectory(prefix="moe_mk-wheel-")
         folder = Path(self.folder.name)
+        static: tuple[str, ...] = ("-s",) if machine else STATIC
         if machine:
-            compiler, static = toolchain.zig_compiler(folder, f"{machine}-linux-gnu.2.28"), ("-s",)
+            compiler = toolchain.zig_compiler(folder, f"{machine}-linux-gnu.2.28")
             platform = f"manylinux_2_28_{machine}"
         else:
-            compiler, static = toolchain.find_compiler(shutil.which), STATIC
+            compiler = toolchain.find_compiler(shutil.which)
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         if compiler is None:
             self.app.display_warning("no C++ compiler: the CPU kernels will be compiled where the wheel is installed")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError, expect_kind
-from moe_mk.kernels.native.exchange_abi import CCapture
+from moe_mk.kernels import native
 from moe_mk.kernels.reference.topk import exact_scores, expert_scores, weigh
 from moe_mk.router.router import Router
 from moe_mk.router.topk import FLOATS
@@ -129,7 +129,7 @@ class CapturedIds:
     def __init__(self, ids_TK: Tensor) -> None:
         """ids_TK: uint8 or uint16, one row for each token; the last dimension is dense."""
         self._ids_TK, (room, top_k) = ids_TK, ids_TK.shape
-        self.block = CCapture(ids_TK.data_ptr(), ids_TK.stride(0), room, 0, ids_TK.itemsize, top_k)
+        self.block = native.CCapture(ids_TK.data_ptr(), ids_TK.stride(0), room, 0, ids_TK.itemsize, top_k)
         self.address = addressof(self.block) if ids_TK.is_cpu else None
         """Of the block, for native calls; None on another device."""
 
@@ -138,17 +138,15 @@ class CapturedIds:
         if top_k != self.block.top_k:
             raise ShapeError(f"a layer routes to {top_k} experts, the capture has top_k={self.block.top_k}")
         if (end := self.block.num_tokens + num_tokens) > self.block.room:
-            most = f"max_num_tokens={self.block.room}"
-            raise ShapeError(f"{end} tokens were captured, {most}; call take() more often or raise it")
+            raise ShapeError(f"{end} tokens were captured, max_num_tokens={self.block.room}; take() before or raise it")
 
     def __call__(self, routing: Routing) -> None:
         """Keep the choices of one forward."""
         ids_TK, start = routing.ids_TK, self.block.num_tokens
         self.expect(*ids_TK.shape)
         if routing.input_weights_T1 is not None:
-            raise UnsupportedError(
-                "capture of experts without weights", ["they are -1 in what a layer reports; replay ids of its router"]
-            )
+            way = "they are -1 in what a layer reports; replay ids of its router"
+            raise UnsupportedError("capture of experts without weights", [way])
         self.block.num_tokens = end = start + ids_TK.shape[0]
         self._ids_TK[start:end] = ids_TK  # -1 becomes the greatest value
 

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 from moe_mk.imports import at_first_use
 
 if TYPE_CHECKING:
+    from moe_mk.kernels.native.exchange_abi import CCapture as CCapture
     from moe_mk.kernels.native.layer import Gating as Gating
     from moe_mk.kernels.native.layer import Stage as Stage
     from moe_mk.kernels.native.prepared import RouteCall as RouteCall
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from moe_mk.kernels.native.toolchain import find_compiler as find_compiler
 else:
     HOMES = {
+        "exchange_abi": "CCapture",
         "layer": "Gating Stage",
         "prepared": "RouteCall RouteMode Scoring is_dense",
         "selfcheck": "loaded reasons_against",
