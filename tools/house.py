@@ -42,7 +42,7 @@ LIMITS = {
     "orphans": 0,
     "core lines": 26_637,
     "library lines": 51_734,
-    "test lines": 77_431,
+    "test lines": 77_432,
     "tool and benchmark lines": 10_701,
     "long files": 0,
     "docstrings without a subject": 0,

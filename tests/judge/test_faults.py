@@ -87,6 +87,7 @@ def test_each_fault_is_found_at_its_stage_and_by_its_name():
 
 @pytest.mark.row(175)
 @pytest.mark.stress
+@pytest.mark.timeout(600)
 def test_planted_faults_of_another_seed_are_found_in_every_kind_of_layer():
     """At least 95 % at the right stage, 90 % by the right name."""
     stages, names, lost = [], [], []
