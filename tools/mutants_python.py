@@ -11,7 +11,7 @@ OPERATORS: Mapping[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amin": "amax", "amax": "amin"}
 CONVERSIONS = ("contiguous", "clone", "clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "abs", "float", "copy")
-"""Methods whose call is left out."""
+"""Methods of which a mutant removes a call."""
 LEFT_ALONE = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 DTYPES = {"float32": "bfloat16", "float64": "float32"}
 NOT_CODE = ("annotation", "returns", "decorator_list", "bases", "keywords")

@@ -1,12 +1,12 @@
-"""Connections of a gloo group: the receives that stand at every peer, and the rank that a failed wait blames.
+"""Connections of a gloo group: receives that are posted in advance, and the rank that a failed wait reports.
 
-Receives of headers and one of a notice stand at every peer at all times, so that a failing rank's report gets through
-while its peers compute. In small groups several receives of headers stand at each peer and are posted again together:
-each is a write to a socket, during which gloo's thread cannot take what arrives over the connection and polls for it.
+Receives for headers, and one for a failure notice, are posted for every peer at all times, so that the report of a
+failing rank arrives while its peers compute. In small groups several receives for headers are posted per peer, and
+reposted in batches: each post writes to a socket, during which gloo's I/O thread cannot receive on that connection.
 
-gloo closes all connections of a group when a wait times out, and peers would blame the rank that closed first. So a
-thread observes long waits: it detects peer processes on this host that have ended, and sends every peer the rank that
-is awaited before connections close. The rank that errors name is the end of that chain: one that waits for no other.
+gloo closes all connections of a group when a wait times out, and peers would report the rank that closed first. So a
+thread monitors long waits: it detects peer processes on this host that have exited, and tells every peer which rank is
+awaited before the connections close. Errors name the end of that chain: a rank that waits for no other.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ FORKED_S = 1.0
 CLOSING_S = 0.5
 """How long a process may take to end after its connections have."""
 PULSE_S = 0.05
-"""How often peers are looked at during a long wait."""
+"""Interval of the checks during a long wait."""
 PARKED_S = 5.0
-"""How often the thread looks whether the group is still there while no call is made."""
+"""Interval of the checks that the group still exists while no call is made."""
 MOST_RECEIVES = 8
-"""How many receives of headers stand at each peer, in groups of up to 8 ranks; fewer in larger ones: 66 kB each."""
+"""Receives for headers posted per peer, in groups of up to 8 ranks; fewer in larger ones: 66 kB each."""
 LEAST_RECEIVES = 2
-"""How many of these stand there at least."""
+"""The least number of these at any time."""
 
 
 @dataclass
 class _Wait:
-    """A wait that goes on, as the thread sees it that looks after it."""
+    """A wait in progress, as the monitoring thread sees it."""
 
     peer: int
     late_at: float
@@ -88,19 +88,19 @@ class Connections:
         self.left_out: set[int] = set()
         """Ranks that the others go on without."""
         self.closed = ""
-        """Why no message can be sent any more; empty while connections stand."""
+        """Why no message can be sent any more; empty while connections are open."""
         self.process, self.host = Process.this(), host_number()
         self.epoch = 0
         self.headers: dict[int, deque[Receive]] = {}
-        """Those that stand at each peer, in order."""
+        """Posted receives by peer, in order."""
         self.read_headers: dict[int, list[Receive]] = {peer: [] for peer in self.peers}
-        """Those that have come and are to be posted again."""
+        """Completed receives that are to be reposted."""
         self.posted: list[dist.Work] = []
         """Messages of the last call, see `post`."""
         self.unfinished: list[object] = []
         """Works and tensors of calls that failed: gloo may still read or write them."""
         self.watcher: threading.Thread | None = None
-        """Looks after long waits; None until the system has given a thread."""
+        """The thread that monitors long waits; None until the system could start one."""
         self._processes: dict[int, WatchedProcess] = {}
         """Of peers on this host."""
         self._depth = max(2, min(MOST_RECEIVES, MOST_RECEIVES * 8 // self.size))
@@ -108,7 +108,7 @@ class Connections:
         self._standing: tuple[int, list[Receive], Posts] | None = None
         """Receives of headers and notices as they were posted first in an epoch."""
         self._recovery: Recovery | None = None
-        """The one that goes on, or the last one."""
+        """The one in progress, or the last one."""
         self._wait: _Wait | None = None
         self._awake = threading.Event()
 
@@ -117,10 +117,10 @@ class Connections:
         self.left_out |= set(ranks)
         self.peers = [peer for peer in self.peers if peer not in self.left_out]
 
-    # Receives that stand at every peer.
+    # Receives that are posted in advance.
 
     def stand_by(self) -> None:
-        """Await messages of every peer, and start the thread; while the system has none, calls go on without it."""
+        """Post the receives of every peer and start the monitoring thread, without which calls work as well."""
         if not self.headers:
             self._await_peers(self.epoch)
         watcher = threading.Thread(target=watch, args=(ref(self),), name="moe-mk group watch", daemon=True)
@@ -160,7 +160,7 @@ class Connections:
             self._await_headers(peer)
 
     def await_more(self) -> None:
-        """Await headers again at every peer of which half have come."""
+        """Repost receives for headers of every peer of which half are complete."""
         for peer, read in self.read_headers.items():
             if len(read) >= self._depth // 2 and peer not in self.left_out:
                 self._await_headers(peer)
@@ -181,8 +181,8 @@ class Connections:
     def post(self, how: Literal["send", "recv"], message: Tensor, peer: int, tag: int) -> dist.Work:
         """Post a message and keep it, in one step of the interpreter.
 
-        gloo never gets past a message whose memory has gone: nothing else would ever arrive over its connection. An
-        interrupt between two steps must not let go of one, so `map` calls gloo while `extend` keeps what it returns.
+        A pending operation whose buffer is freed blocks its gloo connection for good. An interrupt must therefore not
+        drop the returned work, so `map` calls gloo while `extend` stores the result.
         """
         self.posted.extend(map(getattr(self._open_group(), how), ([message],), (peer,), (tag,)))
         return self.posted[-1]
@@ -226,14 +226,14 @@ class Connections:
             self._wait = None
 
     def note_process(self, peer: int, header: Header) -> None:
-        """Keep the process of a peer on this host, whose end is looked for in long waits."""
+        """Record the process of a peer on this host, to detect its exit during long waits."""
         if header.process is not None and header.host == self.host != 0:
             self._processes[peer] = WatchedProcess.of(header.process, self.process)
 
     # Failures.
 
     def report(self, failure: Failure) -> None:
-        """Send a failure to all peers, as far as connections stand. Never raises, never waits."""
+        """Send a failure to all peers over open connections. Never raises, never waits."""
         culprit = UNKNOWN if failure.culprit is None else failure.culprit
         if self._recovery is not None and self._recovery.has_ended:
             self.unfinished.append(self._recovery)
@@ -269,7 +269,7 @@ class Connections:
     def lost(self, caller: Caller, phase: str, peer: int, problem: RuntimeError, *, late: bool = False) -> CommError:
         """Name the rank that caused the end of a wait, which need not be the one that was awaited."""
         gone = self._ended_processes(0.0 if late else CLOSING_S)
-        if gone and not late:  # the connections of the others stand
+        if gone and not late:  # connections to the others are open
             return self.error(caller, phase, gone[0], self._ended(gone[0]))
         notices: dict[int, Header] = {}
         for each, receive in self._notices.items():  # not waited for: that would close the others
@@ -301,7 +301,7 @@ class Connections:
         return f"its process {self._processes[peer].process.number} has ended"
 
     def _ended_processes(self, patience_s: float = 0.0) -> list[int]:
-        """Peers whose process has ended. patience_s: a process loses its connections a moment before it ends."""
+        """Peers whose process has exited. patience_s: how long to wait for that, as sockets close shortly before."""
         until = now() + patience_s
         while True:
             known = [(peer, process) for peer, process in list(self._processes.items()) if peer not in self.left_out]
@@ -371,10 +371,10 @@ class Connections:
             recovery.receives.pop(peer, None)  # of an earlier recovery, or from before it left out as many
             recovery.await_message(peer, self._open_group())
 
-    # The thread that looks after long waits.
+    # The thread that monitors long waits.
 
     def look(self) -> bool:
-        """Look after the wait that goes on; returns whether there is one."""
+        """Check the wait in progress; returns whether there is one."""
         wait = self._wait
         if wait is None:
             return False
@@ -400,10 +400,10 @@ class Connections:
 
 
 def watch(of: ref[Connections]) -> None:
-    """Look after waits while there are any, until the group is gone; waits are long only where peers are late.
+    """Monitor waits in progress until the group is destroyed.
 
-    Whatever a look lacks for a moment, memory or a descriptor, the next one may have: nothing else would notice that a
-    peer has died before the timeout.
+    An exception of a check, such as for lack of memory or descriptors, does not end the thread: nothing else detects
+    before the timeout that a peer has died.
     """
     idle, pulse = 0, threading.Event()
     while (connections := of()) is not None:

@@ -247,11 +247,11 @@ def message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearr
 
 @dataclass
 class Posts:
-    """Messages to be posted in order, each with what gloo returns for it: kept until all are, however often it takes.
+    """Messages to be posted in order, each with the work that gloo returns; `post` is repeated until all are posted.
 
-    gloo never gets past a message whose memory has gone: nothing else would ever arrive over its connection; and one
-    that is posted twice takes the place of the next. An interrupt between two steps must do neither, so `map` calls
-    gloo while `extend` keeps what it returns, and the next `post` goes on behind the last message that was posted.
+    A pending operation whose buffer is freed blocks its gloo connection for good, and a message that is posted twice is
+    taken for the next one. An interrupt must cause neither, so `map` calls gloo while `extend` stores the result, and
+    the next `post` resumes behind the last message that was posted.
     """
 
     messages: Sequence[tuple[int, int, Tensor]]

@@ -320,7 +320,7 @@ def digest(weights: Weights) -> str:
 
 
 def on_device(weights: Weights, device: torch.device) -> Weights:
-    """Weights whose tensors are all on a device; those that do already stay as they are."""
+    """Move all tensors of weights to a device; tensors that are there already are not copied."""
     if isinstance(weights, ExpertWeights):
         return replace(weights, w13=weights.w13.to(device), w2=weights.w2.to(device))
     if isinstance(weights, MappedExpertWeights) and device.type != "cpu":

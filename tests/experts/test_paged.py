@@ -22,6 +22,7 @@ from moe_mk.experts.paged import Cache
 from moe_mk.experts.residency import ResidencyPool
 from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.router.replay import RoutingCapture
 from moe_mk.weights import expert_store
 from moe_mk.weights.expert_store import ALIGNMENT, ExpertStore
 from tests.layer.interrupted_ranks import HANDLERS, Interrupts
@@ -425,3 +426,14 @@ def test_every_call_counts_its_experts_whether_or_not_all_are_in_memory(slots: i
         counts = layer.cache.counts
         assert counts.uses == uses == counts.hits + counts.reads
     assert counts.reads == EXPERTS if slots == EXPERTS else counts.reads > EXPERTS
+
+
+@pytest.mark.row("177")
+@pytest.mark.parametrize("slots", [2, EXPERTS])
+def test_a_capture_has_every_choice_whether_or_not_all_experts_are_in_memory(slots: int, tmp_path: Path) -> None:
+    layer, sizes = built(tmp_path, 3, slots=slots), {"layers": 1, "num_experts": EXPERTS, "top_k": TOP_K}
+    inputs = [Checked(layer, 3).drawn(Random(seed))[0] for seed in range(6)]
+    with (capture := RoutingCapture(**sizes, max_num_tokens=24)).listening({0: layer}):
+        for x_TH in inputs:
+            layer(x_TH)
+    assert torch.equal(capture.take()[:, 0].int(), torch.cat([layer.route(x_TH).ids_TK for x_TH in inputs]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import ConfigError, FallbackWarning, ShapeError, WeightError
-from moe_mk.flight import Flight, interleave
+from moe_mk.flight import interleave
 from moe_mk.kernels.native.layer import MOST_SIZES
 from moe_mk.kernels.native.prepared import RouteCall, RouteMode
 from moe_mk.kernels.native.selfcheck import loaded
@@ -31,6 +31,7 @@ from tests.layer import native
 from tests.layer.native import NEEDS_COMPILER
 from tests.support import layers as build
 from tests.support.layers import HIDDEN, config, tensors
+from tests.support.machine import ends
 from tests.support.replaced import CHANGES
 from tests.support.tiers import quick_where
 
@@ -125,19 +126,6 @@ def test_every_rank_refuses_every_call_before_a_token_travels(transport: str) ->
         assert "expert 2 has no live copy" in str(ended[0]) and "rank_lost()" in str(ended[0])
     sent = layers[0].ep.traffic.bytes_by_phase
     assert set(sent) <= {"agreement"} and layers[0].report().stages == ()
-
-
-def ends(flights: list[Flight[Tensor]]) -> list[LostExpertError]:
-    """How each rank's call ends, hop by hop together."""
-    found: dict[int, LostExpertError] = {}
-    while len(found) < len(flights):
-        for rank, flight in enumerate(flights):
-            if rank not in found:
-                try:
-                    next(flight)
-                except LostExpertError as error:
-                    found[rank] = error
-    return [found[rank] for rank in range(len(flights))]
 
 
 @pytest.mark.parametrize("policy", ["drop", "renormalise"])

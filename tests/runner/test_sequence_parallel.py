@@ -111,9 +111,9 @@ def test_one_rank_has_one_chunk_and_bad_tokens_are_refused_before_anything_moves
 def by_token_id(
     ranks: int, vocabulary: int = 10, *, images: bool = False
 ) -> tuple[list[MoELayer], list[SequenceParallelMoE]]:
-    """EP ranks that all share their tokens, and layers whose table sends token v to experts v and v + 1.
+    """EP ranks with the same tokens, and layers whose hash table routes token v to experts v and v + 1.
 
-    images: tokens from `vocabulary` on are of images, whose experts have a bias of their own.
+    images: token ids from `vocabulary` on are image tokens, which are routed with a separate bias.
     """
     settings: dict[str, Any] = {"experts": "reference", "hash_vocabulary": vocabulary, "scoring_func": "sqrtsoftplus"}
     table_XK = torch.tensor([[v % 8, (v + 1) % 8] for v in range(vocabulary)])

@@ -130,7 +130,7 @@ def test_right_transports_differ_in_no_stage(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "int4_g32_zp", "fp8_tensor"])
 def test_experts_of_a_rank_have_every_part_of_their_format(kind: str) -> None:
-    """Weights whose matrices differ in size, so that one scale above them is of its own expert only."""
+    """Expert weights of different magnitudes, so that each expert has a global scale of its own."""
     scheme = scheme_of_kind(kind)
     stack = random_experts(scheme, ORDER.experts, ORDER.hidden, ORDER.intermediate, torch.device("cpu"))
     size_L11 = 2.0 ** torch.arange(ORDER.experts)[:, None, None]

@@ -120,7 +120,7 @@ class WaitingForHosts(WaitingForProcess):
             self._look_who_made_it_leave(self._proxy.left[peer])
 
     def _look_who_made_it_leave(self, ended: str) -> None:
-        """A process that is killed loses its connections a moment before it counts as ended."""
+        """The sockets of a killed process close shortly before the process counts as exited."""
         now = self._clock()
         self._left_at = now if self._left_at is None else self._left_at
         self._dead = self._first_dead()

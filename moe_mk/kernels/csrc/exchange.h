@@ -103,7 +103,7 @@ enum LayerStage : int32_t {
 enum LayerWork : int32_t { kDispatches = 0, kSharedRuns = 1, kExpertRuns = 2, kCombines = 3 };
 enum IdForm : int32_t { kWideIds = 1, kSkipOthers = 2 };  // bits, see moe_mk_layer
 
-// Keeps which logical experts a layer chooses; calls may add to it concurrently.
+// Records the logical experts that a layer selects; concurrent calls may append to it.
 struct MoeMkCapture {
   void* ids;                 // row t at ids + t * stride: [top_k] uint8 or uint16; none is the greatest value
   int64_t stride, room;      // ids from one row to the next; rows
