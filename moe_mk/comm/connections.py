@@ -5,7 +5,7 @@ failing rank arrives while its peers compute. In small groups several receives f
 reposted in batches: each post writes to a socket, during which gloo's I/O thread cannot receive on that connection.
 
 gloo closes all connections of a group when a wait times out, and peers would report the rank that closed first. So a
-thread monitors long waits: it detects peer processes on this host that have exited, and tells every peer which rank is
+thread monitors long waits: it detects peer processes on this host that have exited, and reports which rank is
 awaited before the connections close. Errors name the end of that chain: a rank that waits for no other.
 """
 
