@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from moe_mk.config.problem import Reason
 from moe_mk.errors import ConfigError
 from moe_mk.quant import FP8_1x128, FP8_128x128
 from tests.support import problems
@@ -21,6 +20,9 @@ def test_sizes_by_hand() -> None:
     assert problem(ep=12).slots == 22  # the fullest rank of 256 on 12
     assert problem(ep=4, placement=tuple(range(256)) + tuple(range(32))).slots == 72
     assert problem("mixtral_8x7b").activations is None and problem("mixtral_8x7b").nodes == 1
+    # Each of 8 choices is a row of its own: 4,096 of 512 tokens, and 128 in a piece of 16 tokens.
+    sent = problem(ep=32, invariant=True, relay_tokens=16, max_num_tokens=512).as_sent.config
+    assert (sent.router.top_k, sent.kernel.max_num_tokens, sent.kernel.relay_tokens) == (1, 4096, 128)
 
 
 @pytest.mark.parametrize("ranks,on_ranks,on_nodes", [(8, 3.983, 1.0), (32, 6.820, 3.133), (64, 7.471, 3.983)])
@@ -53,10 +55,3 @@ def test_it_is_plain_data() -> None:
     assert data["ranks"] == 8 and data["nodes"] == 1 and data["dtype"] == "bf16" and data["num_tokens"] == 128
     assert data["config"]["parallel"]["ep"] == 8 and data["device"]["name"] == "h200"
     assert asked == problem(ep=8) and hash(asked) == hash(problem(ep=8))
-
-
-def test_a_reason_shows_its_way_out() -> None:
-    assert str(Reason("graphs", "cannot be captured", "kernel.graphs = false")) == (
-        "cannot be captured [kernel.graphs = false]"
-    )
-    assert str(Reason("device", "runs on cpu")) == "runs on cpu"

@@ -56,6 +56,9 @@ def test_activations_by_the_habit_of_a_type_or_as_reported() -> None:
     assert named(weights="fp8_tensor") == "fp8_token"
     assert named(weights="fp8_tensor", input_scale=0.25) == "fp8_static_x0.25"
     assert named(weights="nvfp4") == "nvfp4_1x16" and named(weights="nvfp4", input_scale=0.5) == "nvfp4_1x16_x0.5"
+    assert named(weights="fp8_block", block=(128, 64)) == "fp8_1x64", "as wide as blocks, whatever their height"
+    shared = QuantConfig(weights="nvfp4", shared="fp8_block", block=(128, 64)).shared_activations
+    assert shared is not None and shared.name == "fp8_1x64"
 
 
 def test_edges_are_those_of_blocks_and_scales_of_rows_have_none() -> None:

@@ -259,10 +259,13 @@ def go_on(rank: int, transport: str, late: int | None = None, size: int = 3) -> 
     return [*found, old, {"is": f"rank {left.rank} of {left.size}, {made.decision.chosen.prepare_finalize}"}]
 
 
-def disagree_on_who_is_lost(rank: int) -> list[dict[str, Any]]:
-    """Three ranks go on: one of them without another one than the rest."""
-    comm = DistributedCommunicator(dist.new_group(), timeout_s=3.0)
+def lose_twice_and_disagree(rank: int) -> list[dict[str, Any]]:
+    """Ranks 1 and 2 leave one after the other, and over another group ranks disagree on who has left."""
+    left, comm = (DistributedCommunicator(dist.new_group(), timeout_s=5.0) for _ in range(2))
     wait(comm.gather_count(1, "counts"))
-    if rank == 3:
-        return []
-    return [outcome(lambda: wait(comm.without([3] if rank else [2])))]  # type: ignore[arg-type,return-value]
+    for _ in range((2, 0, 1, 2)[rank]):
+        left = wait(left.without([1]))  # type: ignore[assignment]
+    ends: list[dict[str, Any]] = [{"is": str(wait(left.gather_count(rank, "counts")))}] if rank in (0, 3) else []
+    if rank < 3:
+        ends.append(outcome(lambda: wait(comm.without([3] if rank else [2]))))  # type: ignore[arg-type,return-value]
+    return ends

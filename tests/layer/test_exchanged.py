@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"activations": "plain"},
     "fp8 rows": {"fp8": True, "activations": "checkpoint"},
     "two ranks": {"pair": True},
-    "shared experts": {"shared": 1, "activations": "plain"},
+    "shared experts": {"shared": 1, "activations": "plain", "shared_scale": 0.5},
     "a router of its own": {"fused_router": False},
     "replicas": {"replicas": True},
     "batch-invariant": {"batch_invariant": True},

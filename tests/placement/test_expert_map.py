@@ -86,8 +86,7 @@ def test_a_rank_without_experts_is_refused(make: Callable[[int, int], ExpertMap]
 @pytest.mark.parametrize(
     "experts_of_rank, problem",
     [
-        (((0, 1), (2, 9)), r"expert ids \[9\] lie outside \[0, 4\)"),
-        (((0, 1), (2, -1)), r"expert ids \[-1\] lie outside"),
+        (((0, 1), (9, -1)), r"expert ids \[-1, 9\] lie outside \[0, 4\)"),
         (((0, 1), (2, 1)), r"1 of 4 experts have no rank, for example \[3\]"),
         (((0, 1, 2, 3), ()), r"ranks \[1\] hold no expert"),
         (((0, 7), (1, 1)), r"ids \[7\] lie.*2 of 4 experts have no rank"),
@@ -102,7 +101,6 @@ def test_placements_that_cannot_serve_are_refused(experts_of_rank: tuple[tuple[i
     "physical, ranks, problem",
     [
         ([0, 1, 2], 2, "3 physical experts do not divide over 2 ranks; add 1 replicas"),
-        ([0, 1, 2], 4, "3 experts cannot be spread over 4 ranks"),
         ([0, 1, 2], 0, "3 experts cannot be spread over 0 ranks"),
         ([0, 1, 1, 0], 2, r"1 of 3 experts have no rank, for example \[2\]"),
     ],

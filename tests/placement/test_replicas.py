@@ -30,6 +30,15 @@ def test_a_layer_has_the_placement_of_its_setting(placement: str, first: tuple[i
         assert made.expert_map.local_to_global(rank) == (list(first) if rank == 0 else sorted({*range(8)} - {*first}))
 
 
+def test_near_copies_are_those_on_a_node_that_ranks_of_tp_share() -> None:
+    # Nodes of four ranks hold two EP ranks each. Copies of expert 0 are on EP ranks 0 and 2, physical 0 and 4.
+    settings = {"placement": (0, 1, 2, 3, 0, 1, 2, 3), "ranks_per_node": 4, "prepare_finalize": "all_to_all"}
+    for rank, comm in enumerate(LockstepWorld(4).communicators()):
+        groups = ParallelGroups(ep=comm, tp=LockstepWorld(2).communicators()[0])
+        tables = MoELayer(config(4, 2, **settings), dtype=torch.float32, groups=groups).state.tables
+        assert set(tables.to_physical(torch.zeros((99, 1), dtype=torch.int32), 0).flatten().tolist()) == {rank // 2 * 4}
+
+
 @pytest.mark.row(123)
 def test_ranks_of_equal_maps_and_other_epochs_are_stopped_before_they_exchange() -> None:
     world = LockstepWorld(2)
@@ -48,6 +57,7 @@ def test_shares_are_equal_unless_given() -> None:
     assert equal.shares_of(0) == [0.5, 0.5] and equal.shares_of(2) == [1.0]
     uneven = ExpertMap(equal.experts_of_rank, 3, (0.25, 1.0, 0.75, 1.0))
     assert uneven.shares_of(0) == [0.25, 0.75]
+    assert ExpertMap(((0, 0), (1, 2)), 3, (1.0, 0.0, 1.0, 1.0)).shares_of(0) == [1.0, 0.0], "the second one may be idle"
 
 
 def test_shares_that_cannot_serve_are_refused() -> None:
@@ -74,8 +84,3 @@ def test_plans_of_deepseek_with_two_copies_on_a_rank_are_computed_once(seed: int
         counts = torch.bincount(chosen.flatten(), minlength=16)
         near = [p for p in dealt.physical_of_logical[seed] if dealt.rank_of_physical[p] == rank]
         assert len(near) > 1 and int(counts[near].min()) > 0.8 * int(counts[near].max()), "copies take equal parts"
-
-
-def test_a_second_copy_on_a_rank_may_lie_idle() -> None:
-    idle = ExpertMap(((0, 0), (1, 2)), 3, (1.0, 0.0, 1.0, 1.0))
-    assert idle.shares_of(0) == [1.0, 0.0]

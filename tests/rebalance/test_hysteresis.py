@@ -24,6 +24,8 @@ def test_by_hand() -> None:
     # above high: fires. 1.15 is between: stays hot, fires again when rested. Below low it is calm.
     assert fired([1.15, 1.3, 1.15, 1.15, 1.15, 1.05, 1.15, 1.15, 1.15, 1.21], limits) == [1, 4, 9]
     assert fired([1.2, 1.3, 1.1, 1.1, 1.1, 1.1], limits) == [1, 4], "high is not above, low is not below"
+    hot = Hysteresis(hot=True, fired_at=0)
+    assert hot.observe(float("nan"), 1, limits) == (hot, False), "what is no number changes nothing"
 
 
 @pytest.mark.row(133)
@@ -33,11 +35,6 @@ def test_any_load_fires_at_most_once_per_dwell_time_and_only_when_hot(values: li
     assert all(later - earlier >= dwell for earlier, later in pairwise(steps))
     assert all(values[step] >= 1.2 for step in steps)
     assert bool(steps) == any(value > 1.5 for value in values)
-
-
-def test_no_number_changes_nothing() -> None:
-    hot = Hysteresis(hot=True, fired_at=0)
-    assert hot.observe(float("nan"), 1, Thresholds(1.2, 1.1, 5)) == (hot, False)
 
 
 def test_thresholds_that_cannot_be_say_all() -> None:

@@ -76,18 +76,20 @@ def test_more_than_the_staging_holds_waits_for_confirmations() -> None:
 
 
 def test_rows_of_the_own_window_travel_without_a_copy() -> None:
-    def job(rank: int, heap: NetworkHeap) -> tuple[int, bool]:
-        own = heap.data(rank, 0, 3 * CHUNK_BYTES)
-        own.fill_(rank + 1)
-        heap.put(1 - rank, 4 * CHUNK_BYTES, own.view(3, CHUNK_BYTES))
-        heap.signal(1 - rank, 0, 1)
-        heap.wait_until({1 - rank: 0}, 1, "rows")
-        there = heap.data(rank, 4 * CHUNK_BYTES, 3 * CHUNK_BYTES)
-        staged = heap._staging._taken
-        heap.barrier()
-        return staged, bool((there == 2 - rank).all())
+    def job(rank: int, heap: NetworkHeap) -> list[tuple[int, bool]]:
+        own, found = heap.data(rank, 0, 3 * CHUNK_BYTES).view(6, -1), []
+        own.copy_(torch.arange(6)[:, None] + 6 * rank)
+        for epoch, rows_RB in enumerate((own, own[::2]), 1):  # the own ones as they are, every second one is gathered
+            heap.put(1 - rank, 4 * CHUNK_BYTES, rows_RB)
+            heap.signal(1 - rank, 0, epoch)
+            heap.wait_until({1 - rank: 0}, epoch, "rows")
+            there = heap.data(rank, 4 * CHUNK_BYTES, rows_RB.numel()).view(rows_RB.shape)
+            found.append((heap._staging._taken, torch.equal(there, rows_RB - 6 * rank + 6 * (1 - rank))))
+            heap.barrier()
+        return found
 
-    assert in_threads(2, job, data_bytes=7 * CHUNK_BYTES) == [(0, True), (0, True)]
+    expected = [(0, True), (3 * CHUNK_BYTES // 2, True)]
+    assert in_threads(2, job, data_bytes=7 * CHUNK_BYTES) == [expected] * 2
 
 
 def test_what_lies_outside_or_elsewhere_is_refused() -> None:

@@ -68,8 +68,8 @@ def test_no_tokens_one_token_and_ids_that_are_not_here() -> None:
 
 def of_rank(rank: int, transport: str) -> tuple[list[float], str]:
     """Errors of calls with other tokens on each rank, and what the failure of rank 1 in between ends in."""
-    tiny, mine, errors = Tiny.drawn(), slice(2 * rank, 2 * rank + 2), list[float]()
-    all_ranks = Tiny(tiny.w13[:4], tiny.w2[:4])  # ids of 4 go nowhere
+    tiny, size, errors = Tiny.drawn(), 1 if transport == "all_to_all" else 2, list[float]()  # a token has two choices
+    mine, all_ranks = slice(size * rank, size * rank + size), Tiny(tiny.w13[: 2 * size], tiny.w2[: 2 * size])
     held, groups = EngineWeights(tiny.w13[mine], tiny.w2[mine]), ParallelGroups(ep=dist.group.WORLD)
     here = EngineExperts("tiny", held, top_k=2, settings={"prepare_finalize": transport}, groups=groups)
     for count in (7, 3 * rank, 1):
@@ -92,7 +92,8 @@ def test_ranks_of_an_engine_share_out_the_experts(world: RankWorld, transport: s
 
 def of_rank_in_one_call(rank: int, transport: str) -> list[bool]:
     """Whether calls of other sizes on each rank have the bits of the stages, and whether they were counted."""
-    tiny, mine, same = Tiny.drawn(), slice(2 * rank, 2 * rank + 2), list[bool]()
+    tiny, size, same = Tiny.drawn(), 1 if transport == "all_to_all" else 2, list[bool]()
+    mine = slice(size * rank, size * rank + size)
     held = EngineWeights(tiny.w13[mine].bfloat16(), tiny.w2[mine].bfloat16())
     settings, groups = {"prepare_finalize": transport, "experts": "cpu_native"}, ParallelGroups(ep=dist.group.WORLD)
     here = EngineExperts("tiny", held, top_k=2, settings=settings, groups=groups)
