@@ -87,9 +87,6 @@ def test_a_recording_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"logical_count": Runs()}, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match="cannot be read as tensors and plain containers"):
         read_loads(tmp_path / "a.pt")
-
-
-def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigError, match="cannot be read: Object arrays cannot be loaded"):
         read_loads(tmp_path / "a.npy")

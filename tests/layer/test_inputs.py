@@ -223,7 +223,7 @@ def test_a_device_that_is_not_there_is_refused(device: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 16])
-@pytest.mark.parametrize("order", [range(8), [3, 0, 5, 1, 7, 2, 6, 4]], ids=["linear", "placed"])
+@pytest.mark.parametrize("order", [range(8), [3, 0, 5, 1, 7, 2, 6, 4], [*range(8), 0, 7, 5, 2]], ids=len)
 @pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stages(
     dtype: torch.dtype, weights: str, order: Any, count: int

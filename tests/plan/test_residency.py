@@ -214,12 +214,15 @@ def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) 
     assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name and "pool" not in name)
     assert stated["pool_slots"] == 18 and all(rates["belady, pool"] >= rates[f"{name}, pool"] for name in POLICIES)
     one = ("explain", "deepseek_v3", "--tokens", "1", *sizes, "--trace", file)
-    for more, slots in ((("--ranks", "1"), 9), (("--ranks", "4"), 3)):
-        residency = ("--set", f"kernel.residency={{slots: {slots}, store: /tmp}}", *more)
-        traced = json.loads(moe_mk(*one, *residency, "--json").stdout)["residency"]["trace"]
-        assert 0 < traced["hit_rate"] < 1 and 0 < traced["bytes"] < 2 * stated["expert_bytes"] * (
-            1.01 if slots > 3 else 0.5
-        )
+    for ranks, slots in ((1, 9), (4, 3)):
+        residency = ("--set", f"kernel.residency={{slots: {slots}, store: /tmp}}", "--ranks", ranks)
+        reads = json.loads(moe_mk(*one, *residency, "--json").stdout)["residency"]
+        # Of the second half of the steps, with one token a rank: distinct experts that were not resident.
+        steps = range(12 // ranks // 2, 12 // ranks)
+        uses = sum(len(each[step * ranks :][:ranks].unique()) for each in ids for step in steps)
+        traced, calls = reads["trace"], ranks * len(ids) * len(steps)
+        assert 0 < traced["hit_rate"] < 1
+        assert traced["bytes"] == pytest.approx(uses * (1 - traced["hit_rate"]) / calls * reads["slot_bytes"])
     assert f"hit rate {100 * traced['hit_rate']:.3g} %" in moe_mk(*one, *residency).stdout
     assert "of a pool: moe-mk fit" in moe_mk(*one).output
     assert "give at least 88.11MB" in usage_error("fit", "deepseek_v3", "--trace", file, "--memory", "50MB", *sizes)

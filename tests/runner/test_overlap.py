@@ -1,5 +1,8 @@
 """Overlap of one flight with other work: computations, other flights, and whatever runs between hook and receive."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,25 +14,21 @@ from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.runner import AsyncResult, alongside, finalize_async, prepare_async, run_alone, run_dual, run_with
 from moe_mk.runner.overlap import ReceivedTwice
+from moe_mk.tokens import Tokens
 from moe_mk.weights.expert_weights import Weights
 from tests.support import layers as build
 from tests.support.formats import EXPERTS, FORMATS, HIDDEN, TOP_K, kernels_of
 
 
 def journey(name: str, events: list[str]) -> Flight[str]:
-    """Dispatch, work, combine: one yield point each way."""
+    """Dispatch, work, combine: one yield point each way, and a second dispatch."""
     events.append(f"{name} out")
     yield InFlight("dispatch")
     events.append(f"{name} experts")
     yield InFlight("combine")
     events.append(f"{name} combined")
+    yield InFlight("dispatch")
     return name
-
-
-def test_alone_nobody_uses_the_waiting_time() -> None:
-    events: list[str] = []
-    assert run_alone(journey("a", events)) == "a"
-    assert events == ["a out", "a experts", "a combined"]
 
 
 @pytest.mark.parametrize(
@@ -44,18 +43,6 @@ def test_other_work_is_done_once_while_the_named_hop_is_in_flight(during: str, e
     events: list[str] = []
     assert run_with(journey("a", events), lambda: events.append("shared"), during) == ("a", None)
     assert events == expected
-
-
-def test_the_second_hop_of_the_same_name_is_not_used_again() -> None:
-    events: list[str] = []
-
-    def twice() -> Flight[str]:
-        yield InFlight("dispatch")
-        yield InFlight("dispatch")
-        return "landed"
-
-    assert run_with(twice(), lambda: events.append("shared")) == ("landed", None)
-    assert events == ["shared"]
 
 
 @pytest.mark.row(94)
@@ -151,42 +138,26 @@ def test_posting_happens_at_the_call_and_waiting_in_the_hook() -> None:
     assert result.receive() == "tokens"
 
 
-def test_the_receiver_waits_if_nobody_called_the_hook() -> None:
-    events: list[str] = []
-    assert AsyncResult(counting(events)).receive() == "tokens"
-    assert events[-1] == "rows here"
+def at_once(events: list[str]) -> Flight[str]:
+    return "tokens"
+    yield
 
 
 @pytest.mark.row(92)
-def test_receiving_twice_is_an_error_of_its_own() -> None:
-    result = AsyncResult(counting([]))
-    result.receive()
+@pytest.mark.parametrize("flight", [counting, at_once])
+def test_receiving_twice_is_an_error_of_its_own(flight: Callable[[list[str]], Flight[str]]) -> None:
+    result = AsyncResult(flight([]))
+    assert result.receive() == "tokens"
     with pytest.raises(ReceivedTwice, match="already received; keep the result of the first call"):
         result.receive()
     result.hook()
 
 
-def test_a_flight_that_lands_at_once_is_a_half_as_well() -> None:
-    def nothing_to_wait_for() -> Flight[int]:
-        return 7
-        yield
-
-    result = AsyncResult(nothing_to_wait_for())
-    result.hook()
-    assert result.receive() == 7
+X = TypeVar("X")
+Ranks = list[tuple[FusedMoEKernel, Weights, Tensor]]
 
 
-def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
-    def lost() -> Flight[None]:
-        yield InFlight("dispatch")
-        raise CommError("is dead", rank=0, phase="dispatch", peer=1)
-
-    result = AsyncResult(lost())
-    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is dead"):
-        result.hook()
-
-
-def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, Weights, Tensor]]:
+def kernels(case: RoutingCase, transport: str) -> Ranks:
     x = [torch.randn(count, HIDDEN).to(torch.bfloat16) for count in case.num_tokens]
     made = kernels_of(FP8, transport, case.expert_map)
     return [(kernel, weights, x_TH) for (kernel, weights), x_TH in zip(made, x, strict=True)]
@@ -206,6 +177,14 @@ def test_halves_and_stages_by_hand_equal_the_whole_forward_bit_for_bit(ranks: in
     assert torch.equal(combined.receive(), expected)
 
 
+def dispatched(ranks: Ranks, case: RoutingCase) -> list[AsyncResult[Tokens]]:
+    return [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
+
+
+def combined(ranks: Ranks, tokens: list[Tokens]) -> list[AsyncResult[Tensor]]:
+    return [finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)]
+
+
 @pytest.mark.row(92)
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
 def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: str) -> None:
@@ -213,19 +192,22 @@ def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: 
     case = next(c for c in hostile_routings(2, num_experts=EXPERTS, top_k=TOP_K) if c.name == "replicas")
     ranks = kernels(case, transport)
     expected = interleave([k.steps(x, r, w) for (k, w, x), r in zip(ranks, case.routings, strict=True)])
-    out = [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
-    hook_in_turn(out)
-    tokens = [result.receive() for result in out]
-    combined = [
-        finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)
-    ]
-    hook_in_turn(combined)
-    for result, y_TH in zip(combined, expected, strict=True):
-        assert torch.equal(result.receive(), y_TH)
+    tokens = received_in_turn(dispatched(ranks, case))
+    assert all(map(torch.equal, received_in_turn(combined(ranks, tokens)), expected))
 
 
-def hook_in_turn(results: list[AsyncResult]) -> None:  # type: ignore[type-arg]
+def test_a_half_that_is_dropped_ends_the_call_of_its_peers() -> None:
+    case = hostile_routings(2, num_experts=EXPERTS, top_k=TOP_K)[0]
+    ranks, others = kernels(case, "all_to_all"), kernels(case, "all_to_all")
+    for started in (dispatched(ranks, case), combined(others, received_in_turn(dispatched(others, case)))):
+        del started[0]
+        with pytest.raises(CommError, match="rank 1, phase '.*', peer 0: "):
+            started[0].hook()  # type: ignore[attr-defined]
+
+
+def received_in_turn(results: list[AsyncResult[X]]) -> list[X]:
     while not all(result._done for result in results):
         for result in results:
             if not result._done:
                 result._advance()
+    return [result.receive() for result in results]

@@ -23,6 +23,7 @@ from moe_mk.lab.testing.on_ranks import RankError, RankWorld
 from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.runner import MicroBatch, StageLink, TilePlan, TileRecord, TileWork, cut, on_workers, plan_for
 from moe_mk.runner.tiled_kernel import TiledKernel
+from moe_mk.runner.tiles import Step
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
 from tests.support.threads import job_threads_left
@@ -101,6 +102,25 @@ def test_a_device_without_another_stream_is_an_error_and_not_a_hang() -> None:
     with pytest.raises(RuntimeError, match="no more streams"):
         wait(on_workers(work, plan, TileRecord(), Listed(broken=True)))
     assert no_thread_is_left()
+
+
+def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, plan, _ = work_of(2)
+    perform, begun = work.perform, threading.Event()
+
+    def failing(step: Step) -> Flight[None]:
+        if step.kind == "M":
+            begun.set()
+            while job_threads_left():
+                time.sleep(1e-3)
+            raise RuntimeError("the experts failed after the transport")
+        if step.transfer == "D1" and begun.wait(5.0):
+            raise CommError("is dead", rank=0, phase="dispatch", peer=1)
+        return perform(step)
+
+    monkeypatch.setattr(work, "perform", failing)
+    with pytest.raises(CommError, match="is dead"):
+        wait(on_workers(work, plan, TileRecord()))
 
 
 @pytest.mark.row(49)

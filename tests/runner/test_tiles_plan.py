@@ -17,7 +17,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.cases import hostile_routings
 from moe_mk.lab.testing.transports import NO_WEIGHTS
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner import MicroBatch, StageLink, TileRecord, TileWork, in_turns, plan_for, run_dual, tile_sizes
+from moe_mk.runner import MicroBatch, StageLink, TileRecord, TileWork, in_turns, plan_for, tile_sizes
 from moe_mk.runner.tiles import Event, Step, TilePlan, deepest
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
@@ -185,19 +185,6 @@ def test_micro_batches_of_any_sizes_take_turns_with_the_bits_of_one_after_the_ot
             for rank, (kernel, weights) in enumerate(ranks)
         ])  # fmt: skip
         assert all(torch.equal(outputs[rank][number], alone[rank]) for rank in range(len(ranks)))
-
-
-def test_two_layers_of_micro_batches_are_a_flight_as_well() -> None:
-    ranks = kernels("all_to_all")
-
-    def both(rank: int, kernel: FusedMoEKernel, weights: Weights) -> Flight[list[Tensor]]:
-        first = yield from in_turn(kernel, weights, batches(rank, (3, 2)))
-        routed = [batch.routing for batch in batches(rank, (3, 2))]
-        again = [MicroBatch(x_TH, routing) for x_TH, routing in zip(first, routed, strict=True)]
-        return (yield from in_turn(kernel, weights, again))
-
-    outputs = run_dual([both(rank, *made) for rank, made in enumerate(ranks)])
-    assert [[len(y_TH) for y_TH in each] for each in outputs] == [[3, 2]] * RANKS
 
 
 TILES = 4

@@ -29,13 +29,15 @@ WRONG_EXPERT = 4
 
 
 class WrongBlock(ReferenceExperts):
-    """Expert 4 is one percent off in its second block of columns."""
+    """Expert 4 is one percent off in its second block of columns, or not a number."""
+
+    factor = 1.01
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         output = super().run(tokens, weights)
         if isinstance(tokens, GroupedTokens):
             start = int(tokens.counts_L[:WRONG_EXPERT].sum())
-            output.y[start : start + int(tokens.counts_L[WRONG_EXPERT]), 128:256] *= 1.01
+            output.y[start : start + int(tokens.counts_L[WRONG_EXPERT]), 128:256] *= self.factor
         return output
 
 
@@ -82,14 +84,16 @@ def test_two_right_backends_differ_in_no_stage() -> None:
 
 
 @pytest.mark.row("N16")
-def test_a_wrong_block_of_a_wrong_expert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [1.01, torch.nan])
+def test_a_wrong_block_of_a_wrong_expert_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     put(monkeypatch, WrongBlock)
+    monkeypatch.setattr(WrongBlock, "factor", factor)
     found = bisect("reference", "wrong", SCENE)
     first = found.first
     assert first is not None
     assert (first.stage, first.expert, first.block) == ("experts", WRONG_EXPERT, 1)
     assert first.token == first_token_of(WRONG_EXPERT)
-    assert first.error == pytest.approx(0.01, rel=0.02)  # 1.01 times as large, relative to the larger of the two
+    assert first.error == pytest.approx(1 - 1 / factor, rel=1e-4, nan_ok=True), "relative to the larger of the two"
     assert found.num_differing == int((SCENE.routing.ids_TK == WRONG_EXPERT).sum())
     assert list(found.compared) == ["dispatch", "experts"]
 

@@ -1,5 +1,6 @@
 """Routing records with one planted fault each are found and named, and right ones pass at the noise of bf16."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -9,7 +10,7 @@ from moe_mk.lab.trace.record_check import check_record
 from moe_mk.lab.trace.record_compare import agreements, holes_of
 from moe_mk.lab.trace.records import RecordedSequence, RoutingRecord
 from moe_mk.lab.trace.routing_forward import TraceError
-from tests.support.routing_records import FAULTS, SHAPES, Rollout, changed, fits, rollout
+from tests.support.routing_records import FAULTS, SHAPES, Rollout, changed, fits, hole, rollout
 
 WITHOUT_REFERENCE = {
     "layers in reverse": None, "two layers exchanged": None, "prefix of the first turn missing": "rows lost"
@@ -120,14 +121,27 @@ def test_a_row_for_the_last_token_and_layers_without_experts_are_no_fault() -> N
 
 
 @pytest.mark.row("177")
-def test_rows_that_begin_behind_a_known_prefix_are_compared_there() -> None:
-    made = made_of("Qwen3-30B-A3B")
-    later = tuple(
-        RecordedSequence(each.name, each.ids_TXK[17:], each.token_ids_T, start=17)
-        for each in made.record.sequences
-        if each.ids_TXK is not None
-    )
-    assert check_record(RoutingRecord("vLLM", later), made.facts, made.live).findings == ()
+@pytest.mark.parametrize("theirs", [None, 0, 5, 17])
+@pytest.mark.parametrize("mine", [0, 17])
+def test_rows_that_begin_behind_a_known_prefix_are_compared_there(mine: int, theirs: int | None) -> None:
+    made = made_of("small")
+    record, live = begun(made.record, mine), None if theirs is None else begun(made.live, theirs)
+    assert check_record(record, made.facts, live).findings == ()
+    # The prompt of sequence 0 has 80 tokens.
+    for begin, end, fault in ((65, 80, "cache hole"), (67, 82, "rows lost"), (82, 97, "rows lost")):
+        holes = changed(record, lambda ids: hole(ids, begin - mine, end - mine), 0)  # noqa: B023
+        assert check_record(holes, made.facts, live).faults == (fault,)
+    if live is not None:
+        twice = changed(record, lambda ids: torch.cat((ids[: 50 - mine], ids[20 - mine :])), 1)
+        (found,) = check_record(twice, made.facts, live).findings
+        unlike = max((theirs or 0) - mine, 0)  # rows that the reference lacks
+        assert found.where == "sequence 1" + f" from row {unlike} on" * bool(unlike)
+        assert found.evidence == f"rows from {50 - mine - unlike} on begin again at token 20, 30 tokens before"
+
+
+def begun(record: RoutingRecord, start: int) -> RoutingRecord:
+    later = changed(record, lambda ids: ids[start:])
+    return replace(later, sequences=tuple(replace(each, start=start) for each in later.sequences))
 
 
 @pytest.mark.row("177")

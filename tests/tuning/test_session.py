@@ -3,6 +3,7 @@
 import json
 import resource
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -232,21 +233,24 @@ def test_a_gain_within_the_margin_keeps_what_is_built_in(tmp_path: Path, monkeyp
     assert ran.count(1) == 1 + 2 and ran.count(2) == 1 + 2, "given up after two rounds without a gain"
 
 
-def test_a_session_killed_before_the_rounds_of_the_best_goes_on_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_session_that_ends_before_the_rounds_of_the_best_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
-    path, compare = tmp_path / "case.json", Stopwatch.compare
-    calls = iter(range(100))
+    path, compare, compared = tmp_path / "case.json", Stopwatch.compare, list[None]()
 
-    def killed(self: Stopwatch, *args: Any, **more: Any) -> Any:
-        if next(calls) == 3:
+    def counted(self: Stopwatch, *args: Any, **more: Any) -> Any:
+        compared.append(None)
+        if is_killed and len(compared) == 4:
             raise KeyboardInterrupt
         return compare(self, *args, **more)
 
-    monkeypatch.setattr(Stopwatch, "compare", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(path, tokens=(4,))
+    monkeypatch.setattr(Stopwatch, "compare", counted)
+    monkeypatch.setattr(session, "now", lambda: float(len(compared)))
+    with pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+        first = run(path, tokens=(4,), budget=30.0 if is_killed else 2.5)
+        assert not first.complete and first.points[0].parameters == {"threads": 3}
     result = run(path, tokens=(4,))
     assert (result.complete, result.measured, result.resumed) == (True, 0, 3)
     assert result.points[0].parameters == {"threads": 1} and not path.with_suffix(".part.jsonl").exists()

@@ -77,13 +77,12 @@ def check_record(record: RoutingRecord, facts: ModelFacts | None = None, other: 
 
 
 def _facts_of(other: RoutingRecord) -> ModelFacts:
-    shapes = {tuple(each.ids_TXK.shape[1:]) for each in other.sequences if each.ids_TXK is not None}
+    given = [each.ids_TXK for each in other.sequences if each.ids_TXK is not None]
+    shapes = {tuple(ids_TXK.shape[1:]) for ids_TXK in given}
     if len(shapes) != 1:
         raise TraceError(f"the reference has rows of {sorted(shapes)}; one shape of layers and K is needed")
     num_layers, top_k = shapes.pop()
-    largest = max(
-        int(each.ids_TXK.max()) for each in other.sequences if each.ids_TXK is not None and each.ids_TXK.numel()
-    )
+    largest = max(int(ids_TXK.max()) for ids_TXK in given if ids_TXK.numel())
     return ModelFacts(largest + 1, top_k, other.layers or tuple(range(num_layers)))
 
 
@@ -167,8 +166,10 @@ def _pairs(record: RoutingRecord, other: RoutingRecord, facts: ModelFacts) -> It
         rec_TXK = rec_TXK if ours is None else rec_TXK[:, ours]
         if _has_fused(rec_TXK, facts):
             rec_TXK = rec_TXK[..., :-1]
-        start = mine.start - theirs.start
-        yield SequencePair(mine.name, rec_TXK, theirs.ids_TXK.to(torch.int64)[:, columns], start, mine.prompt)
+        ref_TXK, first = theirs.ids_TXK.to(torch.int64)[:, columns], max(mine.start, theirs.start)
+        name = mine.name if first == mine.start else f"{mine.name} from row {first - mine.start} on"
+        rec_TXK = rec_TXK[first - mine.start :]
+        yield SequencePair(name, rec_TXK, ref_TXK, first - theirs.start, mine.prompt, first)
 
 
 # Statistics of a record alone.
@@ -228,7 +229,7 @@ def _rows_of_sequence(each: RecordedSequence, ids_TXK: Tensor) -> Iterator[Findi
     edges = (torch.nn.functional.pad(hole_T.int(), (1, 1)).diff() != 0).nonzero().flatten().tolist()
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         if not (end == length and end - begin == 1):
-            pair = SequencePair(each.name, ids_TXK, ids_TXK, each.start, each.prompt)
+            pair = SequencePair(each.name, ids_TXK, ids_TXK, 0, each.prompt, each.start)
             fault, text = hole_of(begin, end, pair)
             yield Finding(fault, each.name, text)
     repeated = _repeated(ids_TXK, hole_T)

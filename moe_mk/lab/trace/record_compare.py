@@ -50,6 +50,8 @@ class SequencePair:
     start: int
     """The row of the reference that belongs to the first of the record."""
     prompt: int | None
+    first: int
+    """The token of the first row of the record."""
 
 
 def agreements(a_TXK: Tensor, b_TXK: Tensor) -> Tensor:
@@ -393,11 +395,11 @@ def _jumps(matched: Sequence[tuple[int, int, int]], pair: SequencePair) -> Itera
     previous = 0
     for begin, _, state in matched:
         if begin == 0 and state > 0:
-            yield "prefix missing", f"the first row is that of token {pair.start + state}"
+            yield "prefix missing", f"the first row is that of token {pair.first + state}"
         elif state > previous:
             yield "rows lost", f"{state - previous} rows are missing before row {begin}"
         elif state < previous:
-            again = f"rows from {begin} on begin again at token {pair.start + begin + state}"
+            again = f"rows from {begin} on begin again at token {pair.first + begin + state}"
             yield "prefix repeated", f"{again}, {previous - state} tokens before"
         previous = state
 
@@ -405,8 +407,6 @@ def _jumps(matched: Sequence[tuple[int, int, int]], pair: SequencePair) -> Itera
 def hole_of(begin: int, end: int, pair: SequencePair) -> tuple[Fault, str]:
     """Rows without choices belong to a cached prefix at its begin, in its prompt, or at the bounds of its pages."""
     paged = begin % PAGE == 0 and (end - begin) % PAGE == 0
-    cached = (
-        begin == 0 or (pair.prompt is not None and end + pair.start <= pair.prompt) or (pair.prompt is None and paged)
-    )
+    cached = begin == 0 or (paged if pair.prompt is None else pair.first + end <= pair.prompt)
     text = f"rows {begin} to {end - 1} were not recorded (one value, or copies of one row)"
     return ("cache hole" if cached else "rows lost"), text

@@ -123,14 +123,17 @@ def test_any_calls_have_the_bits_of_resident_experts(
     draw = Random(kind)
     monkeypatch.setattr(Cache, "_arrived", in_any_order(draw))
     given = random_experts(scheme_of_kind(kind, (128, 128)), SLOTS, SIZE, SIZE, CPU)
-    for slots in (1, 2, 4, SLOTS):
+    for slots in (1, 2, 4, SLOTS, SLOTS + 1):
         resident, held, paged, some = pair(given, tmp_path, slots, draw.choice(list(POLICIES)))
-        assert isinstance(some, PagedExperts) and some.num_bytes == slots * some.cache.layout.num_bytes
+        size = min(slots, SLOTS) * some.cache.layout.num_bytes
+        assert isinstance(some, PagedExperts) and some.num_bytes == some.cache.pool.num_bytes == size
         for _ in range(4):
             rows, top_k = draw.choice((0, 1, 2, 7, 40)), draw.randint(1, 4)
             tokens = drawn(draw.randrange(1000), rows, top_k, dropped=0.2)
-            wide = [replace(tokens, out_RH=torch.empty(rows, SIZE)) for _ in range(2)]  # f32 shows the order of a sum
-            assert torch.equal(paged.run(wide[0], some).y, resident.run(wide[1], held).y)
+            wide = [torch.empty(rows, 2, SIZE)[:, 0] for _ in range(2)]  # f32 shows the order of a sum
+            for experts, own, out_RH in ((paged, some, wide[0]), (resident, held, wide[1])):
+                assert experts.run(replace(tokens, out_RH=out_RH), own).y is out_RH
+            assert torch.equal(*wide)
             for layout in (RowTokens, GroupedTokens, BatchedTokens):
                 local = permute(tokens, (layout,))
                 assert torch.equal(paged.run(local, some).y, resident.run(local, held).y), (slots, layout)

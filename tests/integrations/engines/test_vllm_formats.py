@@ -138,21 +138,23 @@ def test_the_experts_are_those_that_were_quantised(name: str) -> None:
     bias = torch.randn((EXPERTS, 2 * INNER), generator=draw)
     if method.moe.has_bias:
         layer.w13_bias, layer.w2_bias = nn.Parameter(bias, False), nn.Parameter(bias[:, :1].expand(-1, HIDDEN), False)
-    given = weights_of(layer, method, FORMATS[name])
-    experts = given.experts()
-    assert isinstance(experts, ExpertWeights | MappedExpertWeights)
-    for index, (gate, up, down) in enumerate(wanted):
-        slot = experts.slot(index)
-        assert slot.gate_IH is not None
-        for q, exact in ((slot.gate_IH, gate), (slot.up_IH, up), (slot.down_HI, down)):
-            torch.testing.assert_close(q.dequantize(torch.float32), exact, rtol=1e-6, atol=0.0)
-        if slot.biases is not None and slot.biases.gate_I is not None:
-            assert torch.equal(slot.biases.gate_I, bias[index, 0::2]) and torch.equal(
-                slot.biases.up_I, bias[index, 1::2]
-            )
-    assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
     held = {id(parameter) for parameter in layer.parameters()}
-    assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
+    for method.moe.moe_parallel_config.tp_rank in (0, 1):
+        given = weights_of(layer, method, FORMATS[name])
+        experts = given.experts()
+        assert isinstance(experts, ExpertWeights | MappedExpertWeights)
+        for index, (gate, up, down) in enumerate(wanted):
+            slot = experts.slot(index)
+            assert slot.gate_IH is not None
+            for q, exact in ((slot.gate_IH, gate), (slot.up_IH, up), (slot.down_HI, down)):
+                torch.testing.assert_close(q.dequantize(torch.float32), exact, rtol=1e-6, atol=0.0)
+            if slot.biases is not None and slot.biases.gate_I is not None:
+                assert torch.equal(slot.biases.gate_I, bias[index, 0::2])
+                assert torch.equal(slot.biases.up_I, bias[index, 1::2])
+                own = bias[index, 0] * (method.moe.moe_parallel_config.tp_rank == 0)  # vLLM sums over ranks
+                assert torch.equal(slot.biases.down_H, own.expand(HIDDEN))
+        assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
+        assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
 
 
 def of_vllm(name: str, rows_2I: Tensor, limit: float | None) -> Tensor:

@@ -16,10 +16,10 @@ from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, T
 from moe_mk.weights.expert_weights import MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
 from tests.testing.broken.corpus import breaks, changed
-from tests.testing.broken.right_experts import Right, RightBatches, RightFp8, RightMapped, RightRows
+from tests.testing.broken.right_experts import Right, RightBatches, RightFp8, RightFp8Batches, RightMapped, RightRows
 
 TILE = 32
-RIGHT = (Right, RightRows, RightBatches, RightFp8)
+RIGHT = (Right, RightRows, RightBatches, RightFp8, RightFp8Batches)
 
 
 # Weights.
@@ -197,8 +197,14 @@ def by_largest_value(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
     return values * largest / largest
 
 
+def by_largest_scale(was: Callable[..., Tensor], x: QuantTensor) -> Tensor:
+    largest = 1.0 if x.scales is None else x.scales.float().amax(dim=(1, 2), keepdim=True)
+    return was(x) * largest / largest
+
+
 SumsPadding = changed("SumsPadding", "padding", RightBatches, rows=lambda was, x: (y := was(x)) + 0 * y.sum())
 RangeOfPaddedBlock = changed("RangeOfPaddedBlock", "padding", RightBatches, rows=by_largest_value)
+RangeOfPaddedScales = changed("RangeOfPaddedScales", "padding", RightFp8Batches, rows=by_largest_scale)
 CountsOfTheNextBlock = changed(
     "CountsOfTheNextBlock", "values", RightBatches, counts=lambda was, counts_L: was(counts_L.roll(1))
 )
@@ -387,12 +393,12 @@ class WeightsInPlace(Right):
 
 @breaks("inputs")
 class WeightsInPlaceOfACall(Right):
-    """Moves one weight by its last bit in each call."""
+    """Moves one weight of experts without rows by its last bit in each call, which changes no output of that call."""
 
     def sorted_rows(self, x_NH: Tensor, counts: list[int], weights: Weights) -> Tensor:
         assert isinstance(weights, ExpertWeights)
-        one = weights.w2.values[0, 0]
-        one[0] = torch.nextafter(one[0], torch.tensor(9.0))
+        one_X = weights.w2.values[:, 0, 0]
+        one_X[torch.tensor(counts) == 0] += 2**-20
         return super().sorted_rows(x_NH, counts, weights)
 
 

@@ -98,5 +98,9 @@ class RightFp8(Right):
     traits = replace(Right.traits, weights=frozenset({"fp8_block"}))
 
 
+class RightFp8Batches(RightBatches):
+    traits = replace(RightBatches.traits, weights=frozenset({"fp8_block"}), computes=("fp8",))
+
+
 class RightMapped(Right):
     traits = replace(Right.traits, layouts=frozenset({CANONICAL, MAPPED}))
