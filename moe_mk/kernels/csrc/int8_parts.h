@@ -57,22 +57,23 @@ inline int row_parts(const Columns& w) { return (w.num_steps * (kStep / 2) + w.p
 // What unsigned codes of weights have to be reduced by: 8 of INT4 and 128 of INT8, unless minima take account of it.
 inline int code_base(const Columns& w) { return w.format == kInt8Groups ? 128 : w.minima ? 0 : 8; }
 
-// Codes of one unit of k of a pair, [k / 4][tile][16][4]: unsigned, or s8 less code_base().
+// Codes of one unit of k of a pair, [k / 4][tile][16][4], `row` bytes from four k to the next: unsigned, or s8 less code_base().
 template <bool Unsigned>
-inline void unpack_unit(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+inline void unpack_unit(const Columns& w, int pair, int step, int steps, uint8_t* panel, size_t row = kCodeRow) {
   const uint8_t* from = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
   if (w.format == kInt8Groups) {
     const u8x64 sign = u8x64{} + uint8_t(Unsigned ? 0x80 : 0);
-    for (size_t at = 0; at < steps * w.step_bytes; at += 64) store(panel + at, load<u8x64>(from + at) ^ sign);
+    for (size_t at = 0; at < steps * w.step_bytes; at += kCodeRow, panel += row)
+      for (int tile = 0; tile < 2; ++tile) store(panel + tile * 64, load<u8x64>(from + at + tile * 64) ^ sign);
     return;
   }
   const u8x64 base = u8x64{} + uint8_t(Unsigned ? 0 : code_base(w)), low = u8x64{} + 15;
   typedef uint16_t u16x32 __attribute__((vector_size(64)));
-  for (int line = 0; line < steps * 4; ++line, from += 2 * 64, panel += 2 * kCodeRow)
+  for (int line = 0; line < steps * 4; ++line, from += 2 * 64, panel += 2 * row)
     for (int tile = 0; tile < 2; ++tile) {
       const u8x64 codes = load<u8x64>(from + tile * 64), high = bits<u8x64>(bits<u16x32>(codes) >> 4);
       store(panel + tile * 64, (codes & low) - base);
-      store(panel + kCodeRow + tile * 64, (high & low) - base);
+      store(panel + row + tile * 64, (high & low) - base);
     }
 }
 
@@ -90,18 +91,45 @@ struct CodeUnit {
   const uint8_t* panel;
   const float *scales, *minima;  // [part][32]
   int step, steps, part_steps, num_parts;  // num_parts: of a whole row
-
-  int first_part() const { return step / part_steps; }
 };
 
-// Any number of rows times panels of one unit. Rows are split evenly into groups of at most Ops::kGroup. For each chunk of k whose
-// rows fit the L2, pair by pair. Ops: kUnsigned, of the codes in a panel; add(unit, rows, first, n, ahead, totals): adds the
-// products of n rows to their totals.
-template <typename Ops>
-void multiply_int8_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+// Adds the products of `quads` times four k to sums [n][2], the codes of rows from `offset` on.
+inline void add_dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
+  for (int quad = 0; quad < quads; ++quad)
+    for (int tile = 0; tile < 2; ++tile) {
+      const i32x16 words = load<i32x16>(panel + quad * kCodeRow + tile * 64);
+      const i32x16 k0 = (words << 24) >> 24, k1 = (words << 16) >> 24, k2 = (words << 8) >> 24, k3 = words >> 24;
+      for (int m = 0; m < n; ++m) {
+        int8_t x[4];
+        std::memcpy(x, rows.codes(first + m) + offset + 4 * quad, 4);
+        sums[2 * m + tile] += k0 * x[0] + k1 * x[1] + k2 * x[2] + k3 * x[3];
+      }
+    }
+}
+
+// A unit times n rows, at most kPortableCodeRows.
+constexpr int kPortableCodeRows = 8;
+inline void add_code_unit(const CodeUnit& unit, const Rows& rows, int first, int n, float* totals) {
+  for (int done = 0, column = 0, at = unit.step / unit.part_steps; done < unit.steps; done += unit.part_steps, column += kPairColumns, ++at) {
+    const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps;
+    i32x16 sums[2 * kPortableCodeRows] = {};
+    const uint8_t* codes = unit.panel + size_t(done) * (kStep / 4) * kCodeRow;
+    add_dots(codes, some * (kStep / 4), rows, first, n, size_t(unit.step + done) * kStep, sums);
+    for (int m = 0; m < n; ++m) {
+      const RowParts row = {rows.scales[first + m], unit.num_parts};
+      for (int tile = 0; tile < kPairColumns; tile += kTileColumns) {
+        float* to = totals + size_t(m) * kPairColumns + tile;
+        f32x16 total = add_part(sums[2 * m + tile / kTileColumns], load<f32x16>(unit.scales + column + tile), row.scales[at], load<f32x16>(to));
+        if (unit.w.minima) total = take_minimum(load<f32x16>(unit.minima + column + tile), row.sums()[at], total);
+        store(to, total);
+      }
+    }
+  }
+}
+
+// Any number of rows times panels of one unit. For each chunk of k whose rows fit the L2, pair by pair.
+inline void multiply_int8_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   alignas(64) float scales[kMostUnitParts * kPairColumns], minima[kMostUnitParts * kPairColumns];
-  const int num_parts = row_parts(w), part_steps = w.part_pairs / (kStep / 2);
-  const int groups = (rows.num_rows + Ops::kGroup - 1) / Ops::kGroup, together = (rows.num_rows + groups - 1) / groups;
   const int chunk = steps_that_fit(2 * w.gather_bytes, rows.num_rows, 1, kUnitSteps);  // a byte a code
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int first_step = 0; first_step < w.num_steps; first_step += chunk) {
@@ -110,56 +138,15 @@ void multiply_int8_parts(const Columns& w, const Rows& rows, const Scratch& scra
       for (int step = first_step; step < last_step; step += kUnitSteps) {
         const int steps = last_step - step < kUnitSteps ? last_step - step : kUnitSteps;
         part_scales(w, pair, step, steps, scales, minima);
-        unpack_unit<Ops::kUnsigned>(w, pair, step, steps, scratch.panel);
-        const CodeUnit unit = {w, scratch.panel, scales, minima, step, steps, part_steps, num_parts};
-        const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
-        for (int first = 0, group = 0; first < rows.num_rows; first += together, ++group) {
-          const int n = rows.num_rows - first < together ? rows.num_rows - first : together;
-          const Ahead ahead = share_of_panel(packed, steps * w.step_bytes, steps, group, groups);
-          Ops::add(unit, rows, first, n, ahead, totals + (size_t(pair) * rows.num_rows + first) * kPairColumns);
+        unpack_unit<false>(w, pair, step, steps, scratch.panel);
+        const CodeUnit unit = {w, scratch.panel, scales, minima, step, steps, w.part_pairs / (kStep / 2), row_parts(w)};
+        for (int first = 0; first < rows.num_rows; first += kPortableCodeRows) {
+          const int n = rows.num_rows - first < kPortableCodeRows ? rows.num_rows - first : kPortableCodeRows;
+          add_code_unit(unit, rows, first, n, totals + (size_t(pair) * rows.num_rows + first) * kPairColumns);
         }
       }
   }
 }
-
-struct PortableInt8PartOps {
-  static constexpr int kGroup = 8;
-  static constexpr bool kUnsigned = false;
-
-  static void add(const CodeUnit& unit, const Rows& rows, int first, int n, const Ahead&, float* totals) {
-    for (int part = 0, done = 0; done < unit.steps; ++part, done += unit.part_steps) {
-      const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps, at = unit.first_part() + part;
-      i32x16 sums[2 * kGroup] = {};
-      const uint8_t* codes = unit.panel + size_t(done) * (kStep / 4) * kCodeRow;
-      dots(codes, some * (kStep / 4), rows, first, n, size_t(unit.step + done) * kStep, sums);
-      for (int m = 0; m < n; ++m) {
-        const RowParts row = {rows.scales[first + m], unit.num_parts};
-        for (int tile = 0; tile < 2; ++tile) {
-          const int column = part * kPairColumns + tile * kTileColumns;
-          float* to = totals + size_t(m) * kPairColumns + tile * kTileColumns;
-          f32x16 total = add_part(sums[2 * m + tile], load<f32x16>(unit.scales + column), row.scales[at], load<f32x16>(to));
-          if (unit.w.minima) total = take_minimum(load<f32x16>(unit.minima + column), row.sums()[at], total);
-          store(to, total);
-        }
-      }
-    }
-  }
-
- private:
-  // Adds the products of `quads` times four k to sums [n][2], the codes of rows from `offset` on.
-  static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
-    for (int quad = 0; quad < quads; ++quad)
-      for (int tile = 0; tile < 2; ++tile) {
-        const i32x16 words = load<i32x16>(panel + quad * kCodeRow + tile * 64);
-        const i32x16 k0 = (words << 24) >> 24, k1 = (words << 16) >> 24, k2 = (words << 8) >> 24, k3 = words >> 24;
-        for (int m = 0; m < n; ++m) {
-          int8_t x[4];
-          std::memcpy(x, rows.codes(first + m) + offset + 4 * quad, 4);
-          sums[2 * m + tile] += k0 * x[0] + k1 * x[1] + k2 * x[2] + k3 * x[3];
-        }
-      }
-  }
-};
 
 // Rounds a part of at most 128 inputs to s8 codes. Returns the scale, or NaN where an input is none or infinite.
 inline float round_part(const uint16_t* x, int count, int8_t* codes, int32_t* sum_of_codes) {

@@ -43,7 +43,7 @@ constexpr auto kMultiplyInt8 = multiply_int8_avx512;
 constexpr auto kMultiplyInt8Parts = multiply_int8_parts_avx512;
 #else
 constexpr auto kMultiplyInt8 = multiply_int8<PortableInt8Ops>;
-constexpr auto kMultiplyInt8Parts = multiply_int8_parts<PortableInt8PartOps>;
+constexpr auto kMultiplyInt8Parts = multiply_int8_parts;
 #endif
 
 }  // namespace

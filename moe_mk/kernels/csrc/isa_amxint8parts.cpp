@@ -15,7 +15,7 @@ namespace {
 #if defined(__AVX512VNNI__)
 constexpr auto kFewRows8 = multiply_int8_parts_avx512;
 #else
-constexpr auto kFewRows8 = multiply_int8_parts<PortableInt8PartOps>;
+constexpr auto kFewRows8 = multiply_int8_parts;
 #endif
 
 // Rows [row tile][k tile][16][Width] s8; what is missing of a k tile or a row tile is zeros.

@@ -83,12 +83,10 @@ struct Avx512Int8Ops {
 };
 
 // sum += unsigned codes of weights, four k of 16 columns, times four signed codes of a row.
-// NOTE gcc 12 copies the sums at both ends of a loop over intrinsics. Zen 4, 256 rows: groups of 32 take 0.92 to 0.97 of its time.
-inline __attribute__((always_inline)) void add_quad(__m512i& sum, __m512i weights, const void* codes) {
-  struct Quad {
-    uint8_t bytes[4];
-  };
-  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*static_cast<const Quad*>(codes)));
+// NOTE gcc 12 copies the sums at both ends of a loop over intrinsics. Codes of a row are broadcast into a register: Ice Lake takes 1.6 times
+// as long with an operand in memory for each product.
+inline __attribute__((always_inline)) void add_quad(__m512i& sum, __m512i weights, __m512i codes) {
+  asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(codes));
 }
 
 // Rows rounded in parts. The sums of N rows times both tiles of P pairs in registers, weights straight from memory: codes are
@@ -196,80 +194,143 @@ void few_parts_of(const Columns& w, const Rows& rows, float* totals) {
   }
 }
 
-// The sums of a part and the totals of six rows times both tiles are 24 registers.
-struct Avx512Int8PartOps {
-  static constexpr int kGroup = 6;
-  static constexpr bool kUnsigned = true;
+// More rows are multiplied with panels of two pairs, six at a time: their sums are 24 registers, and their totals stay in memory.
+constexpr int kCodePairs = 2, kCodeGroup = 6;
 
-  template <int N, bool Minima>
-  static void rows_of(const CodeUnit& unit, const Rows& rows, int first, Ahead ahead, float* totals) {
-    __m512 all[N][2];
-    __m512i sums[N][2];
-#pragma GCC unroll 6
-    for (int m = 0; m < N; ++m)
-#pragma GCC unroll 2
-      for (int t = 0; t < 2; ++t) all[m][t] = _mm512_loadu_ps(totals + m * kPairColumns + 16 * t);
-    const int base = code_base(unit.w);
-    const uint8_t* panel = unit.panel;
-    for (int part = 0, done = 0; done < unit.steps; ++part, done += unit.part_steps) {
-      const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps, at = unit.first_part() + part;
-      const uint8_t* x[N];
-#pragma GCC unroll 6
-      for (int m = 0; m < N; ++m) {
-        x[m] = rows.codes(first + m) + size_t(unit.step + done) * kStep;
-        sums[m][0] = sums[m][1] = _mm512_set1_epi32(-base * RowParts{rows.scales[first + m], unit.num_parts}.codes(at));
-      }
-#pragma GCC unroll 1
-      for (int four = 0; four < some * 2; ++four, panel += 4 * kCodeRow) {
-        ahead.some(2);
-#pragma GCC unroll 4
-        for (int q = 0; q < 4; ++q) {
-          const __m512i left = _mm512_load_si512(panel + q * kCodeRow), right = _mm512_load_si512(panel + q * kCodeRow + 64);
-#pragma GCC unroll 6
-          for (int m = 0; m < N; ++m) {
-            add_quad(sums[m][0], left, x[m] + 16 * four + 4 * q);
-            add_quad(sums[m][1], right, x[m] + 16 * four + 4 * q);
-          }
-        }
-      }
-#pragma GCC unroll 6
-      for (int m = 0; m < N; ++m) {
-        const RowParts row = {rows.scales[first + m], unit.num_parts};
-#pragma GCC unroll 2
-        for (int t = 0; t < 2; ++t) {
-          const int column = part * kPairColumns + t * kTileColumns;
-          f32x16 total = add_part(bits<i32x16>(sums[m][t]), load<f32x16>(unit.scales + column), row.scales[at], bits<f32x16>(all[m][t]));
-          if (Minima) total = take_minimum(load<f32x16>(unit.minima + column), row.sums()[at], total);
-          all[m][t] = bits<__m512>(total);
-        }
+// Rows of a unit of k.
+struct CodeRows {
+  uint8_t* codes;   // [row][128]
+  float* scales;    // [part][row]
+  float* sums;      // scale * sum of codes, the same
+  int32_t* starts;  // of the sums of products, which have unsigned codes of weights
+  int num_rows;
+
+  static constexpr size_t kBytes = kActivationBlock + kMostUnitParts * (2 * sizeof(float) + sizeof(int32_t));  // of a row
+
+  CodeRows(uint8_t* at, int rows) : codes(at), num_rows(rows) {
+    scales = reinterpret_cast<float*>(at + size_t(rows) * kActivationBlock);
+    sums = scales + rows * kMostUnitParts;
+    starts = reinterpret_cast<int32_t*>(sums + rows * kMostUnitParts);
+  }
+  // The inputs of `steps` steps: rows of a power of two of inputs would share few cache sets.
+  void gather(const Columns& w, const Rows& rows, int step, int steps) const {
+    const int part_steps = w.part_pairs / (kStep / 2), num_parts = row_parts(w), base = code_base(w);
+    for (int r = 0; r < num_rows; ++r) {
+      const RowParts row = {rows.scales[r], num_parts};
+      std::memcpy(codes + size_t(r) * kActivationBlock, rows.codes(r) + size_t(step) * kStep, size_t(steps) * kStep);
+      for (int done = 0, at = step / part_steps, to = r; done < steps; done += part_steps, ++at, to += num_rows) {
+        scales[to] = row.scales[at];
+        sums[to] = row.sums()[at];
+        starts[to] = -base * row.codes(at);
       }
     }
-#pragma GCC unroll 6
-    for (int m = 0; m < N; ++m)
-#pragma GCC unroll 2
-      for (int t = 0; t < 2; ++t) _mm512_storeu_ps(totals + m * kPairColumns + 16 * t, all[m][t]);
-  }
-
-  template <bool Minima, typename... Arguments>
-  static void add_as(int n, Arguments&&... given) {
-    switch (n) {
-      case 1: return rows_of<1, Minima>(given...);
-      case 2: return rows_of<2, Minima>(given...);
-      case 3: return rows_of<3, Minima>(given...);
-      case 4: return rows_of<4, Minima>(given...);
-      case 5: return rows_of<5, Minima>(given...);
-      default: return rows_of<kGroup, Minima>(given...);
-    }
-  }
-  static void add(const CodeUnit& unit, const Rows& rows, int first, int n, const Ahead& ahead, float* totals) {
-    unit.w.minima ? add_as<true>(n, unit, rows, first, ahead, totals) : add_as<false>(n, unit, rows, first, ahead, totals);
   }
 };
+
+// Panels and scales of a unit of P pairs.
+struct CodePanels {
+  const uint8_t* panel;          // [k / 4][pair][tile][16][4]
+  const float *scales, *minima;  // [pair][kMostUnitParts][32]
+  int steps, part_steps;
+};
+
+// N rows from `first` on times P pairs, whose totals are `next_pair` floats apart.
+template <int N, int P, bool Minima>
+void multiply_code_panels(const CodePanels& unit, const CodeRows& rows, int first, Ahead ahead, float* totals, size_t next_pair) {
+  constexpr int kTiles = 2 * P;
+  const uint8_t *panel = unit.panel, *x = rows.codes + size_t(first) * kActivationBlock;
+  for (int done = 0, column = 0, at = first; done < unit.steps; done += unit.part_steps, column += kPairColumns, at += rows.num_rows) {
+    const int some = unit.steps - done < unit.part_steps ? unit.steps - done : unit.part_steps;
+    __m512i sums[N][kTiles];
+#pragma GCC unroll 6
+    for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; ++t) sums[m][t] = _mm512_set1_epi32(rows.starts[at + m]);
+#pragma GCC unroll 1
+    for (int four = 0; four < some * 2; ++four, panel += 4 * P * kCodeRow, x += 16) {
+      ahead.some(2);
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q) {
+        __m512i codes[N];
+#pragma GCC unroll 6
+        for (int m = 0; m < N; ++m) codes[m] = _mm512_set1_epi32(load<int32_t>(x + m * kActivationBlock + 4 * q));
+#pragma GCC unroll 4
+        for (int t = 0; t < kTiles; ++t) {
+          const __m512i weights = _mm512_load_si512(panel + q * P * kCodeRow + t * 64);
+#pragma GCC unroll 6
+          for (int m = 0; m < N; ++m) add_quad(sums[m][t], weights, codes[m]);
+        }
+      }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < N; ++m) {
+      f32x16 after[kTiles];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; ++t) {
+        const int of_tile = t / 2 * kMostUnitParts * kPairColumns + column + t % 2 * kTileColumns;
+        after[t] = add_part(bits<i32x16>(sums[m][t]), load<f32x16>(unit.scales + of_tile), rows.scales[at + m],
+                            load<f32x16>(totals + t / 2 * next_pair + m * kPairColumns + t % 2 * kTileColumns));
+        if (Minima) after[t] = take_minimum(load<f32x16>(unit.minima + of_tile), rows.sums[at + m], after[t]);
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; ++t) store(totals + t / 2 * next_pair + m * kPairColumns + t % 2 * kTileColumns, after[t]);
+    }
+  }
+}
+
+template <int P, bool Minima, int N = kCodeGroup, typename... Arguments>
+void multiply_code_rows(int n, Arguments&&... given) {
+  if constexpr (N > 1) {
+    if (n < N) return multiply_code_rows<P, Minima, N - 1>(n, given...);
+  }
+  multiply_code_panels<N, P, Minima>(given...);
+}
+
+// One unit of P pairs times all rows.
+template <int P>
+void multiply_code_unit(const Columns& w, int pair, int step, int steps, const CodeRows& rows, uint8_t* panel, float* totals) {
+  alignas(64) float scales[P * kMostUnitParts * kPairColumns], minima[P * kMostUnitParts * kPairColumns];
+  for (int p = 0; p < P; ++p) {
+    const int at = p * kMostUnitParts * kPairColumns;
+    part_scales(w, pair + p, step, steps, scales + at, minima + at);
+    unpack_unit<true>(w, pair + p, step, steps, panel + p * kCodeRow, P * kCodeRow);
+  }
+  const CodePanels unit = {panel, scales, minima, steps, w.part_pairs / (kStep / 2)};
+  const int groups = (rows.num_rows + kCodeGroup - 1) / kCodeGroup, together = (rows.num_rows + groups - 1) / groups;
+  const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
+  const size_t next_pair = size_t(rows.num_rows) * kPairColumns;
+  for (int first = 0, group = 0; first < rows.num_rows; first += together, ++group, totals += size_t(together) * kPairColumns) {
+    const int n = rows.num_rows - first < together ? rows.num_rows - first : together, of_pair = group % P;
+    const Ahead ahead = share_of_panel(packed + of_pair * w.pair_bytes, steps * w.step_bytes, steps, group / P, (groups + P - 1 - of_pair) / P);
+    if (w.minima) multiply_code_rows<P, true>(n, unit, rows, first, ahead, totals, next_pair);
+    else multiply_code_rows<P, false>(n, unit, rows, first, ahead, totals, next_pair);
+  }
+}
+
+void multiply_codes_by_panels(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  const int n = rows.num_rows, fitting = int(w.gather_bytes / (n * CodeRows::kBytes)), chunk = (fitting < 1 ? 1 : fitting) * kUnitSteps;
+  std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
+  for (int first_step = 0; first_step < w.num_steps; first_step += chunk) {
+    const int last_step = w.num_steps - first_step < chunk ? w.num_steps : first_step + chunk;
+    for (int pair = 0, pairs = 0; pair < w.num_pairs; pair += pairs) {
+      const bool gathers = pair == 0;
+      pairs = pair + kCodePairs > w.num_pairs ? 1 : kCodePairs;
+      for (int step = first_step; step < last_step; step += kUnitSteps) {
+        const int steps = last_step - step < kUnitSteps ? last_step - step : kUnitSteps;
+        const CodeRows of_unit(scratch.gathered + size_t((step - first_step) / kUnitSteps) * n * CodeRows::kBytes, n);
+        if (gathers) of_unit.gather(w, rows, step, steps);
+        float* to = totals + size_t(pair) * n * kPairColumns;
+        if (pairs == 1) multiply_code_unit<1>(w, pair, step, steps, of_unit, scratch.panel, to);
+        else multiply_code_unit<kCodePairs>(w, pair, step, steps, of_unit, scratch.panel, to);
+      }
+    }
+  }
+}
 
 }  // namespace
 
 void multiply_int8_parts_avx512(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  if (rows.num_rows > kFewInt8Rows) return multiply_int8_parts<Avx512Int8PartOps>(w, rows, scratch, totals);
+  if (rows.num_rows > kFewInt8Rows) return multiply_codes_by_panels(w, rows, scratch, totals);
   if (w.format != kInt8Groups && w.minima) return few_parts_of<true, true>(w, rows, totals);
   if (w.format != kInt8Groups) return few_parts_of<true, false>(w, rows, totals);
   w.minima ? few_parts_of<false, true>(w, rows, totals) : few_parts_of<false, false>(w, rows, totals);

@@ -6,7 +6,7 @@ namespace moe_mk {
 const Kernels* scalar_kernels() {
   static const Kernels table = {
       "scalar", 0, true, false, false, false, nothing, nullptr, multiply_blocked<PortableOps>,
-      multiply_int8<PortableInt8Ops>, quantize_int8, multiply_int8_parts<PortableInt8PartOps>, round_row,
+      multiply_int8<PortableInt8Ops>, quantize_int8, multiply_int8_parts, round_row,
       activate, accumulate, to_bf16, write_terms, quantize, decode,
       gate_dots, read, portable_peak,
   };

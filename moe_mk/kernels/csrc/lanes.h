@@ -36,6 +36,14 @@ inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { 
 inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return __builtin_convertvector(bits<Sums>(lanes), Floats); }
 inline __attribute__((always_inline)) Floats magnitude(Floats value) { return bits<Floats>(bits<Integers>(value) & all32(0x7fffffff)); }
 
+inline __attribute__((always_inline)) int32_t two_sums_of(__m256i a, __m256i b, int32_t* of_b) {
+  const __m256i both = _mm256_hadd_epi32(a, b);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  four = _mm_hadd_epi32(four, four);
+  *of_b = _mm_extract_epi32(four, 1);
+  return _mm_cvtsi128_si32(four);
+}
+
 #if defined(__AVX512F__)
 
 inline __attribute__((always_inline)) Floats all(float value) { return _mm512_set1_ps(value); }
@@ -73,6 +81,20 @@ inline __attribute__((always_inline)) Integers by_half(Integers lanes) {
 inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
   const Integers even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   return _mm512_add_ps(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, even | all32(1), second));
+}
+// The sum of the lanes of a; those of b to `of_b`.
+inline __attribute__((always_inline)) int32_t two_sums_of(Integers a, Integers b, int32_t* of_b) {
+  const auto half = [](Integers all) { return _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1)); };
+  return two_sums_of(half(a), half(b), of_b);
+}
+// Half a vector of 16-bit lanes, and zeros.
+inline __attribute__((always_inline)) Integers lower_half(const void* from) { return _mm512_zextsi256_si512(load<__m256i>(from)); }
+// The words of even index of one vector, those of odd index of another one.
+inline __attribute__((always_inline)) Integers odd_words(Integers even, Integers odd) { return _mm512_mask_blend_epi16(0xaaaaaaaa, even, odd); }
+// |lane|, 0 where it is `largest`; 16 bits.
+inline __attribute__((always_inline)) Integers magnitudes_but(Integers lanes, Integers largest) {
+  const Integers all_of_them = _mm512_abs_epi16(lanes);
+  return _mm512_maskz_mov_epi16(_mm512_cmpneq_epi16_mask(all_of_them, largest), all_of_them);
 }
 // sum += the products of neighbouring lanes of 16 bits.
 // NOTE gcc 12 copies the sums around the intrinsic in every step, and spills them.
@@ -120,6 +142,12 @@ inline __attribute__((always_inline)) Floats lower_bf16_to_floats(Integers halve
 inline __attribute__((always_inline)) Floats upper_bf16_to_floats(Integers halves) { return bits<Floats>(_mm256_unpackhi_epi16(Integers{}, halves)); }
 // Even and odd parities of the first and of the second halves of two groups, added: 8 columns in order.
 inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) { return _mm256_hadd_ps(first, second); }
+inline __attribute__((always_inline)) Integers lower_half(const void* from) { return _mm256_zextsi128_si256(load<__m128i>(from)); }
+inline __attribute__((always_inline)) Integers odd_words(Integers even, Integers odd) { return _mm256_blend_epi16(even, odd, 0xaa); }
+inline __attribute__((always_inline)) Integers magnitudes_but(Integers lanes, Integers largest) {
+  const Integers all_of_them = _mm256_abs_epi16(lanes);
+  return _mm256_andnot_si256(_mm256_cmpeq_epi16(all_of_them, largest), all_of_them);
+}
 // NOTE gcc 12 moves additions away from their products, and spills the sums: the order is kept by the assembly.
 inline __attribute__((always_inline)) void add_products(Integers codes, Integers x, Integers& sum) {
   const Integers products = _mm256_madd_epi16(codes, x);

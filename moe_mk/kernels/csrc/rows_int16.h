@@ -1,20 +1,19 @@
 // bf16 rows times integer codes for AVX2 and for AVX-512 without BF16: products of 16-bit integers, twice as many an instruction as
 // of f32, and no code is converted.
 //
-// The inputs of a part (of k with one scale, at most 128) become integers times a power of two: the largest has 15 bits (e2m1: 14).
-// bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
-// is at most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
-// the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
+// The inputs of a part become integers, in one term or in several (integers_of_rows.h).
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
 // Rows rounded to INT8 (int8.h, int8_parts.h) times eight-bit weights have the same products, as AVX2 multiplies eight bits by eight, exactly,
 // no faster than sixteen: VPMADDUBSW takes one unsigned operand, whose sign another instruction moves, and two of its sums fill 16 bits.
-// Up to kDirectRows rows are multiplied with the packed bytes, more with a panel of 128 k of one pair in 16 bits (8 KiB, in the L1),
-// kIntegerGroup at a time. The same bits for any number of rows, pairs and threads.
+// Up to kPackedRows rows are multiplied with the packed bytes, more with panels of 128 k of kPanels pairs in 16 bits (8 KiB each, in the L1),
+// kIntegerGroup at a time: 24 sums of 512 bits, as a processor may begin two products a cycle and end them after five. The same bits for
+// any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
 #include <type_traits>
 
+#include "integers_of_rows.h"
 #include "rows_f32.h"
 
 namespace moe_mk {
@@ -23,63 +22,20 @@ namespace {
 constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
 constexpr int kVectorBytes = sizeof(Integers);
-constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times a panel at most
-constexpr float kMostLost = 0x1p-8f;
-constexpr int kMostTerms = 8;  // 120 bits
-
-// What a code of a term is worth in the first: 2^-15 for each before it.
-inline float of_term(int term) { return bits<float>((127 - 15 * term) << 23); }
+constexpr int kPackedRows = kIsWide ? 8 : 4, kPackedGroup = kIsWide ? 6 : 4;  // rows multiplied with packed bytes, and at a time
+constexpr int kPanels = kIsWide ? 2 : 1;          // pairs whose panels are multiplied together
+constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times panels at most
 
 // What a unit of some rows is multiplied by.
 struct IntegerRows {
   int16_t* x;       // [row][128]
-  float* scales;    // [row][kMostScaledParts]
+  float* scales;    // [part][row]
   float* sums;      // of x, the same
   int32_t* starts;  // of sums of products: codes of weights without minima are greater than their values
+  int num_rows;
 
-  IntegerRows from(int row) const {
-    const int at = row * kMostScaledParts;
-    return {x + row * kUnitInputs, scales + at, sums + at, starts + at};
-  }
+  IntegerRows from(int row) const { return {x + row * kUnitInputs, scales + row, sums + row, starts + row, num_rows}; }
 };
-
-// Inputs of a part, a multiple of 16 of them -> integers of at most top_bit + 1 bits, their scale and their sum; those of term 0 are
-// the inputs, those of a further term what the terms before have lost, times 2^15 each. Returns whether much is lost after this one.
-// An input that is NaN or infinite: the scale is NaN.
-inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int16_t* to, float* scale, int32_t* sum) {
-  __m256i most = _mm256_setzero_si256();
-  for (int i = 0; i < count; i += 16) most = _mm256_max_epu16(most, _mm256_and_si256(load<__m256i>(x + i), _mm256_set1_epi16(0x7fff)));
-  const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  const int largest = 0xffff ^ (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))) & 0xffff);
-  if (largest >= 0x7f80) {
-    std::memset(to, 0, size_t(count) * sizeof *to);
-    *scale = __builtin_nanf("");
-    *sum = 0;
-    return false;
-  }
-  const int exponent = (largest >> 7) - top_bit > 1 ? (largest >> 7) - top_bit : 1;
-  const Floats inverse = all(bits<float>((254 - exponent) << 23)), limit = all(of_term(-term) * kMostLost);
-  const Floats most_scaled = all(widen_one(uint16_t(largest))) * inverse;
-  Integers sums = Integers{};
-  constexpr int kParts = 16 / kLanes;
-  Floats excess[kParts];  // of what is lost over its limit
-  for (Floats& each : excess) each = Floats{};
-  for (int i = 0; i < count; i += 16) {
-    Integers codes[kParts];
-    for (int part = 0; part < kParts; ++part) {
-      Floats scaled = bf16_to_floats(load<HalfIntegers>(x + i + kLanes * part)) * inverse;
-      excess[part] = minus_times(where_less(magnitude(scaled), most_scaled), limit, excess[part]);
-      for (int before = 0; before < term; ++before) scaled = (scaled - to_floats(rounded(scaled))) * all(of_term(-1));
-      codes[part] = rounded(scaled);
-      excess[part] = excess[part] + magnitude(scaled - to_floats(codes[part]));
-      sums = plus32(sums, codes[part]);
-    }
-    store(to + i, narrow16(codes));
-  }
-  *sum = sum_of(sums);
-  *scale = bits<float>(exponent << 23) * of_term(term);
-  return term + 1 < kMostTerms && sum_of(kParts == 2 ? excess[0] + excess[kParts - 1] : excess[0]) > 0.0f;
-}
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
 // returns those of k pair r in lanes of 16 bits, of one column and parity each. kSumScale: sums are multiplied by it. kTopBit: of x, so
@@ -143,55 +99,61 @@ inline int excess(const Columns& w) { return w.minima ? 0 : w.format == kInt4 ? 
 
 inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return broadcast32(x); }
 
-// N rows of a unit and where their totals are.
+// N neighbouring rows of a unit and where their totals are.
 template <int N>
 struct SomeRows {
   static constexpr int kRows = N;
   IntegerRows of;
-  float* totals[N];
+  float* totals;
+  size_t next_pair;  // floats from the totals of a row to those of the next pair
 
   const int16_t* x(int m) const { return of.x + m * kUnitInputs; }
-  Integers start(int m, int part) const { return all32(of.starts[m * kMostScaledParts + part]); }
+  Integers start(int m, int part) const { return all32(of.starts[part * of.num_rows + m]); }
+  float* at(int m, int vector) const { return totals + vector / kVectors * next_pair + m * kPairColumns + vector % kVectors * kLanes; }
 };
 
-// Totals of N rows and V vectors of columns from `first` on: of AVX-512 in registers for a unit, of AVX2, which has half as many, in memory.
-template <int N, int V>
+// Totals of N rows and V vectors of columns from `first` on: in registers for a unit if Held, else in memory, so that registers hold more sums.
+// parts: of each pair.
+// NOTE copies of pointers: stores of totals might alias what holds them.
+template <int N, int V, bool Held>
 struct Totals {
-  const SomeRows<N>& rows;
+  static constexpr int kOfPairs = (V + kVectors - 1) / kVectors;
+  const SomeRows<N> rows;
   const int first;
-  Floats held[kIsWide ? N : 1][kIsWide ? V : 1];
+  const float *scales[kOfPairs], *minima[kOfPairs];  // of the vectors from `first` on
+  Floats held[Held ? N : 1][Held ? V : 1];
 
-  inline __attribute__((always_inline)) Totals(const SomeRows<N>& some, int from) : rows(some), first(from) {
-    if constexpr (kIsWide) {
+  inline __attribute__((always_inline)) Totals(const UnitParts* parts, const SomeRows<N>& some, int from) : rows(some), first(from) {
+    for (int p = 0; p < kOfPairs; ++p) {
+      scales[p] = parts[p].scales == nullptr ? nullptr : parts[p].scales + first * kLanes;
+      minima[p] = parts[p].minima == nullptr ? nullptr : parts[p].minima + first * kLanes;
+    }
+    if constexpr (Held) {
 #pragma GCC unroll 8
       for (int m = 0; m < N; ++m)
-        for (int v = 0; v < V; ++v) held[m][v] = load<Floats>(at(m, v));
+        for (int v = 0; v < V; ++v) held[m][v] = load<Floats>(rows.at(m, first + v));
     }
   }
-  float* at(int m, int v) const { return rows.totals[m] + kLanes * (first + v); }
-
-  // Adds the sums of a part.
+  // Adds the sums of a part, scaled.
   // NOTE the totals of a row are stored at its end: a store might alias the pointers that are read here.
   template <bool Minima>
-  inline __attribute__((always_inline)) void add_as(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
-    const int of_part = part * kPairColumns + kLanes * first;
-    const float *scales = parts.scales + of_part, *minima = Minima ? parts.minima + of_part : nullptr;
+  inline __attribute__((always_inline)) void add_as(const Integers (&sums)[N][V], int part) {
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m) {
-      const Floats row = all(rows.of.scales[m * kMostScaledParts + part]);
-      const Floats x = Minima ? all(rows.of.sums[m * kMostScaledParts + part]) : row;
-      float* to = rows.totals[m] + kLanes * first;
+      const Floats row = all(rows.of.scales[part * rows.of.num_rows + m]);
+      const Floats x = Minima ? all(rows.of.sums[part * rows.of.num_rows + m]) : row;
       Floats after[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const Floats before = kIsWide ? held[kIsWide ? m : 0][kIsWide ? v : 0] : load<Floats>(to + kLanes * v);
-        after[v] = times_plus(to_floats(sums[m][v]), row * load<Floats>(scales + kLanes * v), before);
-        if (Minima) after[v] = minus_times(x, load<Floats>(minima + kLanes * v), after[v]);
+        const int at = part * kPairColumns + kLanes * (v % kVectors);
+        const Floats before = Held ? held[Held ? m : 0][Held ? v : 0] : load<Floats>(rows.at(m, first + v));
+        after[v] = times_plus(to_floats(sums[m][v]), row * load<Floats>(scales[v / kVectors] + at), before);
+        if (Minima) after[v] = minus_times(x, load<Floats>(minima[v / kVectors] + at), after[v]);
       }
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        if constexpr (kIsWide) held[m][v] = after[v];
-        else store(to + kLanes * v, after[v]);
+        if constexpr (Held) held[m][v] = after[v];
+        else store(rows.at(m, first + v), after[v]);
       }
     }
   }
@@ -200,30 +162,30 @@ struct Totals {
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(at(m, v), plus32(load<Integers>(at(m, v)), sums[m][v]));
+      for (int v = 0; v < V; ++v) store(rows.at(m, first + v), plus32(load<Integers>(rows.at(m, first + v)), sums[m][v]));
   }
-  inline __attribute__((always_inline)) void add(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
-    if (!kIsWide && parts.scales == nullptr) add_whole(sums);
-    else if (parts.minima != nullptr) add_as<true>(sums, part, parts);
-    else add_as<false>(sums, part, parts);
+  inline __attribute__((always_inline)) void add(const Integers (&sums)[N][V], int part) {
+    if (!kIsWide && scales[0] == nullptr) add_whole(sums);
+    else if (minima[0] != nullptr) add_as<true>(sums, part);
+    else add_as<false>(sums, part);
   }
   inline __attribute__((always_inline)) void put() const {
-    if constexpr (kIsWide) {
+    if constexpr (Held) {
 #pragma GCC unroll 8
       for (int m = 0; m < N; ++m)
-        for (int v = 0; v < V; ++v) store(at(m, v), held[m][v]);
+        for (int v = 0; v < V; ++v) store(rows.at(m, first + v), held[m][v]);
     }
   }
 };
 
-// Packed weights of a unit of a pair.
+// Weights of a unit: of a pair as they are packed, or panels of several.
 struct PackedUnit {
   const uint8_t* packed;
   size_t step_bytes;
   int num_pairs;
-  const UnitParts& parts;
+  const UnitParts* parts;  // of each pair
 
-  int end(int part) const { return (part + 1) * parts.pairs < num_pairs ? (part + 1) * parts.pairs : num_pairs; }
+  int end(int part) const { return (part + 1) * parts->pairs < num_pairs ? (part + 1) * parts->pairs : num_pairs; }
 };
 
 // The products of k pairs R and above that a line holds.
@@ -241,18 +203,19 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
   if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums);
 }
 
-// A unit of a pair times N rows, V vectors of columns at a time: add(sums, first, from, end) adds the products of k pairs from .. end.
-template <int N, int V, typename Add>
-inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& unit, const SomeRows<N>& rows, Add add) {
-  for (int first = 0; first < kVectors; first += V) {
-    Totals<N, V> totals(rows, first);
-    for (int part = 0; part < unit.parts.num_parts; ++part) {
+// A unit of some pairs, in all `vectors` of columns, times N rows, V vectors at a time: add(sums, first, from, end) adds the products of
+// k pairs from .. end.
+template <int N, int V, bool Held, typename Add>
+inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& unit, int vectors, const SomeRows<N>& rows, Add add) {
+  for (int first = 0; first < vectors; first += V) {
+    Totals<N, V, Held> totals(unit.parts, rows, first);
+    for (int part = 0; part < unit.parts->num_parts; ++part) {
       Integers sums[N][V];
 #pragma GCC unroll 8
       for (int m = 0; m < N; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
-      add(sums, first, part * unit.parts.pairs, unit.end(part));
-      totals.add(sums, part, unit.parts);
+      add(sums, first, part * unit.parts->pairs, unit.end(part));
+      totals.add(sums, part);
     }
     totals.put();
   }
@@ -262,7 +225,7 @@ inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& u
 template <typename Policy, int N, int V>
 __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
-  multiply_parts_of<N, V>(unit, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+  multiply_parts_of<N, V, kIsWide && N <= 4>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
     for (int at = from; at < end; at += Policy::kPairs) {
       const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
       for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
@@ -278,13 +241,12 @@ template <int N>
 __attribute__((noinline)) void multiply_bytes(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   constexpr int kColumns = N == 1 ? kPairColumns : kTileColumns, kFours = kColumns / 4;
   for (int column = 0; column < kPairColumns; column += kColumns) {
-    Totals<N, kFours / 2> totals(rows, column / kLanes);
-    for (int part = 0; part < unit.parts.num_parts; ++part) {
+    for (int part = 0; part < unit.parts->num_parts; ++part) {
       Integers fours[N][kFours];
 #pragma GCC unroll 4
       for (int m = 0; m < N; ++m)
         for (int v = 0; v < kFours; ++v) fours[m][v] = Integers{};
-      for (int at = part * unit.parts.pairs, end = unit.end(part); at < end; at += Bytes::kPairs) {
+      for (int at = part * unit.parts->pairs, end = unit.end(part); at < end; at += Bytes::kPairs) {
         const uint8_t* line = unit.packed + size_t(at / Bytes::kPairs) * kPanelRow + 4 * column;
         for (int byte = 0; byte < 4 * kColumns; byte += 64) prefetch_line(line + byte, ahead);
         Integers x[N];
@@ -302,19 +264,27 @@ __attribute__((noinline)) void multiply_bytes(const PackedUnit& unit, int ahead,
       for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
         for (int v = 0; v < kFours / 2; ++v) sums[m][v] = by_half(_mm256_hadd_epi32(fours[m][2 * v], fours[m][2 * v + 1]));
-      totals.add(sums, part, unit.parts);
+      Totals<N, kFours / 2, false>(unit.parts, rows, column / kLanes).add(sums, part);
     }
   }
 }
 #endif
 
-// Of a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
-template <int N, int V>
-__attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint8_t* next, size_t pair_bytes, const SomeRows<N>& rows) {
-  multiply_parts_of<N, V>(unit, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+// Packed weights to prefetch meanwhile: `bytes` a k pair of each of some pairs, which are `apart` bytes apart. Null: none.
+struct NextUnit {
+  const uint8_t* data;
+  size_t bytes, apart;
+};
+
+// Of panels of P pairs, side by side.
+template <int N, int V, int P>
+__attribute__((noinline)) void multiply_panels(const PackedUnit& unit, const NextUnit& next, const SomeRows<N>& rows) {
+  constexpr int kAll = P * kVectors;
+  multiply_parts_of<N, V, false>(unit, kAll, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
     for (int at = from; at < end; ++at) {
-      const uint8_t* line = unit.packed + size_t(at) * kPanelRow + kVectorBytes * first;
-      if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes), _MM_HINT_T0);
+      const uint8_t* line = unit.packed + (size_t(at) * kAll + first) * kVectorBytes;
+      for (int p = 0; next.data != nullptr && p < P; ++p)
+        _mm_prefetch(reinterpret_cast<const char*>(next.data + p * next.apart + at * next.bytes), _MM_HINT_T0);
       Integers two[N];
 #pragma GCC unroll 8
       for (int m = 0; m < N; ++m) two[m] = two_inputs(rows.x(m) + 2 * at);
@@ -329,18 +299,18 @@ __attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint
 }
 
 template <typename Policy, int R = 0>
-inline __attribute__((always_inline)) void expand_line(const uint8_t* line, uint8_t* panel) {
-  store(panel + R * kPanelRow, Policy::template get<R>(line));
-  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, panel);
+inline __attribute__((always_inline)) void expand_line(const uint8_t* line, uint8_t* panel, size_t row) {
+  store(panel + R * row, Policy::template get<R>(line));
+  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, panel, row);
 }
 
-// Some steps of a pair -> panel [k pair][32 columns][2].
+// Some steps of a pair -> panel [k pair][32 columns][2], `row` bytes from one k pair to the next.
 template <typename Policy>
-void expand_integers(const PackedUnit& unit, uint8_t* panel) {
+void expand_integers(const PackedUnit& unit, uint8_t* panel, size_t row) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
   for (int at = 0; at < unit.num_pairs; at += Policy::kPairs)
     for (int v = 0; v < kVectors; ++v)
-      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v, panel + size_t(at) * kPanelRow + kVectorBytes * v);
+      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v, panel + size_t(at) * row + kVectorBytes * v, row);
 }
 
 // Vectors that so many rows are multiplied with at a time, so that all sums stay in registers. most: rows times all four of AVX2.
@@ -366,27 +336,39 @@ struct IntegerProduct {
     uint8_t* at = scratch.gathered + size_t(unit_of_chunk) * num_some * kRowOfUnit;
     float* scales = reinterpret_cast<float*>(at + size_t(num_some) * kUnitInputs * sizeof(int16_t));
     float* sums = scales + num_some * kMostScaledParts;
-    return {reinterpret_cast<int16_t*>(at), scales, sums, reinterpret_cast<int32_t*>(sums + num_some * kMostScaledParts)};
+    return {reinterpret_cast<int16_t*>(at), scales, sums, reinterpret_cast<int32_t*>(sums + num_some * kMostScaledParts), num_some};
+  }
+
+  // Inputs of one unit of row i; Part: inputs of a part.
+  template <int Part>
+  void gather_unit(const uint16_t* x, int inputs, int i, float factor, int top_bit, int term, const IntegerRows& to) {
+    const int base = excess(w);
+    bool loses_much = false;
+    for (int k = 0, at = 0; k < inputs; k += Part, at += num_some) {
+      const bool whole = inputs - k >= Part;
+      const IntegerPart of = whole ? to_integers<Part>(x + k, Part, top_bit, term, to.x + k) : to_integers<0>(x + k, inputs - k, top_bit, term, to.x + k);
+      const float scale = of.scale * factor;
+      to.scales[at] = scale;
+      to.sums[at] = scale * float(of.sum);
+      to.starts[at] = -base * of.sum;
+      loses_much |= of.loses;
+    }
+    loses[some[i]] |= loses_much;
   }
 
   template <typename Policy>
   void gather(int step0, int steps, int term) {
     const int part = w.groups != nullptr ? kStep / groups_of_step(w.format) : has_parts(w.format) ? 2 * w.part_pairs : unit * kStep;
+    const auto of_parts = part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
+                          part == 64 ? &IntegerProduct::gather_unit<64> : &IntegerProduct::gather_unit<kUnitInputs>;
     for (int i = 0; i < num_some; ++i) {
       const uint16_t* x = rows.bf16(some[i]) + size_t(step0) * kStep;
       if (i + 4 < num_some)
         for (int s = 0; s < steps; ++s) __builtin_prefetch(rows.bf16(some[i + 4]) + size_t(step0 + s) * kStep);
       for (int s = 0; s < steps; s += unit, x += unit * kStep) {
-        const IntegerRows to = of_unit(s / unit).from(i);
         const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
-        for (int k = 0, at = 0; k < inputs; k += part, ++at) {
-          int32_t sum;
-          loses[some[i]] |= to_integers(x + k, inputs - k < part ? inputs - k : part, Policy::kTopBit, term, to.x + k, to.scales + at, &sum);
-          to.scales[at] *= Policy::kSumScale;
-          if (rows.scales != nullptr) to.scales[at] *= rows.scales[some[i]][(step0 + s) * kStep / kActivationBlock];
-          to.sums[at] = to.scales[at] * float(sum);
-          to.starts[at] = -excess(w) * sum;
-        }
+        const float of_row = rows.scales == nullptr ? 1.0f : rows.scales[some[i]][(step0 + s) * kStep / kActivationBlock];
+        (this->*of_parts)(x, inputs, i, Policy::kSumScale * of_row, Policy::kTopBit, term, of_unit(s / unit).from(i));
       }
     }
   }
@@ -403,7 +385,7 @@ struct IntegerProduct {
         const IntegerRows to = of_unit(s / unit).from(i);
         const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
         for (int k = 0; k < inputs; k += 16) store(to.x + k, _mm256_cvtepi8_epi16(_mm_xor_si128(load<__m128i>(x + k), offset)));
-        for (int k = 0, at = 0; k < inputs; k += part, ++at) {
+        for (int k = 0, at = 0; k < inputs; k += part, at += num_some) {
           const int of_k = ((step0 + s) * kStep + k) / part;
           to.scales[at] = parts ? of_row.scales[of_k] : 1.0f;
           to.sums[at] = parts ? of_row.sums()[of_k] : 0.0f;
@@ -418,41 +400,46 @@ struct IntegerProduct {
   void each_rows(const IntegerRows& of, int pair, Multiply multiply) const {
     float* to = totals + size_t(pair) * rows.num_rows * kPairColumns;
     const int shares = (num_some + Together - 1) / Together, share = kIsWide ? (num_some + shares - 1) / shares : Together;
-    for (int i = 0; i < num_some; i += share) with_rows<Together>(num_some - i < share ? num_some - i : share, of.from(i), i, to, multiply);
+    for (int i = 0, n; i < num_some; i += n) {
+      for (n = 1; n < share && i + n < num_some && some[i + n] == some[i] + n;) ++n;
+      with_rows<Together>(n, of.from(i), i, to, multiply);
+    }
   }
   template <int N, typename Multiply>
   void with_rows(int n, const IntegerRows& from, int first, float* to, Multiply multiply) const {
     if constexpr (N > 1) {
       if (n < N) return with_rows<N - 1>(n, from, first, to, multiply);
     }
-    SomeRows<N> these = {from, {}};
-    for (int m = 0; m < N; ++m) these.totals[m] = to + some[first + m] * kPairColumns;
-    multiply(these, first == 0);
+    multiply(SomeRows<N>{from, to + some[first] * kPairColumns, size_t(rows.num_rows) * kPairColumns}, first == 0);
   }
 
-  // One unit of a pair.
+  // One unit of a pair, straight from the packed bytes.
   template <typename Policy>
-  void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair, bool direct) const {
+  void multiply_direct_unit(const PackedUnit& unit, const IntegerRows& of, int pair) const {
 #if !defined(__AVX512F__)
     if constexpr (std::is_same_v<Policy, Bytes>) {
       const auto by_bytes = [&](const auto& some_rows, bool first) {
         multiply_bytes<std::decay_t<decltype(some_rows)>::kRows>(unit, first ? w.prefetch : 0, some_rows);
       };
-      if (direct) return num_some == kDirectRows ? each_rows<2>(of, pair, by_bytes) : each_rows<kIntegerGroup>(of, pair, by_bytes);
+      return num_some == kDirectRows ? each_rows<2>(of, pair, by_bytes) : each_rows<kIntegerGroup>(of, pair, by_bytes);
     }
 #endif
-    if (direct)
-      return each_rows<kDirectRows>(of, pair, [&](const auto& some_rows, bool first) {
-        constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;  // some_rows.kRows would be no constant for clang
-        multiply_packed<Policy, kRows, vectors_of_rows(kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
-      });
-    const size_t bytes = unit.num_pairs * w.step_bytes / (kStep / 2);
-    const uint8_t* next = unit.packed + prefetch_bytes(w.prefetch, bytes);
-    expand_integers<Policy>(unit, scratch.panel);
+    each_rows<kPackedGroup>(of, pair, [&](const auto& some_rows, bool first) {
+      constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;
+      multiply_packed<Policy, kRows, vectors_of_rows(kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
+    });
+  }
+
+  // One unit of P pairs by panels.
+  template <typename Policy, int P>
+  void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair) const {
+    const size_t k_pair = w.step_bytes / (kStep / 2);
+    const NextUnit next = {unit.packed + prefetch_bytes(w.prefetch, unit.num_pairs * k_pair), k_pair, w.pair_bytes};
+    for (int p = 0; p < P; ++p, unit.packed += w.pair_bytes) expand_integers<Policy>(unit, scratch.panel + p * kPanelRow, P * kPanelRow);
     unit.packed = scratch.panel;
     const auto multiply = [&](const auto& some_rows, bool first) {
-      constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;
-      multiply_panel<kRows, vectors_of_rows(kRows, 3)>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
+      constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;  // some_rows.kRows would be no constant for clang
+      multiply_panels<kRows, kIsWide ? P * kVectors : vectors_of_rows(kRows, 3), P>(unit, first ? next : NextUnit{}, some_rows);
     };
     if (num_some == kDirectRows) each_rows<kDirectRows>(of, pair, multiply);  // in one go
     else each_rows<kIntegerGroup>(of, pair, multiply);
@@ -460,7 +447,7 @@ struct IntegerProduct {
 
   template <typename Policy>
   void multiply(bool direct, int term) {
-    UnitParts parts;
+    UnitParts parts[kPanels];
     const ScalesAhead scales_ahead(w);
     const size_t fitting = w.gather_bytes / (size_t(num_some) * kRowOfUnit);
     const int chunk = (fitting < 1 ? 1 : int(fitting)) * unit;
@@ -468,16 +455,22 @@ struct IntegerProduct {
       const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
       if (!kIsWide && of_codes) gather_codes(step0, chunk_steps);
       else gather<Policy>(step0, chunk_steps, term);
-      for (int pair = 0; pair < w.num_pairs; ++pair)
+      for (int pair = 0, pairs; pair < w.num_pairs; pair += pairs) {
+        pairs = direct || pair + kPanels > w.num_pairs ? 1 : kPanels;
         for (int s = 0; s < chunk_steps; s += unit) {
           const int steps = chunk_steps - s < unit ? chunk_steps - s : unit, step = step0 + s;
-          if (w.part_scales != nullptr && step % kSuperSteps == 0) scales_ahead(w, pair, step);
-          parts.load_of(w, pair, step, steps);
-          if (of_codes && !has_parts(w.format) && w.scales == nullptr) parts.scales = nullptr;
+          for (int p = 0; p < pairs; ++p) {
+            if (w.part_scales != nullptr && step % kSuperSteps == 0) scales_ahead(w, pair + p, step);
+            parts[p].load_of(w, pair + p, step, steps);
+          }
+          if (of_codes && !has_parts(w.format) && w.scales == nullptr) parts->scales = nullptr;
           const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
-          const PackedUnit of_pair = {packed, w.step_bytes, steps * (kStep / 2), parts};
-          multiply_unit<Policy>(of_pair, of_unit(s / unit), pair, direct);
+          const PackedUnit of_pairs = {packed, w.step_bytes, steps * (kStep / 2), parts};
+          if (direct) multiply_direct_unit<Policy>(of_pairs, of_unit(s / unit), pair);
+          else if (pairs == 1) multiply_unit<Policy, 1>(of_pairs, of_unit(s / unit), pair);
+          else multiply_unit<Policy, kPanels>(of_pairs, of_unit(s / unit), pair);
         }
+      }
     }
   }
 };
@@ -506,7 +499,8 @@ inline void multiply_codes(const Columns& w, const Rows& rows, const Scratch& sc
   if (!has_parts(w.format)) finish_totals(w, rows, totals);
 }
 
-void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals, bool direct) {
+void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  const bool direct = rows.num_rows <= kPackedRows;
   switch (w.format) {
     case kInt8:
     case kInt8Groups: return multiply_integers_as<Bytes>(w, rows, scratch, totals, direct);
@@ -526,7 +520,7 @@ void multiply_rows(const Columns& w, const Rows& rows, const Scratch& scratch, f
     case kFp8:
     case kMxFp8: return multiply_f32<Fp8Codes, Direct>(w, rows, scratch, totals);
     case kBf16: return multiply_f32<Bf16Codes, Direct>(w, rows, scratch, totals);
-    default: multiply_integers(w, rows, scratch, totals, Direct);
+    default: multiply_integers(w, rows, scratch, totals);
   }
 }
 
