@@ -188,9 +188,16 @@ struct PackedUnit {
   int end(int part) const { return (part + 1) * parts->pairs < num_pairs ? (part + 1) * parts->pairs : num_pairs; }
 };
 
+// Sums of each row and column besides the first, which are added at the end of a part: VPDPWSSD takes five cycles, longer than four-bit codes
+// of one or two rows need otherwise.
+template <typename Policy>
+constexpr int further_sums(int rows) { return kIsWide && std::is_same_v<Policy, FourBits> && rows <= 2 ? 4 / rows - 1 : 0; }
+
 // The products of k pairs R and above that a line holds.
 template <typename Policy, int R, int N, int V>
-inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, Integers (&sums)[N][V]) {
+inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, Integers (&sums)[N][V], Integers (*further)[N][V]) {
+  constexpr int kSum = R % (further_sums<Policy>(N) + 1);
+  Integers (&to)[N][V] = kSum == 0 ? sums : further[kSum == 0 ? 0 : kSum - 1];
   Integers two[N];
 #pragma GCC unroll 8
   for (int m = 0; m < N; ++m) two[m] = two_inputs(x + m * kUnitInputs + 2 * R);
@@ -198,9 +205,9 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
   for (int v = 0; v < V; ++v) {
     const Integers codes = Policy::template get<R>(line + kVectorBytes * v);
 #pragma GCC unroll 8
-    for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
+    for (int m = 0; m < N; ++m) add_products(codes, two[m], to[m][v]);
   }
-  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums);
+  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums, further);
 }
 
 // A unit of some pairs, in all `vectors` of columns, times N rows, V vectors at a time: add(sums, first, from, end) adds the products of
@@ -226,11 +233,18 @@ template <typename Policy, int N, int V>
 __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
   multiply_parts_of<N, V, kIsWide && N <= 4>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+    constexpr int kFurther = further_sums<Policy>(N);
+    Integers further[kFurther + 1][N][V] = {};
     for (int at = from; at < end; at += Policy::kPairs) {
       const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
       for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
-      add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums);
+      add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums, further);
     }
+#pragma GCC unroll 4
+    for (int each = 0; each < kFurther; ++each)
+#pragma GCC unroll 8
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < V; ++v) sums[m][v] = plus32(sums[m][v], further[each][m][v]);
   });
 }
 
