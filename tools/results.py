@@ -331,9 +331,9 @@ INSTRUCTION_SETS_INTRODUCTION = """\
 
 Written by `make features` from `benchmarks/results/processors`; do not edit. `make bench-cpu` writes the file of a
 processor. A cell is a format and a number of rows of each expert: milliseconds of each instruction set, in turns, and
-the chosen one's share of a limit: of reading the packed weights once, or of bare multiply-add instructions (with AVX2
-those of f32, which products of INT8 rows exceed), whichever is nearer. *of best*: the time of the fastest one over
-that of the chosen one. [Kernels](kernels.md#instruction-sets) describes the choice.
+the chosen one's share of a limit: of reading the packed weights once, or of bare multiply-add instructions (of f32 with
+AVX2, of 16-bit integers with AVX-512; products of INT8 rows exceed both), whichever is nearer. *of best*: the time of
+the fastest one over that of the chosen one. [Kernels](kernels.md#instruction-sets) describes the choice.
 """
 
 
