@@ -107,8 +107,7 @@ def one_format(native: Native, layer: Weights, quant: str, options: argparse.Nam
         batch = batch_of(rows, options.hidden, options.experts)
         hit = int(batch[1].unique().numel())
         seen: dict[Isa, list[float]] = {isa: [] for isa in calls}
-        reads: list[float] = []
-        peaks: list[float] = []
+        reads, peaks = list[float](), list[float]()
         until = time.monotonic() + share
         while min(map(len, seen.values())) < ROUNDS or time.monotonic() < until:
             reads.append(machine.read_ms(weights, hit / options.experts))
