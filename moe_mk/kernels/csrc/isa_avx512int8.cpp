@@ -234,7 +234,7 @@ struct CodePanels {
   int steps, part_steps;
 };
 
-// N rows from `first` on times P pairs, whose totals are `next_pair` floats apart.
+// Multiplies rows [first, first + N) by P column pairs; next_pair: stride of totals between column pairs, in floats.
 template <int N, int P, bool Minima>
 void multiply_code_panels(const CodePanels& unit, const CodeRows& rows, int first, Ahead ahead, float* totals, size_t next_pair) {
   constexpr int kTiles = 2 * P;

@@ -23,7 +23,7 @@ constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
 constexpr int kVectorBytes = sizeof(Integers);
 constexpr int kPackedRows = kIsWide ? 8 : 4, kPackedGroup = kIsWide ? 6 : 4;  // rows multiplied with packed bytes, and at a time
-constexpr int kPanels = kIsWide ? 2 : 1;          // pairs whose panels are multiplied together
+constexpr int kPanels = kIsWide ? 2 : 1;          // column pairs per register tile
 constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times panels at most
 
 // What a unit of some rows is multiplied by.
