@@ -11,6 +11,7 @@ multiply-add instructions of the same set. Each format is also compared with an 
 
 import argparse
 import ctypes
+import os
 import statistics
 import sys
 import time
@@ -134,10 +135,9 @@ def one_format(native: Native, layer: Weights, quant: str, options: argparse.Nam
 def file_of_processor() -> Path:
     """The result file of this processor: vendor, family and model of /proc/cpuinfo."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
-    stated = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    stated = {name.strip(): value.strip() for name, value in stated.items()}
+    stated = {part[0].strip(): part[1].strip() for line in text.splitlines() if len(part := line.split(":", 1)) == 2}
     parts = [stated.get(name, "unknown") for name in ("vendor_id", "cpu family", "model")]
-    return FOLDER / f"{'-'.join(parts)}.json"
+    return Path(os.path.relpath(FOLDER)) / f"{'-'.join(parts)}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
