@@ -214,9 +214,8 @@ def processors_page(results: Path) -> str:
     return "\n".join([*lines, *_placements(results)]) + "\n"
 
 
-def _read(results: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _engine(contestant: str) -> str:
@@ -257,10 +256,9 @@ def _versions(runs: Iterable[Mapping[str, Any]]) -> str:
 def _layer_rows(run: Mapping[str, Any], tokens: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Our times in ms, then those of others over ours in the same format, or in FP8 where it was not measured."""
     wall, cpu = _times(run, "wall_ms"), _times(run, "cpu_ms")
-    alone = run["shape"].get("threads") == 1
-    for name, times in (cpu if alone else wall).items():
-        if name.startswith("moe_mk"):
-            unit = "ms of one thread" if alone else "ms"
+    clock, unit = (cpu, "ms of one thread") if run["shape"].get("threads") == 1 else (wall, "ms")
+    for name, times in clock.items():
+        if name.startswith("moe_mk") and not name.endswith(("avx2", "avx512", "batch-invariant")):
             yield f"{name.removeprefix('moe_mk ')}, {unit}", *(_milliseconds(times.get(count)) for count in tokens)
     for name in wall:
         project, _, form = name.partition(" ")
@@ -304,15 +302,15 @@ def _times(run: Mapping[str, Any], clock: str) -> dict[str, dict[int, float]]:
 
 
 def cells_table(run: Mapping[str, Any]) -> str:
-    """A row for each format and a column for each number of rows: ms, the instruction set, and the nearer limit."""
+    """A row for each format and its instruction set, a column for each number of rows; others as times over its own."""
     counts = list(dict.fromkeys(cell["rows"] for cell in run["cells"]))
     formats: dict[str, dict[int, str]] = {}
     for cell in run["cells"]:
-        limit = max(("of_read", "of read"), ("of_peak", "of peak"), key=lambda each: cell[each[0]])
-        several = len(cell["wall_ms"]) > 1
-        times = ", ".join(f"{isa} " * several + f"{ms:.3g}" for isa, ms in cell["wall_ms"].items())
-        chosen = f"; {cell['chosen']} chosen, {cell['of_best']:.2f} of best" * several
-        formats.setdefault(cell["format"], {})[cell["rows"]] = f"{times}{chosen}: {cell[limit[0]]:.2f} {limit[1]}"
+        times, own = cell["wall_ms"].items(), cell["wall_ms"][cell["chosen"]]
+        others = "".join(f"; {isa} {_quotient(ms / own)}" for isa, ms in times if isa != cell["chosen"])
+        limit, share = max(("r", cell["of_read"]), ("p", cell["of_peak"]), key=lambda each: each[1])
+        row = formats.setdefault(f"{cell['format']}, {cell['chosen']}", {})
+        row[cell["rows"]] = f"{own:.3g} ({limit} {share:.2f}{others})"
     rows = ((name, *(cells.get(count, "") for count in counts)) for name, cells in formats.items())
     return markdown([("rows of an expert", *counts), *rows])
 
@@ -320,20 +318,19 @@ def cells_table(run: Mapping[str, Any]) -> str:
 def chosen_well(run: Mapping[str, Any]) -> str:
     """How often the chosen instruction set is within 5 % of the best one, and where it is not."""
     slow = [cell for cell in run["cells"] if cell["of_best"] * WITHIN < 1]
-    worst = ", ".join(f"{c['format']} at {c['rows']} rows {c['of_best']:.2f}" for c in slow)
-    within = len(run["cells"]) - len(slow)
-    stated = f"Chosen within {WITHIN - 1:.0%} of the best in {within} of {len(run['cells'])} cells"
-    return f"{stated}{': ' * bool(worst)}{worst}."
+    worst = "".join(f"; {c['format']} at {c['rows']} rows {c['of_best']:.2f}" for c in slow)
+    within = f"{len(run['cells']) - len(slow)} of {len(run['cells'])}"
+    return f"Chosen within {WITHIN - 1:.0%} of the best in {within} cells{worst}."
 
 
 INSTRUCTION_SETS_INTRODUCTION = """\
 # Results: instruction sets
 
 Written by `make features` from `benchmarks/results/processors`; do not edit. `make bench-cpu` writes the file of a
-processor. A cell is a format and a number of rows of each expert: milliseconds of each instruction set, in turns, and
-the chosen one's share of a limit: of reading the packed weights once, or of bare multiply-add instructions (of f32 with
-AVX2, of 16-bit integers with AVX-512; products of INT8 rows exceed both), whichever is nearer. *of best*: the time of
-the fastest one over that of the chosen one. [Kernels](kernels.md#instruction-sets) describes the choice.
+processor. A row is a format and the instruction set that is chosen for it. A cell is a number of rows of each expert:
+milliseconds, the share of the nearer limit (r: of reading the packed weights once; p: of bare multiply-adds, in f32
+with AVX2, in 16-bit integers with AVX-512; products of INT8 rows exceed both), and the time of each other instruction
+set, in turns, over that of the chosen one. [Kernels](kernels.md#instruction-sets) describes the choice.
 """
 
 
@@ -370,8 +367,7 @@ MATRIX_BEGIN, MATRIX_END = "<!-- matrix: written by `make features` -->", "<!-- 
 def matrix_table(results: Path) -> str:
     """The quick tests by versions, as `tools/matrix.py` ran them."""
     rows: list[tuple[object, ...]] = [("Python", "torch", "numpy", "passed", "failed", "skipped", "date")]
-    runs: list[dict[str, Any]] = json.loads((results / "matrix.json").read_text(encoding="utf-8"))
-    for run in sorted(runs, key=lambda each: str(each.get("torch"))):
+    for run in sorted(_read(results, "matrix"), key=lambda each: str(each.get("torch"))):
         if "problem" not in run:
             failed = run["failures"] + run["errors"]
             passed = run["tests"] - failed - run["skipped"]

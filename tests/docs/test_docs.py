@@ -35,14 +35,6 @@ def test_a_page_has_at_most_300_lines_and_4000_words(page: Path) -> None:
     assert len(text.split()) <= 4000
 
 
-def test_all_pages_together_have_at_most_46_000_words() -> None:
-    """Generated pages are counted, capabilities.md, which lists tests, is not."""
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES if page.name != "README.md"}
-    total = sum(words.values())
-    longest = sorted(words, key=words.__getitem__)[-5:]
-    assert total <= 46_000, f"{total} words; shorten one of {', '.join(longest)}"
-
-
 @pages
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):

@@ -154,6 +154,4 @@ def test_a_cell_names_instruction_sets_only_where_there_are_several() -> None:
     limits = {"of_read": 0.5, "of_peak": 0.25}
     two = one | {"rows": 4, "wall_ms": {"AVX2": 10.0, "AMX": 8.0}, "of_best": 0.8, "of_read": 0.1}
     table = cells_table({"cells": [one | limits, limits | two]})
-    assert rows_of(table, "bf16") == [
-        ["bf16", "10: 0.50 of read", "AVX2 10, AMX 8; AVX2 chosen, 0.80 of best: 0.25 of peak"]
-    ]
+    assert rows_of(table, "bf16") == [["bf16, AVX2", "10 (r 0.50)", "10 (p 0.25; AMX 0.80)"]]
