@@ -18,7 +18,7 @@ from moe_mk.rebalance.load import Phase
 
 @dataclass(frozen=True)
 class Thresholds:
-    """high, low: largest rank load over the mean one. dwell: steps from one rebalance to the next at least."""
+    """high, low: time of a step over that with even ranks. dwell: steps from one rebalance to the next at least."""
 
     high: float = 1.15
     low: float = 1.05
