@@ -111,7 +111,8 @@ bool place_hidden(Layer& layer) {
   return true;
 }
 
-// Larger x is gathered into tiles by each task again: about 4,600 tokens of 7168 inputs with eight experts each.
+// Larger x is gathered into tiles by each task again: about 4,600 tokens of 7168 inputs with eight experts each. Of h as integers the same
+// number of bytes.
 #if defined(MOE_MK_EMULATE_AMX)
 constexpr int64_t kMostTileBytes = int64_t(1) << 20;  // so that tests reach it
 #else
@@ -158,6 +159,56 @@ bool tile_inputs(Layer& layer) {
   }
   return each_task(layer, int64_t(tiles.size()), [&](int64_t tile, int, ThreadScratch&) {
     fill_tile(layer, tiles[size_t(tile)]);
+    return true;
+  });
+}
+
+// One unit of some rows of h, as integers.
+struct HiddenUnit {
+  Set* set;
+  int slot, first, unit;  // first row of the slot
+};
+
+void fill_unit(const Layer& layer, const HiddenUnit& each) {
+  const Set& set = *each.set;
+  const Columns w = layer.columns(set.w2, each.slot, 0, 1);
+  const int count = std::min(kMaxRows, set.plan.count(each.slot) - each.first);
+  const void* values[kMaxRows];
+  const float* scales[kMaxRows];
+  for (int r = 0; r < count; ++r) {
+    values[r] = set.hidden(each.slot, each.first + r, 0);
+    if (set.h_scales != nullptr) scales[r] = set.h_scales + (set.plan.offset[each.slot] + each.first + r) * layer.row_scales(set.w2);
+  }
+  uint8_t* to = set.integers_of_h(each.slot, each.first) + size_t(each.unit) * count * kIntegerRowBytes;
+  layer.kernels.to_integers(w, {values, set.h_scales == nullptr ? nullptr : scales, count}, each.unit, to);
+}
+
+// Makes integers of h once a call instead of once a task of w2, for slots of more rows than few.
+bool hidden_to_integers(Layer& layer) {
+  std::vector<HiddenUnit> units;
+  size_t bytes = 0;
+  for (Set& set : layer.sets) {
+    if (layer.kernels.integer_units == nullptr || layer.int8() || set.plan.active.empty()) continue;
+    set.h_units = layer.kernels.integer_units(layer.columns(set.w2, set.plan.active.front(), 0, 1));
+    for (int slot : set.plan.active)
+      if (set.is_tiled(slot)) bytes += size_t(set.plan.count(slot)) * set.h_units * kIntegerRowBytes;
+  }
+  if (bytes == 0 || bytes > size_t(kMostTileBytes)) return true;
+  uint8_t* at = layer.pool->arena(0, kIntegers, bytes);
+  if (at == nullptr) return false;
+  for (Set& set : layer.sets) {
+    set.h_integers.assign(set.plan.offset.size() - 1, nullptr);
+    for (int slot : set.plan.active) {
+      const int count = set.plan.count(slot);
+      if (set.h_units == 0 || !set.is_tiled(slot)) continue;
+      set.h_integers[slot] = at;
+      at += size_t(count) * set.h_units * kIntegerRowBytes;
+      for (int first = 0; first < count; first += kMaxRows)
+        for (int unit = 0; unit < set.h_units; ++unit) units.push_back({&set, slot, first, unit});
+    }
+  }
+  return each_task(layer, int64_t(units.size()), [&](int64_t unit, int, ThreadScratch&) {
+    fill_unit(layer, units[size_t(unit)]);
     return true;
   });
 }

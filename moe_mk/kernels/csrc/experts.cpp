@@ -75,7 +75,7 @@ bool run_layer(Layer& layer) {
     up_projection(layer, *t.set, t.slot, t.first, t.count, after, buffers);
     return true;
   });
-  return first_half && (!c.quantize || quantize_all_hidden(layer)) && run_down(layer);
+  return first_half && (!c.quantize || quantize_all_hidden(layer)) && hidden_to_integers(layer) && run_down(layer);
 }
 
 // Scales of parts: of whole super-blocks, or of groups that a part of at most 128 k divides.
@@ -171,7 +171,7 @@ int32_t moe_mk_product(const MoeMkExperts* call, const void* x, int64_t num_rows
   sets.front().plan.fill_with_all(num_rows);
   ThreadPoolLease pool(threads);
   Layer layer = {c, *kernels, pool, sets, c.x_stride};
-  return prepare_rows(layer, static_cast<const uint16_t*>(x)) && run_down(layer) ? kOk : kNoMemory;
+  return prepare_rows(layer, static_cast<const uint16_t*>(x)) && hidden_to_integers(layer) && run_down(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 }

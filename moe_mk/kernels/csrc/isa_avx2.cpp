@@ -9,7 +9,7 @@ const Kernels* avx2_kernels() {
   static const Kernels table = {
       "avx2", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_codes,
       quantize_int8, multiply_int8_parts_avx2, round_row,
-      activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read, portable_peak,
+      activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read, portable_peak, integer_units, rows_to_integers,
   };
   return &table;
 }

@@ -43,6 +43,7 @@ const Kernels* avx512vnni_kernels() {
       "avx512vnni", kDirectRows, true, true, true, false, nothing, multiply_rows<true>, multiply_rows<false>, multiply_int8_avx512,
       quantize_int8, multiply_int8_parts_avx512, round_row,
       activate, accumulate, to_bf16, write_terms, quantize, decode, gate_dots, read_avx512, peak_avx512vnni,
+      integer_units, rows_to_integers,
   };
   return &table;
 }

@@ -32,6 +32,7 @@ constexpr size_t kStepTile = kTileRows * kRowBytes;  // one step of one tile of 
 constexpr size_t kPanelBytesOfBlock = 2 * size_t(kPanelPairs) * kBlockSteps * 2 * kPanelTile;  // two panels of a block: 128 KiB
 constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned, with an L2 of 1 MiB or more
 constexpr size_t kLeastGatherBytes = 128u << 10;
+constexpr size_t kIntegerRowBytes = 356;        // a row of a unit of k as integers (rows_int16.h)
 
 // Some column pairs of one packed matrix.
 struct Columns {
@@ -87,6 +88,7 @@ struct Rows {
   int num_rows;
   TiledRows tiles = {};        // the same rows in tile order
   size_t apart = 0;            // bytes from one row to the next if they are neighbours in different cache sets, else 0
+  const uint8_t* integers = nullptr;  // the same rows as Kernels::to_integers makes them, one unit after the other; null: there are none
 
   const uint16_t* bf16(int row) const { return static_cast<const uint16_t*>(values[row]); }
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
@@ -150,6 +152,10 @@ struct Kernels {
   uint64_t (*read)(const uint8_t* data, int64_t bytes, int way);
   // Operations of the loop it ran, of the instruction that multiplies rows with weights of integers or, with `floats`, of bf16 and FP8.
   double (*peak)(int64_t iterations, bool floats);
+  // Units of k whose bf16 rows multiply_many multiplies as integers; null, 0: it does not. to_integers makes those of some rows of one unit,
+  // kIntegerRowBytes a row.
+  int (*integer_units)(const Columns&) = nullptr;
+  void (*to_integers)(const Columns&, const Rows&, int unit, uint8_t* to) = nullptr;
 };
 
 const Kernels* scalar_kernels();

@@ -144,6 +144,8 @@ struct Set {
   std::vector<uint16_t*> h_of;   // [L]
   std::vector<uint8_t*> x_tiles; // [L] rows of x in tile order (TiledRows); null: w13 gathers them, as it does where this is empty
   bool h_in_tiles = false;       // of slots that is_tiled()
+  std::vector<uint8_t*> h_integers;  // [L] rows of h as integers, kMaxRows at a time; null: w2 makes them, as it does where this is empty
+  int h_units = 0;               // of each row of h_integers
   float* h_scales = nullptr;
 
   Set(const MoeMkMatrix& up_projection, const MoeMkMatrix& down_projection, bool gated)
@@ -170,6 +172,11 @@ struct Set {
   TiledRows tiles_of_x(int slot, int row) const {
     if (x_tiles.empty() || x_tiles[slot] == nullptr) return {};
     return {x_tiles[slot], w13.steps, row_tiles(plan.count(slot)), row / kTileRows};
+  }
+  // Rows of h as integers from `row`, a multiple of kMaxRows, on.
+  uint8_t* integers_of_h(int slot, int row) const {
+    if (h_integers.empty() || h_integers[slot] == nullptr) return nullptr;
+    return h_integers[slot] + size_t(row) * h_units * kIntegerRowBytes;
   }
   TiledRows tiles_of_h(int slot, int row) const {
     if (!h_in_tiles || !is_tiled(slot)) return {};

@@ -117,7 +117,7 @@ void down_projection(const Layer& layer, const OutputBlock& block, const ThreadS
           scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
         }
         const size_t apart = set.h_in_tiles ? 0 : size_t(set.inter_padded) * 2;
-        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, tiles, apart}, buffers);
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, tiles, apart, set.integers_of_h(slot, done)}, buffers);
         block.add(set, slot, place, n, buffers.totals);
       }
     }

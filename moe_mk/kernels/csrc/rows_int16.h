@@ -32,9 +32,10 @@ struct IntegerRows {
   float* scales;    // [part][row]
   float* sums;      // of x, the same
   int32_t* starts;  // of sums of products: codes of weights without minima are greater than their values
+  int32_t* loses;   // [row] whether the inputs lose much
   int num_rows;
 
-  IntegerRows from(int row) const { return {x + row * kUnitInputs, scales + row, sums + row, starts + row, num_rows}; }
+  IntegerRows from(int row) const { return {x + row * kUnitInputs, scales + row, sums + row, starts + row, loses + row, num_rows}; }
 };
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
@@ -330,6 +331,8 @@ void expand_integers(const PackedUnit& unit, uint8_t* panel, size_t row) {
 // Vectors that so many rows are multiplied with at a time, so that all sums stay in registers. most: rows times all four of AVX2.
 constexpr int vectors_of_rows(int rows, int most) { return kIsWide || rows <= most ? kVectors : 2; }
 
+inline int steps_of_unit(const Columns& w) { return has_parts(w.format) || w.groups != nullptr ? kUnitSteps : w.steps_per_block; }
+
 // Some rows of a product.
 struct IntegerProduct {
   const Columns& w;
@@ -337,25 +340,26 @@ struct IntegerProduct {
   const Scratch& scratch;
   float* totals;
   const bool of_codes = false;  // whether rows are rounded to INT8
-  const int unit = has_parts(w.format) || w.groups != nullptr ? kUnitSteps : w.steps_per_block;  // steps
+  const int unit = steps_of_unit(w);
   int some[kMaxRows] = {};  // the rows
   int num_some = 0;
   bool loses[kMaxRows] = {};  // of all rows
 
   // Rows of one chunk of k: of each unit the arrays of IntegerRows.
-  static constexpr size_t kRowOfUnit = kUnitInputs * sizeof(int16_t) + kMostScaledParts * (2 * sizeof(float) + sizeof(int32_t));
-  static_assert(kMaxRows * kRowOfUnit <= kLeastGatherBytes, "a unit of any rows fits");
+  static_assert(kIntegerRowBytes == kUnitInputs * sizeof(int16_t) + kMostScaledParts * 3 * sizeof(float) + sizeof(int32_t), "of a unit");
+  static_assert(kMaxRows * kIntegerRowBytes <= kLeastGatherBytes, "a unit of any rows fits");
 
-  IntegerRows of_unit(int unit_of_chunk) const {
-    uint8_t* at = scratch.gathered + size_t(unit_of_chunk) * num_some * kRowOfUnit;
+  IntegerRows of_unit(uint8_t* chunk, int unit_of_chunk) const {
+    uint8_t* at = chunk + size_t(unit_of_chunk) * num_some * kIntegerRowBytes;
     float* scales = reinterpret_cast<float*>(at + size_t(num_some) * kUnitInputs * sizeof(int16_t));
     float* sums = scales + num_some * kMostScaledParts;
-    return {reinterpret_cast<int16_t*>(at), scales, sums, reinterpret_cast<int32_t*>(sums + num_some * kMostScaledParts), num_some};
+    int32_t* starts = reinterpret_cast<int32_t*>(sums + num_some * kMostScaledParts);
+    return {reinterpret_cast<int16_t*>(at), scales, sums, starts, starts + num_some * kMostScaledParts, num_some};
   }
 
   // Inputs of one unit of row i; Part: inputs of a part.
   template <int Part>
-  void gather_unit(const uint16_t* x, int inputs, int i, float factor, int top_bit, int term, const IntegerRows& to) {
+  void gather_unit(const uint16_t* x, int inputs, float factor, int top_bit, int term, const IntegerRows& to) const {
     const int base = excess(w);
     bool loses_much = false;
     for (int k = 0, at = 0; k < inputs; k += Part, at += num_some) {
@@ -367,11 +371,11 @@ struct IntegerProduct {
       to.starts[at] = -base * of.sum;
       loses_much |= of.loses;
     }
-    loses[some[i]] |= loses_much;
+    *to.loses = loses_much;
   }
 
   template <typename Policy>
-  void gather(int step0, int steps, int term) {
+  void gather(int step0, int steps, int term, uint8_t* chunk) const {
     const int part = w.groups != nullptr ? kStep / groups_of_step(w.format) : has_parts(w.format) ? 2 * w.part_pairs : unit * kStep;
     const auto of_parts = part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
                           part == 64 ? &IntegerProduct::gather_unit<64> : &IntegerProduct::gather_unit<kUnitInputs>;
@@ -382,13 +386,13 @@ struct IntegerProduct {
       for (int s = 0; s < steps; s += unit, x += unit * kStep) {
         const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
         const float of_row = rows.scales == nullptr ? 1.0f : rows.scales[some[i]][(step0 + s) * kStep / kActivationBlock];
-        (this->*of_parts)(x, inputs, i, Policy::kSumScale * of_row, Policy::kTopBit, term, of_unit(s / unit).from(i));
+        (this->*of_parts)(x, inputs, Policy::kSumScale * of_row, Policy::kTopBit, term, of_unit(chunk, s / unit).from(i));
       }
     }
   }
 
   // Of rows of INT8 codes, which the weights multiply in order.
-  void gather_codes(int step0, int steps) {
+  void gather_codes(int step0, int steps) const {
     const bool parts = has_parts(w.format);
     const __m128i offset = _mm_set1_epi8(char(parts ? 0 : kInt8Offset));
     const int part = parts ? 2 * w.part_pairs : unit * kStep;
@@ -396,7 +400,7 @@ struct IntegerProduct {
       const uint8_t* x = rows.codes(i) + size_t(step0) * kStep;
       const RowParts of_row = {rows.scales[i], parts ? row_parts(w) : 1};
       for (int s = 0; s < steps; s += unit, x += unit * kStep) {
-        const IntegerRows to = of_unit(s / unit).from(i);
+        const IntegerRows to = of_unit(scratch.gathered, s / unit).from(i);
         const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
         for (int k = 0; k < inputs; k += 16) store(to.x + k, _mm256_cvtepi8_epi16(_mm_xor_si128(load<__m128i>(x + k), offset)));
         for (int k = 0, at = 0; k < inputs; k += part, at += num_some) {
@@ -405,6 +409,7 @@ struct IntegerProduct {
           to.sums[at] = parts ? of_row.sums()[of_k] : 0.0f;
           to.starts[at] = 0;
         }
+        *to.loses = 0;
       }
     }
   }
@@ -463,12 +468,16 @@ struct IntegerProduct {
   void multiply(bool direct, int term) {
     UnitParts parts[kPanels];
     const ScalesAhead scales_ahead(w);
-    const size_t fitting = w.gather_bytes / (size_t(num_some) * kRowOfUnit);
+    const size_t fitting = w.gather_bytes / (size_t(num_some) * kIntegerRowBytes);
     const int chunk = (fitting < 1 ? 1 : int(fitting)) * unit;
     for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
       const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
+      uint8_t* x = scratch.gathered;
       if (!kIsWide && of_codes) gather_codes(step0, chunk_steps);
-      else gather<Policy>(step0, chunk_steps, term);
+      else if (term == 0 && rows.integers != nullptr) x = const_cast<uint8_t*>(rows.integers) + size_t(step0 / unit) * num_some * kIntegerRowBytes;
+      else gather<Policy>(step0, chunk_steps, term, x);
+      for (int s = 0; s < chunk_steps; s += unit)
+        for (int i = 0; i < num_some; ++i) loses[some[i]] |= of_unit(x, s / unit).loses[i] != 0;
       for (int pair = 0, pairs; pair < w.num_pairs; pair += pairs) {
         pairs = direct || pair + kPanels > w.num_pairs ? 1 : kPanels;
         for (int s = 0; s < chunk_steps; s += unit) {
@@ -480,9 +489,10 @@ struct IntegerProduct {
           if (of_codes && !has_parts(w.format) && w.scales == nullptr) parts->scales = nullptr;
           const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
           const PackedUnit of_pairs = {packed, w.step_bytes, steps * (kStep / 2), parts};
-          if (direct) multiply_direct_unit<Policy>(of_pairs, of_unit(s / unit), pair);
-          else if (pairs == 1) multiply_unit<Policy, 1>(of_pairs, of_unit(s / unit), pair);
-          else multiply_unit<Policy, kPanels>(of_pairs, of_unit(s / unit), pair);
+          const IntegerRows of = of_unit(x, s / unit);
+          if (direct) multiply_direct_unit<Policy>(of_pairs, of, pair);
+          else if (pairs == 1) multiply_unit<Policy, 1>(of_pairs, of, pair);
+          else multiply_unit<Policy, kPanels>(of_pairs, of, pair);
         }
       }
     }
@@ -513,18 +523,37 @@ inline void multiply_codes(const Columns& w, const Rows& rows, const Scratch& sc
   if (!has_parts(w.format)) finish_totals(w, rows, totals);
 }
 
-void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  const bool direct = rows.num_rows <= kPackedRows;
-  switch (w.format) {
+// use(policy of a format of integers).
+template <typename Use>
+inline void with_policy(int format, Use use) {
+  switch (format) {
     case kInt8:
-    case kInt8Groups: return multiply_integers_as<Bytes>(w, rows, scratch, totals, direct);
+    case kInt8Groups: return use(Bytes{});
     case kMxFp4:
-    case kNvFp4: return multiply_integers_as<TwiceE2m1>(w, rows, scratch, totals, direct);
+    case kNvFp4: return use(TwiceE2m1{});
     case kInt5:
-    case kQ5K: return multiply_integers_as<FiveBits>(w, rows, scratch, totals, direct);
-    case kQ6K: return multiply_integers_as<SixBits>(w, rows, scratch, totals, direct);
-    default: return multiply_integers_as<FourBits>(w, rows, scratch, totals, direct);
+    case kQ5K: return use(FiveBits{});
+    case kQ6K: return use(SixBits{});
+    default: return use(FourBits{});
   }
+}
+
+void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  with_policy(w.format, [&](auto policy) {
+    multiply_integers_as<decltype(policy)>(w, rows, scratch, totals, rows.num_rows <= kPackedRows);
+  });
+}
+
+int integer_units(const Columns& w) {
+  const int unit = steps_of_unit(w);
+  return w.format == kFp8 || w.format == kMxFp8 || w.format == kBf16 ? 0 : (w.num_steps + unit - 1) / unit;
+}
+
+void rows_to_integers(const Columns& w, const Rows& rows, int unit, uint8_t* to) {
+  IntegerProduct product = {w, rows, {}, nullptr};
+  for (int r = 0; r < rows.num_rows; ++r) product.some[product.num_some++] = r;
+  const int first = unit * product.unit, steps = w.num_steps - first < product.unit ? w.num_steps - first : product.unit;
+  with_policy(w.format, [&](auto policy) { product.gather<decltype(policy)>(first, steps, 0, to); });
 }
 
 // direct: from the packed bytes, for at most kDirectRows rows.

@@ -49,6 +49,6 @@ size_t scratch_bytes();
 void release_scratch();
 
 // The arenas of one member.
-enum Arena { kThreadScratch, kSums, kHidden, kInputs, kInputTiles, kScales, kNumArenas };
+enum Arena { kThreadScratch, kSums, kHidden, kInputs, kInputTiles, kIntegers, kScales, kNumArenas };
 
 }  // namespace moe_mk
