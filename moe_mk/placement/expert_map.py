@@ -223,8 +223,8 @@ class ExpertMap:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any expert lives in two slots."""
-        return self.num_physical > self.num_experts
+        """Whether any expert has two slots, also where others are lost."""
+        return self.num_physical > len({expert for rank in self.experts_of_rank for expert in rank})
 
     def num_slots(self, rank: int) -> int:
         return len(self.experts_of_rank[rank])

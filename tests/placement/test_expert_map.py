@@ -14,15 +14,16 @@ CPU = torch.device("cpu")
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> ExpertMap:
-    """Experts dealt to ranks in any order, up to two of them twice, ranks of different sizes."""
-    num_ranks = draw(st.integers(1, 5))
-    num_experts = draw(st.integers(num_ranks, 12))
-    order = draw(st.permutations(range(num_experts)))
+def placements(draw: st.DrawFn, most_lost: int = 0) -> ExpertMap:
+    """Experts dealt to ranks in any order, up to two of them twice, some lost, ranks of different sizes."""
+    num_ranks, num_lost = draw(st.integers(1, 5)), draw(st.integers(0, most_lost))
+    num_experts = draw(st.integers(num_ranks, 12)) + num_lost
+    mixed = draw(st.permutations(range(num_experts)))
+    order, lost = mixed[num_lost:], frozenset(mixed[:num_lost])
     ranks: list[list[int]] = [[expert] for expert in order[:num_ranks]]
     for expert in [*order[num_ranks:], *draw(st.lists(st.sampled_from(order), max_size=2))]:
         ranks[draw(st.integers(0, num_ranks - 1))].append(expert)
-    return ExpertMap(tuple(tuple(dict.fromkeys(experts)) for experts in ranks), num_experts)
+    return ExpertMap(tuple(tuple(dict.fromkeys(experts)) for experts in ranks), num_experts, lost=lost)
 
 
 @pytest.mark.row(107, 108)
@@ -39,15 +40,17 @@ def test_both_placements_serve_every_expert_and_the_first_ranks_take_the_remaind
 
 
 @pytest.mark.row(104, 105, 106)
-@given(placements())
+@given(placements(most_lost=3))
 def test_the_three_tables_fit_each_other(placement: ExpertMap) -> None:
     table1, table2 = placement.global_to_physical(), placement.physical_to_global()
-    assert [table2[physical] for physical in table1] == list(range(placement.num_experts))
+    kept = [expert for expert in range(placement.num_experts) if expert not in placement.lost]
+    assert [expert for expert, physical in enumerate(table1) if physical != -1] == kept
+    assert [table2[table1[expert]] for expert in kept] == kept
     assert [e for rank in range(placement.num_ranks) for e in placement.local_to_global(rank)] == table2
     assert len(table2) == placement.num_physical
     assert placement.has_replicas == (len(set(table2)) < len(table2))
     if not placement.has_replicas:  # a bijection
-        assert sorted(table1) == list(range(placement.num_physical))
+        assert sorted(table1[expert] for expert in kept) == list(range(placement.num_physical))
     for logical, physical in enumerate(placement.physical_of_logical):
         assert list(physical) == [p for p, expert in enumerate(table2) if expert == logical]
 
