@@ -11,7 +11,6 @@ its limit, it waits for ever (CPython 3.11).
 from __future__ import annotations
 
 import os
-import time
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,6 @@ LINGER_S = 1.0
 """How long a thread without work stays for the next job."""
 LOOK_S = 0.1
 """How often a wait looks for itself: an interrupt may have taken the ring that it was for."""
-POLL_S = 0.0005
 BEGIN_S = 1.0
 """How long a started thread may take to begin: one without memory for its first frame ends without a sign."""
 
@@ -122,16 +120,6 @@ def listen(bell: Bell, is_so: Callable[[], bool], limit_s: float) -> bool:
         if (left := until - now()) <= 0:
             return False
         bell.wait(min(left, LOOK_S))
-    return True
-
-
-def is_unlocked(lock: Lock, limit_s: float) -> bool:
-    """Whether a lock is, or becomes free within so many seconds. The `with` statement that follows takes it."""
-    until = now() + limit_s
-    while lock.locked():
-        if now() > until:
-            return False
-        time.sleep(POLL_S)
     return True
 
 
@@ -236,8 +224,7 @@ def all_results(threads: Threads, calls: Iterable[Callable[[], X]], each: Callab
         for job in jobs:
             threads.put(job)
         for job in jobs:
-            while not job.wait(LINGER_S):
-                continue
+            job.wait(float("inf"))
             results.append(job.result())
             if each is not None:
                 each(results[-1])
@@ -254,8 +241,7 @@ def _end(jobs: Sequence[Job[Any]]) -> None:
             for job in jobs:
                 job.cancel()
             for job in jobs:
-                while not job.is_over and not job.wait(LINGER_S):
-                    continue
+                _ = job.is_over or job.wait(float("inf"))
         except BaseException as another:
             interrupt = another
     if interrupt is not None:

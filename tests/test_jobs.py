@@ -16,7 +16,7 @@ import pytest
 
 from moe_mk import jobs
 from moe_mk.errors import UnsupportedError
-from moe_mk.jobs import Bell, Job, Threads, all_results, is_unlocked, listen
+from moe_mk.jobs import Bell, Job, Threads, all_results, listen
 from tests.layer.interrupted_ranks import Interrupts
 from tests.support.threads import job_threads, job_threads_left
 
@@ -152,16 +152,6 @@ def test_a_system_without_threads_is_an_error_unless_there_is_one_already() -> N
     assert second.wait(60) and first.wait(60)
 
 
-def test_a_lock_is_waited_for_until_a_limit() -> None:
-    lock = threading.Lock()
-    assert is_unlocked(lock, 0.0)
-    with lock:
-        assert not is_unlocked(lock, 0.01)
-        start_new_thread(lambda: (time.sleep(0.02), lock.release()), ())  # type: ignore[func-returns-value]
-        assert is_unlocked(lock, 60)
-        lock.acquire()
-
-
 def test_a_ring_that_was_taken_by_an_interrupt_costs_a_moment() -> None:
     bell, so = Bell(), list[int]()
     start_new_thread(lambda: (time.sleep(0.02), so.append(1)), ())  # type: ignore[func-returns-value]
@@ -186,10 +176,6 @@ def use(threads: Threads) -> list[int]:
     threads.put(other)
     other.cancel()
     assert first.wait(30)
-    lock = threading.Lock()
-    assert is_unlocked(lock, 1)
-    with lock:
-        pass
     return all_results(threads, [lambda: 3, lambda: 4])
 
 

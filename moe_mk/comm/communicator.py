@@ -127,7 +127,7 @@ class Communicator(ABC):
 
     def exclusive(self, phase: str) -> Exclusive:
         """A context that holds `lock` for one step. Raises CommError if another thread does."""
-        return Exclusive(self.lock, lambda _: self.another_thread(phase))
+        return Exclusive(self.lock, lambda: self.another_thread(phase))
 
     def keep(self, resource: GroupResource) -> None:
         """Abort and reopen a resource with the group. Only a weak reference is kept."""

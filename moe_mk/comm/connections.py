@@ -193,35 +193,35 @@ class Connections:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def next_header(self, caller: Caller, phase: str, peer: int) -> Header:
+    def next_header(self, caller: Caller, phase: str, peer: int, late_at: float) -> Header:
         """Wait for a header of a peer. Raises CommError for the report of a failure."""
-        header = self._read(caller, phase, peer, self.headers[peer][0])
+        header = self._read(caller, phase, peer, self.headers[peer][0], late_at)
         self.await_next(peer)
         self.note_process(peer, header)
         if header.kind is Kind.FAILED:
             raise self._failed(caller, phase, header)
         return header
 
-    def _read(self, caller: Caller, phase: str, peer: int, receive: Receive) -> Header:
+    def _read(self, caller: Caller, phase: str, peer: int, receive: Receive, late_at: float) -> Header:
         if not receive.has_come:
-            self.finish(caller, phase, peer, receive.work)
+            self.finish(caller, phase, peer, receive.work, late_at)
             receive.has_come = True
         try:
             return Header.unpacked(receive.memory)
         except ValueError as problem:
             raise self.error(caller, phase, peer, str(problem)) from problem
 
-    def finish(self, caller: Caller, phase: str, peer: int, work: dist.Work | RuntimeError) -> None:
-        """Wait for a message. Raises CommError that names whoever kept it from ending."""
+    def finish(self, caller: Caller, phase: str, peer: int, work: dist.Work | RuntimeError, late_at: float) -> None:
+        """Wait for a message until `late_at`. Raises CommError that names whoever kept it from ending."""
         if isinstance(work, RuntimeError):
             raise self.lost(caller, phase, peer, work) from work
-        self._wait = wait = _Wait(peer, now() + caller.timeout_s)
+        self._wait = _Wait(peer, late_at)
         if not self._awake.is_set():
             self._awake.set()
         try:
-            work.wait(timedelta(seconds=caller.timeout_s + GRACE_S))
+            work.wait(timedelta(seconds=max(late_at + GRACE_S - now(), 0.001)))  # to gloo, 0 is no limit
         except unless_signalled(RuntimeError) as problem:
-            raise self.lost(caller, phase, peer, problem, late=now() > wait.late_at) from problem
+            raise self.lost(caller, phase, peer, problem, late=now() > late_at) from problem
         finally:
             self._wait = None
 
@@ -333,7 +333,8 @@ class Connections:
         left_out = sum(1 << rank for rank in self.left_out)
         recovery.call(self._open_group(), self.peers, left_out, number, self.process)
         yield InFlight(phase)
-        theirs = [self._message_of(caller, phase, recovery, peer) for peer in self.peers]
+        late_at = now() + caller.timeout_s
+        theirs = [self._message_of(caller, phase, recovery, peer, late_at) for peer in self.peers]
         assert recovery.sends is not None  # nothing is sent later than what peers have answered
         for peer, work in zip(self.peers, recovery.sends.works, strict=True):
             if isinstance(work, RuntimeError):
@@ -351,12 +352,12 @@ class Connections:
         recovery.has_ended = True
         return recovery.number
 
-    def _message_of(self, caller: Caller, phase: str, recovery: Recovery, peer: int) -> Header:
+    def _message_of(self, caller: Caller, phase: str, recovery: Recovery, peer: int, late_at: float) -> Header:
         """The message of a peer that recovers and leaves out the same ranks."""
         while True:
             receive, post = recovery.receives[peer]
             receive.work, receive.has_come = post.works[0], receive.memory.startswith(MAGIC)
-            header = self._read(caller, phase, peer, receive)
+            header = self._read(caller, phase, peer, receive, late_at)
             if header.kind is Kind.FAILED:
                 del recovery.receives[peer]
                 if header.epoch >= recovery.epoch:

@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from moe_mk.errors import CommError
+from moe_mk.errors import CommError, MoEMKError
 
 if TYPE_CHECKING:
-    from _thread import RLock as Lock
+    from _thread import RLock
+    from threading import Lock
 
 FRAMES = 200
 """By how much the recursion limit is raised while an error is reported, which may be that no frame was left."""
@@ -123,34 +124,35 @@ class GroupStatus:
 
 
 class Exclusive:
-    """A context for one thread at a time. Raises the exception made by `error` if another thread is inside.
+    """A context for one thread at a time. Raises the exception made by `error` if another stays inside for `limit_s`.
 
     Whatever a signal handler raises within it, or while it begins or ends, the lock is free afterwards.
     """
 
-    __slots__ = ("__exit__", "_error", "_lock")
+    __slots__ = ("__exit__", "_error", "_limit_s", "_lock")
     if TYPE_CHECKING:
 
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
         ) -> None: ...
 
-    def __init__(self, lock: Lock, error: Callable[[str], CommError]) -> None:
-        self._lock, self._error = lock, error
+    def __init__(self, lock: RLock | Lock, error: Callable[[], MoEMKError], limit_s: float = 0.0) -> None:
+        self._lock, self._error, self._limit_s = lock, error, limit_s
         # In C: a handler may run at the first instruction of a function of Python.
         object.__setattr__(self, "__exit__", lock.__exit__)
 
     def __enter__(self) -> None:
         taken = list[bool]()
         try:
-            taken.extend(map(self._lock.acquire, (False,)))  # one step: a handler runs before it or after it
+            # One step: a handler runs before it or after it, or while it waits, without the lock.
+            taken.extend(map(self._lock.acquire, (True,), (self._limit_s,)))
             if True in taken:
                 return
         except BaseException:
             if True in taken:
                 self._lock.release()
             raise
-        raise self._error(ANOTHER_THREAD)
+        raise self._error()
 
 
 class AbortOnError:

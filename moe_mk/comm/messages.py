@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.connections import Connections
-from moe_mk.comm.failure import RECOVERED, Exclusive, GroupStatus
+from moe_mk.comm.failure import ANOTHER_THREAD, RECOVERED, Exclusive, GroupStatus
 from moe_mk.comm.header import (
     ANY,
     EAGER_BYTES,
@@ -49,6 +49,7 @@ from moe_mk.comm.header import (
 from moe_mk.errors import CommError, unless_signalled
 from moe_mk.flight import Flight, InFlight
 from moe_mk.process import FORKED, in_child
+from moe_mk.trace.clock import now
 
 LongRows = tuple[Literal["send", "recv"], int, Tensor]
 """Rows that follow their header, or where they go: the peer, and more than EAGER_BYTES."""
@@ -226,7 +227,7 @@ class GroupMessages:
         connections = self.connections
         if connections.closed:
             raise connections.error(caller, phase, None, connections.closed)
-        with Exclusive(self.lock, partial(self.connections.error, caller, phase, None)):
+        with Exclusive(self.lock, partial(self.connections.error, caller, phase, None, ANOTHER_THREAD)):
             if connections.watcher is None:
                 connections.stand_by()
             connections.posted.clear()  # kept by what waits for them
@@ -252,14 +253,14 @@ class GroupMessages:
         return call, headers, works
 
     def _header_of_call(
-        self, caller: Caller, phase: str, call: int, peer: int, awaited_bytes: int, expected_bytes: int
+        self, caller: Caller, phase: str, call: int, peer: int, awaited_bytes: int, expected_bytes: int, late_at: float
     ) -> Header:
         """Wait for a peer's header of a call. Raises CommError for one of another call, or of other sizes."""
-        header = self._early.pop((peer, call), None) or self.connections.next_header(caller, phase, peer)
+        header = self._early.pop((peer, call), None) or self.connections.next_header(caller, phase, peer, late_at)
         while header.call != call and header.call in self._open:  # of a flight that lands later, or was dropped
             if self._open[header.call]:
                 self._early[peer, header.call] = header
-            header = self.connections.next_header(caller, phase, peer)
+            header = self.connections.next_header(caller, phase, peer, late_at)
         fits = awaited_bytes == ANY and 0 <= header.num_bytes <= EAGER_BYTES
         theirs = (header.call, header.text, header.layer, ANY if fits else header.num_bytes, header.expected_bytes)
         ours = (call, phase, caller.layer_number, awaited_bytes, expected_bytes)
@@ -277,26 +278,29 @@ class GroupMessages:
         awaited: Mapping[int, int],
     ) -> dict[int, Arrival]:
         call, headers, works = posted
-        with Exclusive(self.lock, partial(self.connections.error, caller, phase, None)):
+        with Exclusive(self.lock, partial(self.connections.error, caller, phase, None, ANOTHER_THREAD)):
+            late_at = now() + caller.timeout_s
             arrived = {
-                peer: self._take(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
+                peer: self._take(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer], late_at)
                 for peer, envelope in outgoing.items()
             }
+            late_at = now() + caller.timeout_s
             for peer, work in works:
-                self.connections.finish(caller, phase, peer, work)
+                self.connections.finish(caller, phase, peer, work, late_at)
             for peer in outgoing:
-                self._forget_sent(caller, phase, peer)
+                self._forget_sent(caller, phase, peer, late_at)
         return arrived
 
     def _take(
-        self, caller: Caller, phase: str, call: int, peer: int, headers: RowHeaders, sent_bytes: int, awaited: int
-    ) -> Arrival:
+        self, caller: Caller, phase: str, call: int, peer: int, headers: RowHeaders, sent_bytes: int, awaited: int,
+        late_at: float,
+    ) -> Arrival:  # fmt: skip
         """Wait for a peer's header of a call and its rows, which stay in the memory of their message."""
         expected = ANY if awaited == ANY else sent_bytes
         if (peer, call) not in self._early:
             receive = self.connections.headers[peer][0]
             if not receive.has_come:
-                self.connections.finish(caller, phase, peer, receive.work)
+                self.connections.finish(caller, phase, peer, receive.work, late_at)
                 receive.has_come = True
             found = headers.read(receive.memory, call, expected, awaited)
             if found is not None:
@@ -308,11 +312,11 @@ class GroupMessages:
                 receive.memory, receive.tensor = self._spare.pop() if self._spare else message_memory()
                 self.connections.await_next(peer)
                 return arrived
-        header = self._header_of_call(caller, phase, call, peer, awaited, expected)
+        header = self._header_of_call(caller, phase, call, peer, awaited, expected, late_at)
         memory = bytearray(HEADER_BYTES) + header.rows
         return Arrival(header.count, len(header.rows), torch.frombuffer(memory, dtype=torch.uint8), memory)
 
-    def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
+    def _forget_sent(self, caller: Caller, phase: str, peer: int, late_at: float) -> None:
         """Let go of headers that a peer has read long ago.
 
         Later ones are not waited for: a peer with several calls open that fails in one reads none of another.
@@ -321,7 +325,7 @@ class GroupMessages:
         if len(sent) <= 2 * KEPT_HEADERS:
             return
         # They are read in order: where the last of them is, all are.
-        self.connections.finish(caller, phase, peer, sent[KEPT_HEADERS - 1])
+        self.connections.finish(caller, phase, peer, sent[KEPT_HEADERS - 1], late_at)
         for _ in range(KEPT_HEADERS):
             sent.popleft()
 

@@ -18,17 +18,20 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 from weakref import WeakValueDictionary
 
+from moe_mk.comm.failure import Exclusive
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import ConfigError, StoreError, expect_kind
-from moe_mk.jobs import POLL_S, is_unlocked
 from moe_mk.registry import Registry
 from moe_mk.text import amount
 from moe_mk.trace.clock import now
 
+POLL_S = 0.0005
+AGAIN = "; make the call again, and none in the handler of a signal"
 READERS = 4
 """Threads that read: as many requests as keep a disk busy."""
 
@@ -157,7 +160,8 @@ class PoolMember:
         """limit_s: of every wait for another call. Raises ConfigError for a pool of less than one expert of each layer,
         StoreError where calls of other layers leave no slot in time.
         """
-        self.pool, self.record_bytes, self.policy, self.limit_s = pool, record_bytes, policy, limit_s
+        self.pool, self.record_bytes, self.policy = pool, record_bytes, policy
+        self.limit_s = min(limit_s, TIMEOUT_MAX)
         self.share = self.calls = 0
         """Slots that the layer may have, and its calls since the pool was divided."""
         self.slots, self.slot_of = set[int](), dict[int, int]()
@@ -181,13 +185,10 @@ class PoolMember:
             return []
         return sorted(self.slots.difference(self.slot_of.values(), reading))
 
-    def exclusive(self) -> Lock:
-        """The lock of a call, for a `with` statement. Raises StoreError where another call holds it too long."""
-        lock = self._own_lock()
-        if not is_unlocked(lock, self.limit_s):
-            text = f"a call waited {self.limit_s:g} s [kernel.timeout_s] for another call of its layer to end"
-            raise StoreError(f"{text}; make the call again, and none in the handler of a signal")
-        return lock
+    def exclusive(self) -> Exclusive:
+        """A context of one call. Raises StoreError where another call is inside for too long."""
+        text = f"a call waited {self.limit_s:g} s [kernel.timeout_s] for another call of its layer to end"
+        return Exclusive(self._own_lock(), partial(StoreError, text + AGAIN), self.limit_s)
 
     def _own_lock(self) -> Lock:
         if self._process != os.getpid():
@@ -315,15 +316,13 @@ class ResidencyPool:
                 members[index].share, left = members[index].share + 1, left - members[index].record_bytes
         self._num_divided = len(members)
 
-    def guard(self, member: PoolMember) -> Lock:
-        """The lock of shares and slots, for a `with` statement; no thread of a forked child holds it.
+    def guard(self, member: PoolMember) -> Exclusive:
+        """A context that holds the lock of shares and slots; no thread of a forked child holds it.
 
         A call of a layer takes it before it looks at the slots, with the lock of the layer: from then on no other
         thread changes them. Raises StoreError where it is held too long.
         """
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
-        if not is_unlocked(self._lock, member.limit_s):
-            text = f"the pool of experts was in use for {member.limit_s:g} s [kernel.timeout_s]"
-            raise StoreError(f"{text}; make the call again, and none in the handler of a signal")
-        return self._lock
+        text = f"the pool of experts was in use for {member.limit_s:g} s [kernel.timeout_s]"
+        return Exclusive(self._lock, partial(StoreError, text + AGAIN), member.limit_s)

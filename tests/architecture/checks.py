@@ -277,6 +277,69 @@ def allocations_name_dtype_and_device(source: Source) -> Iterator[tuple[int, str
             yield call.lineno, f"{name}(...) does not name {' and '.join(sorted(missing, reverse=True))}"
 
 
+WAITS = re.compile(
+    r"\b_*(wait(_for)?|pause|sleep|poll|select|acquire|recv(_into)?|sched_yield|listen|join|communicate)\("
+)
+ENDLESS = re.compile(
+    r"\.(wait|join|acquire|communicate|select)\((timeout=)?(None|True|float\('inf'\))?\)$"
+    r"|\.wait_for\((?!.*(timeout|limit))|epoll\.poll\(\)|select\.select\((?!.*,.*,.*,)"
+    r"|^fcntl\.(flock|lockf)\((?!.*LOCK_(NB|UN))|subprocess\.(run|call|check_call|check_output)\b(?!.*timeout=)"
+    r"|^dist\.(barrier|all_|broadcast|gather|scatter|reduce|send|recv)\w*\((?!.*async_op=True)"
+)
+"""Calls that wait without a limit."""
+MAY_BE_ENDLESS = re.compile(r"wait|join|acquire|communicate|select|poll|lock|process|dist\.|result")
+CLOCK = re.compile(r"\b_?(now|clock)\(\)|\b(timeout_s|looks)\b|\.pause\(")
+"""Ends of a loop that waits: a clock, a number of looks, or `Waiting.pause`, which raises after the timeout."""
+LOCK = re.compile(r" = .*\b(R?Lock|Condition)\(")
+WITHOUT_DEADLINE = {
+    "comm/connections.py: while (connections := of()) is not None:": "the thread of a group ends with it",
+    "comm/distributed.py: work.wait()": "NCCL queues it on the stream, and the watchdog of the group has a limit",
+    "comm/threads.py: return [done.result()": "threads of the caller, whose calls have the limit of their world",
+    "jobs.py: self._lock.acquire()": "no other thread knows this lock yet",
+    "jobs.py: while self._jobs or self._bell.wait(self._linger_s)": "the thread of jobs, which ends when it is idle",
+    "jobs.py: job.wait(float(": "jobs of this process, whose memory and files may be closed next",
+    "jobs.py: while not all(job.is_over for job in jobs):": "the same",
+    "jobs.py: _ = job.is_over or job.wait(float(": "the same",
+    "kernels/native/build.py: while done < len(commands):": "each wait has QUIET_S; a compiler that writes goes on",
+}
+"""Files and beginnings of lines that may wait without a deadline, and why."""
+
+
+@rule
+def waits_have_a_deadline(source: Source) -> Iterator[tuple[int, str]]:
+    """No thread waits for ever: calls that wait have a limit, loops a clock, and locks are held over no wait."""
+    if source.room == "lab":
+        return
+    lines, where = source.text.splitlines(), source.path.removeprefix("moe_mk/")
+    made = [line.partition(" = ")[0] for line in lines if LOCK.search(line)]
+    locks = [f"{name}." for line in made for name in re.findall(r"(\w+)(?:: \w+)?(?:,|$)", line)]
+    for node in source.nodes:
+        found = ""
+        if isinstance(node, ast.Call) and MAY_BE_ENDLESS.search(lines[node.lineno - 1]):
+            text = ast.unparse(node)
+            is_future = text.endswith(".result()") and "concurrent.futures" in source.text
+            found = "a call without a limit" * bool(is_future or ENDLESS.search(text))
+        elif isinstance(node, ast.While | ast.With | ast.FunctionDef):
+            text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            found = _blocks(node, text, locks, "import socket" in source.text)
+        if found and not f"{where}: {lines[node.lineno - 1].strip()}".startswith(tuple(WITHOUT_DEADLINE)):
+            yield node.lineno, f"{found}: give it a deadline"  # type: ignore[attr-defined]
+
+
+def _blocks(node: ast.While | ast.With | ast.FunctionDef, text: str, locks: list[str], has_sockets: bool) -> str:
+    """How a part of a file may wait for ever, or ""."""
+    if isinstance(node, ast.While):
+        looks = WAITS.search(text) or re.search(r"\bload\(", text) or isinstance(node.body[0], ast.Pass | ast.Continue)
+        return "a loop that waits and reads no clock" if looks and not CLOCK.search(text) else ""
+    if isinstance(node, ast.With):
+        held = tuple(name for name in locks for item in node.items if f"{ast.unparse(item)}.".endswith(name))
+        waits = [each for each in WAITS.finditer(text) if not text[: each.start()].endswith(held)]
+        return "a wait with a lock, for which others wait without a limit" if held and waits else ""
+    opens = re.search(r"socket\.(socket|create_connection)\(|\.accept\(\)", text) if has_sockets else None
+    uses = opens and re.search(r"\.(recv|send|accept|listen|connect)", text)
+    return "a socket that blocks" if uses and not re.search(r"\.setblocking\(False|timeout=", text) else ""
+
+
 def suffixes(source: Source) -> Iterator[tuple[int, str, str]]:
     """Line, identifier and axis letters of every name that ends like `x_TH`."""
     for node in source.nodes:

@@ -12,6 +12,7 @@ from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.registry import Registry
+from tests.architecture import checks
 from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
 from tools.decode_step import decode_steps, engine_calls
 from tools.house import LIMITS
@@ -85,16 +86,22 @@ BAD = [
     ("device_is_asked_in_one_file", "external/b.py", "from torch import accelerator", r"torch\.accelerator"),
     ("device_is_asked_in_one_file", "a.py", "from torch.cuda import Stream", r"torch\.cuda"),
     ("process_groups_are_given", "a.py", "import torch.distributed as d\nd.init_process_group()", r"py:2: init_"),
-    (
-        "process_groups_are_given",
-        "a.py",
-        "from torch.distributed import init_process_group as i",
-        r"init_process_group",
-    ),
+    ("process_groups_are_given", "a.py", "from torch.distributed import init_process_group as i", r"init_process"),
     ("process_groups_are_given", "a.py", "from torch.distributed.device_mesh import init_device_mesh", r"init_device"),
     ("nothing_is_unpickled", "a.py", "import pickle", r"pickle: reads code"),
     ("nothing_is_unpickled", "lab/cli/a.py", "import torch\ntorch.load('f')", r"py:2: torch\.load"),
     ("nothing_is_unpickled", "a.py", "import numpy as np\nnp.load('f', allow_pickle=True)", r"py:2: numpy\.load"),
+    ("waits_have_a_deadline", "a.py", "while not is_so:\n    time.sleep(1)", r"py:1: a loop that .* reads no clock"),
+    ("waits_have_a_deadline", "a.py", "while load(at) < 3:\n    n += 1", r"py:1: a loop that .* reads no clock"),
+    ("waits_have_a_deadline", "a.py", "while not is_so:\n    continue", r"py:1: a loop that .* reads no clock"),
+    (
+        "waits_have_a_deadline",
+        "a.py",
+        "own, n = Lock(), 1\nwith self.own:\n    bell.wait(1)",
+        r"py:2: a wait with a lock",
+    ),
+    ("waits_have_a_deadline", "a.py", "import socket\ndef f(door):\n    return door.accept()", r"py:2: a socket that"),
+    ("waits_have_a_deadline", "a.py", "from concurrent.futures import Future\ndone.result()", r"py:2: a call without"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3)", r"name dtype and device"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.arange(3, dtype=torch.int32)", r"name device"),
     ("allocations_name_dtype_and_device", "a.py", "from torch import zeros as z\nz(3, device='cpu')", r"name dtype"),
@@ -102,6 +109,13 @@ BAD = [
     ("allocations_name_dtype_and_device", "a.py", "from torch import Tensor\nTensor(3)", r"follows torch's defaults"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.randn(3, **options)", r"name dtype and device"),
 ]
+ENDLESS_CALLS = (
+    "work.wait() | job.wait(None) | job.wait(float('inf')) | thread.join() | lock.acquire() | lock.acquire(True) | "
+    "changed.wait_for(is_so) | process.communicate() | outputs.select() | _epoll.poll() | select.select(a, b, c) | "
+    "fcntl.flock(file, fcntl.LOCK_EX) | subprocess.run(command) | pool.submit(subprocess.run, command) | "
+    "dist.barrier(group) | dist.all_reduce(x, group=group)"
+)
+BAD += [("waits_have_a_deadline", "comm/a.py", code, r"py:1: a call without") for code in ENDLESS_CALLS.split(" | ")]
 
 
 @pytest.mark.parametrize(("name", "where", "code", "complaint"), BAD)
@@ -129,6 +143,8 @@ GOOD = [
     ("clock_is_read_in_one_file", "trace/clock.py", "import time\ntime.perf_counter()"),
     ("clock_is_read_in_one_file", "a.py", "def f(time):\n    return time.time()"),
     ("device_is_asked_in_one_file", "external/device.py", "import torch\ntorch.cuda.is_available()"),
+    ("waits_have_a_deadline", "a.py", "text.join(words)\nwork.wait(3)\nlock.acquire(timeout=limit_s)\njob.result()"),
+    ("waits_have_a_deadline", "a.py", "while not is_so:\n    if now() > until:\n        break\n    time.sleep(1)"),
     ("process_groups_are_given", "lab/testing/world.py", "import torch.distributed as d\nd.init_process_group()"),
     ("nothing_is_unpickled", "a.py", "import numpy as np\nnp.load('f', allow_pickle=False)"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3, dtype=torch.int8, device=x.device)"),
@@ -139,6 +155,18 @@ GOOD = [
 @pytest.mark.parametrize(("name", "where", "code"), GOOD)
 def test_a_rule_lets_pass_what_keeps_it(name: str, where: str, code: str) -> None:
     assert list(RULES[name](Source(f"moe_mk/{where}", code))) == []
+
+
+def test_every_exception_is_needed_and_native_code_waits_in_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    excepted = len(checks.WITHOUT_DEADLINE)
+    monkeypatch.setattr(checks, "WITHOUT_DEADLINE", {})
+    found = [finding for source in package_sources() for finding in RULES["waits_have_a_deadline"](source)]
+    assert len(found) == excepted, found
+    waits = re.compile(r"\.wait\(|\.join\(|sched_yield\(|_pause\(|sleep(_for)?\(|futex|_lock\(")
+    native = {path.name: path.read_text() for path in (checks.ROOT / "moe_mk/kernels/csrc").glob("*.*")}
+    # Threads of a pool wait for work of this process; the other waits for peers, until a time.
+    assert {name for name, text in native.items() if waits.search(text)} == {"thread_pool.cpp", "exchange.cpp"}
+    assert native["exchange.cpp"].count("relax(turn)") == native["exchange.cpp"].count(">= until) return kLate;") == 1
 
 
 def test_every_rule_is_shown_to_bite() -> None:

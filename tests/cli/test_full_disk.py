@@ -38,6 +38,7 @@ LONG: dict[str, tuple[object, ...]] = {
     "bench plot": (*BENCH, "--plot", "{out}"),
     "bench store": (*BENCH, "--memory", "1MB", "--steps", 4, "--store", "{out}"),
     "certify": ("certify", "no_ep", "--quick", "--no-processes", "--out", "{out}"),
+    "compile": ("compile", "{tiny}", "--tokens", 5, "--out", "{out}"),
     "chaos": ("chaos", "--worlds", 1, "--transport", "all_gather", "--out", "{out}"),
 }
 """{out} does not exist yet; {mine} is an earlier checkpoint, {empty} an empty folder. The last takes seconds; it writes

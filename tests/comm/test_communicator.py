@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from threading import RLock
+from threading import Lock, RLock, Thread, Timer
 from typing import Any
 from unittest.mock import Mock
 
@@ -77,7 +77,7 @@ def test_a_single_rank_hops_as_often_as_any_group() -> None:
     assert list(comm.all_reduce(rows, "late")) == [InFlight("late")]
 
 
-def refused(text: str) -> CommError:
+def refused(text: str = "it is held") -> CommError:
     return CommError(text, rank=0, phase="a test")
 
 
@@ -89,10 +89,9 @@ def in_context(lock: Any) -> None:
 def in_native_call(lock: Any) -> None:
     """The first instructions of a native call, up to the buffers that it takes."""
     call: Any = FusedOneSided.__new__(FusedOneSided)
-    call._comm, call._lock, call._status = Mock(), lock, Mock(failure=None)
+    call._comm, call._lock, call._status = Mock(another_thread=refused), lock, Mock(failure=None)
     call._pool = Mock(take=Mock(side_effect=refused("no buffers")))
-    with suppress(CommError):
-        call(torch.empty(1), None)
+    call(torch.empty(1), None)
 
 
 @pytest.mark.parametrize("guarded", [in_context, in_native_call])
@@ -104,12 +103,27 @@ def test_a_lock_is_free_again_whatever_a_signal_handler_raises_at_any_step(guard
 
     for place in count(1):
         interrupts = Interrupts(place, outer.__code__)
-        with suppress(KeyboardInterrupt), interrupts.traced():
+        with suppress(KeyboardInterrupt, CommError), interrupts.traced():
             outer()
         assert not lock._is_owned(), interrupts.at  # type: ignore[attr-defined]
         if not interrupts.at:
             break
     assert place > 3
+
+
+def test_a_lock_is_waited_for_until_a_limit() -> None:
+    lock = Lock()
+    with Exclusive(lock, refused, 0.01):
+        with pytest.raises(CommError, match="it is held"), Exclusive(lock, refused, 0.01):
+            raise AssertionError
+        Timer(0.02, lock.release).start()
+        with Exclusive(lock, refused, 60.0):
+            assert lock.locked()
+        lock.acquire()
+    held = RLock()
+    Thread(target=held.acquire).start()  # by a thread that does not free it
+    with pytest.raises(CommError, match="dispatch"):
+        in_native_call(held)
 
 
 def test_an_error_of_a_call_from_before_a_recovery_ends_no_call_after_it() -> None:

@@ -136,27 +136,6 @@ def test_a_header_that_comes_before_it_is_awaited_is_kept(world: RankWorld) -> N
     assert world.call(two_calls_that_end_in_another_order) == [[[10, 11], [0, 1]]] * 2
 
 
-def late_for_its_peer(rank: int) -> list[str]:
-    """Rank 1 makes its second call after rank 0 has given up; both then try to go on."""
-    comm, texts = DistributedCommunicator(dist.new_group(), timeout_s=1.0), []
-    wait(comm.gather_count(1, "counts"))
-    if rank == 1:
-        time.sleep(2.0)
-    for call in (lambda: wait(comm.gather_count(1, "counts")), lambda: wait(comm.recover())):
-        try:
-            call()
-        except CommError as error:
-            texts.append(str(error))
-    return texts
-
-
-@pytest.mark.slow
-def test_a_late_rank_learns_that_it_was_waited_for(world: RankWorld) -> None:
-    (failed, closed), (late, *_) = world.call(late_for_its_peer)
-    assert "peer 1: sent nothing within 1 s" in failed and "connections of the group are closed" in closed
-    assert "peer 1: ranks [0] waited for this rank longer than kernel.timeout_s and closed the connections" in late
-
-
 def receives_that_stand(rank: int) -> list[list[int]]:
     """How many receives of headers stand at the peer after each of 40 exchanges, of rows with and without counts."""
     comm, standing = DistributedCommunicator(dist.new_group(), timeout_s=20.0), list[list[int]]()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import sys
 import time
@@ -48,10 +49,11 @@ TYPED = {"right", "CommError", "RegroupError", "UnsupportedError", "WeightError"
 class Serving:
     """One layer over all ranks, and what belongs to it. Every verb leaves another state than it has found."""
 
-    def __init__(self, rank: int, transport: str) -> None:
+    def __init__(self, rank: int, transport: str, timeout_s: float = TIMEOUT_S, *, is_new: bool = False) -> None:
         self.rank, self.transport, self.turn, self.version = rank, transport, 0, 0
-        self.layer: MoELayer = built_over(transport, timeout_s=TIMEOUT_S, experts="torch_cpu")
-        self.layer(tokens(rank, COUNT))
+        self.layer: MoELayer = built_over(transport, timeout_s=timeout_s, experts="torch_cpu")
+        if not is_new:
+            self.layer(tokens(rank, COUNT))
         settings = RebalanceSettings(sync_every=1, inline=True, bytes_per_step=1 << 20, resplit_gain=9.0)
         self.manager = RebalanceManager([self.layer], settings, planner=self.plan)
 
@@ -291,6 +293,28 @@ def lacking_descriptors(rank: int, transport: str, verbs: list[str]) -> list[str
             if any(each for (each,) in control_plane(wrong)):
                 return wrong
     return []
+
+
+def late(rank: int, transport: str, verbs: list[str], timeout_s: float) -> list[str]:
+    """Rank 1 makes each call, the first of a layer too, when rank 0 has given it up; returns what went wrong."""
+    wrong = list[str]()
+    for verb in verbs:
+        serving, limit_s = Serving(rank, transport, timeout_s, is_new=verb == "first"), timeout_s
+        call = serving.forward if verb == "first" else getattr(serving, verb)
+        limit_s += (timeout_s + 1.0) * (verb == "recover")
+        control_plane()
+        time.sleep((limit_s + 1.5 * timeout_s) * rank)
+        found = outcome(lambda call=call: call() or torch.zeros(0))  # type: ignore[misc]
+        if verb == "rebalance":  # which records the error, and raises none
+            found |= {"is": "CommError", "peer": 1, "text": str(serving.manager.status().incidents)}
+        named = re.search(rf"rank {rank}, phase '.+', layer 'moe', peer {found['peer']}: ", found["text"])
+        in_time = found["seconds"] < limit_s + 1.0 and (rank, found["peer"]) != (0, 0)
+        closed = "waited for this rank longer" in found["text"] and "recovery" not in found["text"]
+        closed &= "build the layer over a new group" in outcome(serving.layer.recover)["text"]  # type: ignore[arg-type]
+        is_gloo = rank == 1 and verb not in ("first", "recover") and transport.startswith(("all", "hier"))
+        if found["is"] != "CommError" or not named or not in_time or (is_gloo and not closed):
+            wrong.append(f"{verb} on rank {rank}: {found}")
+    return wrong
 
 
 def control_plane(*mine: Any) -> list[tuple[Any, ...]]:

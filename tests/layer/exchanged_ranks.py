@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk import CommError, MoEConfig, MoELayer, ParallelGroups
+from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm.header import EAGER_BYTES
 from moe_mk.config.tuned import Point, Tuned
 from moe_mk.flight import wait
@@ -281,42 +281,6 @@ def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
     with counted() as calls:
         found.append(outcome(partial(made, x_TH), wanted_TH))
     return [{**each, "native calls": len(calls)} for each in found]
-
-
-def absent(rank: int, transport: str) -> dict[str, Any]:
-    made, x_TH = built(timeout_s=1.0, prepare_finalize=transport), tokens(rank, 3)
-    made(x_TH)
-    if rank == 1:
-        time.sleep(2.5)
-        return {"is": "absent"}
-    return outcome(partial(made, x_TH))
-
-
-def two_threads(rank: int) -> list[str]:
-    """While a listener of one thread runs, another thread calls: its call is refused."""
-    from threading import Thread
-
-    made, other, x_TH, found = built(), list[str](), tokens(rank, 1), list[str]()
-    made(x_TH)
-
-    def second() -> None:
-        try:
-            made(x_TH)
-        except CommError as error:
-            other.append(str(error))
-
-    def listener(routing: Routing) -> None:
-        made.on_routing = None
-        thread = Thread(target=second)
-        thread.start()
-        thread.join()
-
-    made.on_routing = listener
-    try:
-        made(x_TH)
-    except CommError as error:
-        found.append(str(error))
-    return other + found
 
 
 def interrupted(rank: int, transport: str, step: int) -> list[str]:

@@ -30,6 +30,14 @@ def test_an_exception_at_any_step_of_any_call_ends_it_on_all_ranks_and_they_go_o
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "all_gather", "hierarchical", "all_to_all_p2p"])
+def test_a_late_peer_ends_every_call_on_the_others_within_the_timeout(world: RankWorld, transport: str) -> None:
+    verbs = ["first", *(verb for verb in ranks.VERBS if verb not in ranks.UNHEARD)]
+    verbs = verbs if transport in TRANSPORTS else verbs[:2]
+    assert world.call(ranks.late, transport, verbs, 1.0, timeout_s=200.0) == [[], []]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "step"), [("step", 1), ("forward", 1), ("swap", 1), ("load", 4), ("warm_up", 4)])
 def test_where_the_stack_ends_within_a_call_peers_hear_of_it_at_once(world: RankWorld, verb: str, step: int) -> None:
     assert world.call(ranks.too_deep, "all_to_all", verb, step, timeout_s=300.0) == [[], []]

@@ -106,19 +106,5 @@ def test_a_failure_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
 
 @pytest.mark.slow
 @TRANSPORTS
-def test_a_rank_that_makes_no_call_is_named_with_the_limit(world: RankWorld, transport: str) -> None:
-    found = world.call(ranks.absent, transport)
-    for rank in (0, 2):
-        assert found[rank]["is"] == "CommError" and "within 1 s [kernel.timeout_s]" in found[rank]["text"]
-        assert "dispatch" in found[rank]["text"] and "1" in found[rank]["text"]
-
-
-def test_a_second_thread_is_refused(world: RankWorld) -> None:
-    for found in world.call(ranks.two_threads):
-        assert any("phase 'dispatch'" in text and "another thread is calling over" in text for text in found), found
-
-
-@pytest.mark.slow
-@TRANSPORTS
 def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(world: RankWorld, transport: str) -> None:
     assert world.call(ranks.interrupted, transport, 17, timeout_s=300.0) == [[], [], []]

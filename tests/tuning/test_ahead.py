@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,6 @@ from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
-from tests.cli.conftest import printed, usage_error
 
 pytestmark = [pytest.mark.sm90, pytest.mark.slow]
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 8, 2
@@ -95,22 +93,3 @@ def test_what_cannot_be_compiled_ahead_is_refused_with_every_reason(tmp_path: Pa
     text = str(refused.value)
     assert "weights are mxfp4" in text and "mi300x is not one of sm_90 and sm_100" in text
     assert "8 experts do not divide over 3 ranks" in text and not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_leaves_no_part_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # CPython keeps a module whose bytes were not all written
-    config, out, limits = (
-        tmp_path / "model.yaml",
-        tmp_path / "\udcff" / "out",
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
-    config.write_text(json.dumps({"model": MODEL, "router": ROUTER}))
-    command = ("compile", config, "--tokens", 5, "--out", out)
-    for limit in (0, 20_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # stands for a full disk
-        try:
-            assert "out: File too large; name another f" in usage_error(*command)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert not out.parent.exists()
-    assert "compiled    5 kernels" in printed(*command)

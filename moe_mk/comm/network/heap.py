@@ -237,8 +237,9 @@ class NetworkHeap(SymmetricHeap):
     def quiet(self) -> None:
         """Wait until every peer has all puts and signals of this rank. Raises CommError."""
         super().quiet()
+        waiting = self._waiting("quiet", 0, self.layer)
         while (peer := self._unconfirmed()) is not None:
-            self._until(partial(lambda peer: self._unconfirmed() != peer, peer), "quiet", peer)
+            waiting.pause(peer)
 
     def _unconfirmed(self) -> int | None:
         for channel in self.proxy.channels:

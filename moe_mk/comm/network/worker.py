@@ -67,7 +67,7 @@ LONGEST_SLEEP_S = 0.05
 LINGER_S = 0.0005
 """After so long without new commands open groups are closed."""
 GOODBYE_S = 1.0
-"""So long at most goodbyes may take."""
+"""So long at most goodbyes may take, and the last turn of a thread after them: a library may hold it up."""
 UNSENT_S = 0.02
 """So long at most, of that, payload that is not sent over the connection: a peer that is stuck holds it up."""
 _STEPS = {"work_read": Step.WORK_READ, "data_read": Step.DATA_READ, "data_sent": Step.DATA_SENT}
@@ -133,7 +133,7 @@ class Worker:
             self._stop.set()
         self.doorbell.ring()
         if self._has_begun:
-            self._thread.join()
+            self._thread.join(GOODBYE_S)
 
     def _leave_to_parent(self) -> None:
         """In a forked child: what is registered there stays so for the parent."""

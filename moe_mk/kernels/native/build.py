@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -42,6 +42,7 @@ from moe_mk.kernels.native.toolchain import (
     record_digest,
 )
 from moe_mk.process import Process, WatchedProcess
+from moe_mk.trace.clock import now
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
@@ -63,7 +64,7 @@ LEFTOVER_S = 86_400.0
 ROOM_BYTES = 400_000
 """Of a folder, for each source: objects and library of 21 sources take at most 5.4 MB."""
 DRAIN_S = 5.0
-"""Seconds to wait for programs outside the process group of a compiler that hold its pipe open."""
+"""Seconds to wait for a killed compiler, and for programs outside its process group that hold its pipe open."""
 
 
 @dataclass(frozen=True)
@@ -424,7 +425,7 @@ def _run(commands: Sequence[Sequence[str]], folder: Path, on_unit: OnUnit | None
                     assert errors is not None
                     outputs.register(errors, selectors.EVENT_READ, (running[-1], bytearray()))
                 if not (ready := outputs.select(QUIET_S)):
-                    hangs = next(at for at, each in enumerate(running) if each.poll() is None)
+                    hangs = next((at for at, each in enumerate(running) if each.poll() is None), 0)
                     failed.append(f"`{' '.join(commands[hangs])}` was ended: it wrote nothing for {QUIET_S:g} s")
                     break
                 for key, _ in ready:
@@ -434,11 +435,12 @@ def _run(commands: Sequence[Sequence[str]], folder: Path, on_unit: OnUnit | None
                         continue
                     outputs.unregister(key.fileobj)
                     done += 1
-                    if process.wait() != 0:
+                    with suppress(subprocess.TimeoutExpired):  # it has closed its output and goes on
+                        process.wait(QUIET_S)
+                    if process.returncode != 0:
                         words = written.decode(errors="replace").strip()[-2000:]
-                        failed.append(
-                            f"`{' '.join(process.args[len(inside) :])}` ended with {process.returncode}: {words}"
-                        )
+                        ended = f"ended with {process.returncode}" if process.returncode else "did not end"
+                        failed.append(f"`{' '.join(process.args[len(inside) :])}` {ended}: {words}")
                     if on_unit is not None:
                         on_unit(done, len(commands))
         finally:
@@ -465,7 +467,7 @@ def _process_group() -> Iterator[int]:
             yield first.pid
         finally:
             first.kill()
-            first.wait()  # until here its id is not reused
+            _drain(first)  # until here its id is not reused
     finally:
         os.close(write_end)
 
@@ -475,8 +477,10 @@ def _drain(process: subprocess.Popen[bytes]) -> None:
 
     A program outside the group that has inherited the pipe delays this by at most DRAIN_S.
     """
-    process.wait()
+    until = now() + DRAIN_S
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(DRAIN_S)
     if process.stderr is not None:
         with process.stderr as pipe:
-            while select.select([pipe], [], [], DRAIN_S)[0] and os.read(pipe.fileno(), 1 << 16):
-                pass
+            while select.select([pipe], [], [], max(until - now(), 0.0))[0] and os.read(pipe.fileno(), 1 << 16):
+                continue

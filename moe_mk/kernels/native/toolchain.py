@@ -22,6 +22,8 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 """The folder of compiled kernels in a wheel."""
+COMPILE_S = 1800.0
+"""Seconds that one source may take; the slowest takes 20 s alone, emulated or with a sanitizer minutes."""
 LINK_FLAGS = ("-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 COMMON_FLAGS = ("-O3", "-fPIC", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno")
@@ -138,12 +140,11 @@ def compilers_at_once() -> int:
 def compile_objects(compiler: str, units: Sequence[Unit], folder: Path) -> list[Path]:
     """Compile sources into `folder`, `compilers_at_once()` at a time, and return the object files in their order.
 
-    Raises CalledProcessError for the first source that fails; what the compilers print goes to the screen.
+    Raises SubprocessError for the first source that fails or takes COMPILE_S; what compilers print goes to the screen.
     """
     commands = object_commands(compiler, units, folder)
     with ThreadPoolExecutor(compilers_at_once()) as pool:
-        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands.values()]:
-            compiled.result()
+        list(pool.map(lambda each: subprocess.run(each, check=True, timeout=COMPILE_S), commands.values()))
     return list(commands)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from moe_mk.comm import ParallelGroups
 from moe_mk.comm.symmetric.flags import WaitingInLockstep, is_behind
 from moe_mk.comm.symmetric.heap import StartWaiting
-from moe_mk.errors import CommError
 from moe_mk.flight import Flight, wait
 from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.selfcheck import loaded, reasons_against
@@ -239,21 +238,3 @@ def layers_of_one_model(rank: int) -> dict[str, object]:
 def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
     found = {"equal": True, "slots": [1, 1, 1, 1], "shared": [True, True, True, False]}
     assert world.call(layers_of_one_model) == [found] * RANKS
-
-
-def call_with_a_late_peer(rank: int) -> str:
-    transport = OneSided(context(world_comm(timeout_s=2.0)))
-    wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
-    if rank == 2:
-        time.sleep(3.0)
-        return ""
-    with pytest.raises(CommError) as caught:
-        wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
-    return str(caught.value)
-
-
-def test_a_late_peer_ends_the_call_with_rank_phase_epoch_and_peer(world: RankWorld) -> None:
-    texts = world.call(call_with_a_late_peer)
-    for rank in (0, 1, 3):
-        assert texts[rank].startswith(f"rank {rank}, phase 'dispatch', layer 'layers.3', peer 2: epoch 2: sent nothing")
-        assert "within 2 s [kernel.timeout_s]" in texts[rank]
