@@ -165,7 +165,7 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/pages.py
 
 certify: venv  ## certify every backend of this repository and write the table of docs/certify.md; takes minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/pages.py docs_certified
 
 docs: $(DOCS_INSTALLED)  ## build the site into build/site, strictly: every page has its place and every link leads somewhere
 	@echo "mkdocs    build/site"
