@@ -91,7 +91,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What bits depend on beside the code."""
+    """What bits depend on in addition to the code."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), "")
     instructions = torch.backends.cpu.get_cpu_capability()
