@@ -43,7 +43,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test matrix hf engines seams nixl nixl-hosts chaos mutants stress test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
+.PHONY: help venv run test matrix hf engines seams nixl nixl-hosts chaos mutants mutants-cpp stress test-all multihost lint format features certify docs wheel sanitize bench-cpu bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ stress: venv  ## every test, the full product of settings too, and 1000 runs wit
 mutants: venv  ## break the library in small ways: the tests of each row must notice
 	@$(BIN)/python tools/mutants.py --workers $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(ROWS),--rows $(ROWS)) \
 	    $(if $(RANDOM),--random $(RANDOM)) $(if $(SEED),--seed $(SEED)) $(if $(ROOMS),--rooms $(ROOMS))
+
+mutants-cpp: venv  ## change the C++ kernels at random, NUMBER=20 times: their tests must notice
+	@$(BIN)/python tools/mutants_cpp.py $(or $(NUMBER),20) --seed $(or $(SEED),0) 2>/dev/null
 
 chaos: venv  ## 60 worlds of processes with one fault each, over every built-in transport that runs between CPU processes
 	@echo "chaos     60 worlds"
