@@ -1,13 +1,12 @@
 """Which laws of a kernel of experts other projects' kernels keep on this machine: the table of docs/laws.md.
 
     python benchmarks/laws.py --vllm vllm --zentorch zentorch --kt kt --ggml ggml --json benchmarks/results/laws.json
-    python benchmarks/laws.py --kt kt --only kt-kernel --into docs/laws.md
-    python benchmarks/laws.py --vllm vllm --ggml ggml --kt kt --only vllm ggml kt --judge     # figures of docs/judge.md
+    python benchmarks/laws.py --kt kt --only kt-kernel --cases build/laws --into docs/laws.md
 
 peers/README.md states how to get the other projects; what is not there is left out. Every peer has eight experts with
 the magnitudes of trained layers in its format, and runs `moe_mk.lab.testing.laws.check` law by law in a process of its
 own: a law in which that process dies or does not return is broken too, and the others go on in a new one.
---judge: instead, calls of the peers are recorded and judged, as they are and with three mistakes of a caller.
+--cases: a folder for the smallest call that breaks a law, as a case file.
 """
 
 import argparse
@@ -18,13 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from pathlib import Path
 from signal import SIGKILL
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,8 +33,7 @@ from experts_cpu_stored_peers import Ggml, GgmlExperts, kt_candidates, vllm_cand
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.selfcheck import load
-from moe_mk.lab.judge import read_case, record, record_ggml
-from moe_mk.lab.judge.verdict import judge
+from moe_mk.lab.judge.recorders import record
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -53,8 +49,6 @@ PATIENCE_S = 300
 MOST = 2049
 """Tokens of the largest call."""
 BEGIN, END = "<!-- laws -->", "<!-- end of laws -->"
-MISTAKES = ("order of tokens", "routing weights missing", "experts shifted")
-"""Of a caller, by the name of the fault."""
 SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
 """Formats in which ggml rounds tokens in blocks of 256 columns; in the others, blocks have 32."""
 
@@ -196,46 +190,24 @@ def child(options: argparse.Namespace) -> None:
             print(json.dumps({"law": law.name}), flush=True)
             (outcome,) = check(peer.fn, peer.experts, top_k=TOP_K, compute=peer.compute, laws=(law,))
             print(json.dumps(stated(outcome)), flush=True)
+            if options.cases is not None and outcome.call is not None and outcome.status == "broken":
+                write_smallest(
+                    peer, outcome, options.cases / f"{options.one}, {law.name}.safetensors".replace(" ", "_")
+                )
+
+
+def write_smallest(peer: Peer, outcome: Outcome, path: Path) -> None:
+    """The smallest call that breaks a law, with the output that the peer has for it."""
+    assert outcome.call is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    call, rounded = outcome.call, "none" if peer.compute is None else "int8"
+    fn = record(peer.fn, path, peer.experts, norm=0.0, activations=rounded)
+    fn(call.x_TH.clone(), call.ids_TK.int(), call.weights_TK.clone())
 
 
 def stated(outcome: Outcome) -> dict[str, Any]:
     smallest = None if outcome.call is None else len(outcome.call)
     return {"law": outcome.law.name, "status": outcome.status, "message": outcome.message, "smallest": smallest}
-
-
-def judged(name: str, peer: Peer) -> tuple[int, int]:
-    """Judge recorded calls of 1 to 33 tokens, of three seeds each: how many, and false alarms.
-
-    Prints false alarms, and how many of three mistakes of a caller are found by name.
-    """
-    slots, hidden = peer.experts.w2.shape[:2]
-    calls, alarms, found = 0, list[str](), dict.fromkeys(MISTAKES, 0)
-    for tokens, seed in product((1, 2, 7, 33), range(3)):
-        draw = torch.Generator().manual_seed(seed)
-        ids = torch.rand((tokens, slots), generator=draw).argsort(dim=1)[:, :TOP_K].int()
-        x = torch.randn((tokens, hidden), generator=draw).to(torch.bfloat16)
-        weights = torch.rand((tokens, TOP_K), generator=draw) + 0.1
-        # No kernel has groups that are wider than its rows.
-        rounded = {} if peer.compute is None else {"activation_group": min(1 << 20, peer.compute.block[1])}
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "case.safetensors"
-            if name.startswith("ggml"):
-                fn = record_ggml(peer.fn, file, peer.experts, norm=0.0)
-            else:
-                fn = record(peer.fn, file, peer.experts, norm=0.0, **rounded)
-            fn(x.clone(), ids, weights)
-            case = read_case(file)
-        calls += 1
-        if not (verdict := judge(case)).right:
-            alarms.append(f"{tokens} tokens, seed {seed}: {verdict.checks[-1].deviations:.2f} {verdict.fault}")
-        if tokens == 7:
-            shifted = (ids + 1) % slots
-            outputs = [peer.fn(x, ids, weights).roll(1, 0), peer.fn(x, ids, torch.ones_like(weights))]
-            for mistake, y in zip(MISTAKES, [*outputs, peer.fn(x, shifted.int(), weights)], strict=True):
-                found[mistake] += judge(replace(case, y=y.clone())).fault == mistake
-    named = ", ".join(f"{mistake} {count} of 3" for mistake, count in found.items())
-    print(f"{name}: {calls} calls, {len(alarms)} false alarms; {named}", *alarms, sep="\n  ", flush=True)
-    return calls, len(alarms)
 
 
 def found_of(name: str, argv: list[str]) -> Iterator[dict[str, Any]]:
@@ -325,7 +297,7 @@ def main() -> None:
     parser.add_argument(
         "--into", type=Path, help=f"a page with the lines {BEGIN} and {END}, between which the table is put"
     )
-    parser.add_argument("--judge", action="store_true", help="judge recorded calls instead")
+    parser.add_argument("--cases", type=Path, help="a folder for case files")
     parser.add_argument("--only", nargs="+", default=[], help="names of peers begin with one of these")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--laws", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -333,22 +305,17 @@ def main() -> None:
     if options.one is not None:
         child(options)
         return
-    chosen = {name: made for name, made in peers(options).items() if name.startswith(tuple(options.only or [""]))}
-    if options.judge:
-        torch.set_num_threads(options.threads)
-        there = {name: peer for name, made in chosen.items() if (peer := made(Libraries(options))) is not None}
-        calls, alarms = (sum(each) for each in zip(*(judged(*each) for each in there.items()), strict=True))
-        print(f"{calls} calls, {alarms} false alarms")
-        return
     results: dict[str, Any] = {}
-    for name in chosen:
-        results[name] = outcomes = list[dict[str, Any]]()
-        for outcome in found_of(name, sys.argv[1:]):
-            outcomes.append(outcome)
-            if outcome["status"] != "kept":
-                print(f"{name}, {outcome['law']}: {outcome['status']}: {outcome['message']}", flush=True)
-        kept = sum(each["status"] == "kept" for each in outcomes)
-        print(f"{name}: {kept} of {len(outcomes)} laws kept", flush=True)
+    for name in peers(options):
+        if not options.only or name.startswith(tuple(options.only)):
+            results[name] = outcomes = []
+            for outcome in found_of(name, sys.argv[1:]):
+                outcomes.append(outcome)
+                if outcome["status"] != "kept":
+                    print(f"{name}, {outcome['law']}: {outcome['status']}: {outcome['message']}", flush=True)
+            print(
+                f"{name}: {sum(each['status'] == 'kept' for each in outcomes)} of {len(outcomes)} laws kept", flush=True
+            )
     facts = about(options)
     facts["versions"] |= versions_of(options)  # type: ignore[operator]
     facts["peers"] = {name: outcomes for name, outcomes in results.items() if outcomes}
