@@ -42,7 +42,7 @@ LIMITS = {
     "core lines": 26_637,
     "library lines": 51_734,
     "test lines": 77_432,
-    "tool and benchmark lines": 9_041,
+    "tool and benchmark lines": 9_449,
     "long files": 0,
     "docstrings without a subject": 0,
     "frames at EP=1": 8,
