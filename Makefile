@@ -168,7 +168,7 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks an
 	@$(BIN)/python tools/pages.py
 
 certify: venv  ## certify every backend of this repository and write the table of docs/certify.md; takes minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/pages.py docs_certified
 
 docs: $(DOCS_INSTALLED)  ## build the site into build/site, strictly: every page has its place and every link leads somewhere
 	@echo "mkdocs    build/site"
@@ -199,10 +199,9 @@ bench-cpu: venv  ## every instruction set of this processor by format and rows, 
 	@$(BIN)/python benchmarks/processor.py --json "$$($(BIN)/python benchmarks/processor.py --file)"
 	@$(BIN)/python tools/pages.py results
 
-# GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
-bench-amx: venv  ## the experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM
+bench-amx: venv  ## the experts on a processor with AMX; about 8 minutes; VLLM=folder of a wheel adds vLLM
 	@echo "bench     benchmarks/results/experts_amx.json; then make features"
-	@GOMP_SPINCOUNT=20000 $(BIN)/python benchmarks/experts_amx.py $(if $(VLLM),--vllm $(VLLM)) \
+	@$(BIN)/python benchmarks/experts_amx.py $(if $(VLLM),--vllm $(VLLM)) \
 	    --json benchmarks/results/experts_amx.json
 
 gpu:  ## tests, tuning and measurement on a GPU; no network, goes on where it stopped

@@ -14,14 +14,16 @@ fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: readi
 fastest of some ways, and the bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact
 scales.
 peers/README.md states how to get the other projects; what is not there is left out, and so is, for a number of rows,
-what took longer than --patience seconds at the number before. `make features` makes tables of results that are listed
-in tools/results.py.
+what took longer than --patience seconds at the number before. With --minutes, rounds are repeated until that time is
+over. `make features` makes tables of results that are listed in tools/results.py.
 """
 
 import argparse
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,11 @@ def report(
     return lines
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> None:
     parser = with_output(parser_of(__doc__, experts=8, hidden=7168, inter=2048, top_k=8, rounds=7), "--json")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
+    parser.add_argument("--minutes", type=float, default=0.0, help="of the whole run, at least; --rounds in any case")
     parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
     parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
@@ -101,10 +104,11 @@ def main() -> None:
     )
     parser.add_argument("--formats-only", action="store_true", help="those of --quant and ours in FP8 only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    end = time.monotonic() + 60 * options.minutes
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    native = replace(load(progress=print), own_threads=options.kernel_threads == "own")
+    native = replace(native or load(progress=print), own_threads=options.kernel_threads == "own")
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
         native = replace(native, pinned=native.best)
@@ -112,13 +116,14 @@ def main() -> None:
     layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
     candidates, references, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)
-    cases = []
-    for skew in options.skew:
-        patient = dict(candidates)
-        for tokens in options.rows:
-            cases.append(one_case(layer, references, patient, yardsticks, options, tokens, skew))
-            slow = {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
-            patient = {name: run for name, run in patient.items() if name not in slow or name == "ours fp8"}
+    cases: list[dict[str, Any]] = []
+    slow: dict[str, set[str]] = {skew: set() for skew in options.skew}
+    batches = list(product(options.skew, options.rows))
+    for number, (skew, tokens) in enumerate(batches):
+        patient = {name: run for name, run in candidates.items() if name not in slow[skew] or name == "ours fp8"}
+        until = time.monotonic() + (end - time.monotonic()) / (len(batches) - number)
+        cases.append(one_case(layer, references, patient, yardsticks, options, tokens, skew, until))
+        slow[skew] |= {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
     write(options.json, facts(native, options) | {"cases": cases})
 
 
@@ -130,6 +135,7 @@ def one_case(
     options: argparse.Namespace,
     tokens: int,
     skew: str,
+    until: float,
 ) -> dict[str, Any]:
     """Everybody's error and time on one batch. references: of those that have other weights than the layer."""
     x = torch.randn(tokens, options.hidden).bfloat16()
@@ -139,7 +145,7 @@ def one_case(
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
     operator = projection(batch[0]) if options.after_torch else None
-    seen = measure(candidates, yardsticks, batch, rounds, operator)
+    seen = measure(candidates, yardsticks, batch, rounds, until, operator)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     case = {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}

@@ -7,9 +7,7 @@ against f32 with the weights it really has and tokens in bf16.
 """
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from experts_cpu_peers import (
@@ -92,39 +90,30 @@ class Stored:
 
 
 def format_candidates(
-    native: Native,
-    layer: Weights,
-    quants: Sequence[str],
-    threads: int,
-    *,
-    vllm: bool,
-    ggml: Path | None = None,
-    ik: Path | None = None,
-    kt: KtKernel | None = None,
+    native: Native, layer: Weights, options: argparse.Namespace, kt: KtKernel | None
 ) -> tuple[dict[str, Experts], dict[str, Experts]]:
     """What to call for each name of `--quant`, and what its results are to be compared with."""
     calls: dict[str, Experts] = {}
     references: dict[str, Experts] = {}
     held: dict[str, Stored] = {}
-    for quant in quants:
+    for quant in options.quant:
         kind = quant[:-5] if quant.endswith(INTEGERS) else quant
         stored = held[kind] = held.get(kind) or Stored(native, layer, kind)
-        name = f"ours {quant.replace('_', ' ')}"
         mode = ExpertsMode(quantize=rounding_of(quant, kind))
-        calls[name] = ours(native, (stored.w13, stored.w2), threads, mode)
-        references[name] = stored.reference
-    for kind, stored in held.items():
-        others: dict[str, Experts] = {}
-        if vllm:
-            others |= vllm_candidates(kind, _slots(stored), amx=Isa.AMX_BF16 in native.isas)
-        if kt is not None:
-            others |= kt_candidates(kt, kind, _slots(stored))
-        calls |= others
-        references |= dict.fromkeys(others, stored.reference)
+        calls[f"ours {quant.replace('_', ' ')}"] = ours(native, (stored.w13, stored.w2), options.threads, mode)
+        references[f"ours {quant.replace('_', ' ')}"] = stored.reference
     slots = {kind: partial(_slots, one) for kind, one in held.items()}
-    blocks = [] if ggml is None else [ggml_candidates(ggml, threads, slots, native.best)]
-    blocks += [] if ik is None else [ik_candidates(ik, threads, slots)]
-    for kind, of_kind in (each for found in blocks for each in found.items()):
+    others: list[dict[str, dict[str, Experts]]] = []
+    if options.vllm is not None and not options.ours_only:
+        amx = Isa.AMX_BF16 in native.isas
+        others.append({kind: vllm_candidates(kind, _slots(one), amx=amx) for kind, one in held.items()})
+    if kt is not None:
+        others.append({kind: kt_candidates(kt, kind, _slots(one)) for kind, one in held.items()})
+    if options.ggml is not None:
+        others.append(ggml_candidates(options.ggml, options.threads, slots, native.best))
+    if options.ik is not None:
+        others.append(ik_candidates(options.ik, options.threads, slots))
+    for kind, of_kind in (each for found in others for each in found.items()):
         calls |= of_kind
         references |= dict.fromkeys(of_kind, held[kind].reference)
     return calls, references
@@ -177,10 +166,7 @@ def gather_candidates(
             candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
         if not options.ours_only:
             candidates |= peers(native, layer, options, kt)
-    vllm = options.vllm is not None and not options.ours_only
-    formats, references = format_candidates(
-        native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, ik=options.ik, kt=kt
-    )
+    formats, references = format_candidates(native, layer, options, kt)
     return candidates | formats, references, fp8
 
 

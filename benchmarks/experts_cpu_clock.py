@@ -20,7 +20,7 @@ from experts_cpu_peers import Batch, Experts
 
 from moe_mk.kernels.native.instruction_set import choice
 from moe_mk.kernels.native.layout import Format
-from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
 
 Times = dict[str, float]
@@ -30,6 +30,7 @@ PAUSE = 0.03
 STEP, STEPS = 0.002, 50
 """Seconds and number of further sleeps of `settle`."""
 FEW = 16
+PEAK_ITERATIONS = 3_000_000
 IN_A_ROW = 3
 """Calls that count in each turn, of few tokens; of more it is one."""
 
@@ -109,18 +110,22 @@ class Yardsticks:
             pointer, best = matrix.values_LB.data_ptr(), int(self.native.best)
             self.native.call("read_rate", pointer, size, way, self.threads, best, ctypes.byref(folded))
 
-    def multiply(self, iterations: int = 3_000_000) -> None:
-        """Run the bare multiply-add loop; self.flops is what it did."""
-        done = ctypes.c_double(0)
-        isa = choice(self.native, Format.INT4).isa  # of the formats the one with the most products an instruction
-        self.native.call("peak_rate", iterations, self.threads, int(isa), 0, ctypes.byref(done))
+    def multiply(self, iterations: int = 0) -> None:
+        """Run the bare multiply-add loop with the most products an instruction; self.flops is what it did."""
+        self.operations(choice(self.native, Format.INT4).isa, 0, iterations or PEAK_ITERATIONS)
+
+    def operations(self, isa: Isa, floats: int, iterations: int) -> float:
+        """Operations a second of all threads by a multiply-add instruction of a set: of integers, or of floats."""
+        done, start = ctypes.c_double(0), time.perf_counter()
+        self.native.call("peak_rate", iterations, self.threads, int(isa), floats, ctypes.byref(done))
         self.flops = done.value
+        return self.flops / (time.perf_counter() - start)
 
     def candidates(self, share: float) -> dict[str, Candidate]:
         """Reading in every way, and multiplying."""
         reads = [lambda way=way: self.read(share, way) for way in range(self.WAYS)]
         found = {f"read {way}": Candidate(read, read, few=True) for way, read in enumerate(reads)}
-        return found | {"peak": Candidate(self.multiply, lambda: self.multiply(30_000), few=False)}
+        return found | {"peak": Candidate(self.multiply, lambda: self.multiply(PEAK_ITERATIONS // 100), few=False)}
 
 
 def measure(
@@ -128,11 +133,12 @@ def measure(
     yardsticks: Yardsticks,
     batch: Batch,
     rounds: int,
+    until: float,
     operator: Callable[[], object] | None = None,
 ) -> dict[str, Times]:
-    """Call everything in turn, `rounds` times. "read" is the fastest way of reading: an upper bound.
+    """Call everything in turn, `rounds` times and until a time. "read" is the fastest way of reading: an upper bound.
 
-    operator: of torch, which further calls of the experts follow.
+    until: a time of time.monotonic(). operator: of torch, which further calls of the experts follow.
     """
     share = batch[1].unique().numel() / yardsticks.weights[0].num_slots
     start = (batch[0][:FEW], batch[1][:FEW], batch[2][:FEW])
@@ -143,9 +149,10 @@ def measure(
     }
     for each in everybody.values():
         each.call()
-    for _ in range(rounds):
+    while rounds > 0 or time.monotonic() < until:
         for each in everybody.values():
             each.turn()
+        rounds -= 1
     times = {name: each.times() for name, each in everybody.items()}
     reads = [times.pop(f"read {way}") for way in range(yardsticks.WAYS)]
     return {"read": min(reads, key=lambda read: read["wall_ms"]), **times}

@@ -50,9 +50,6 @@ class Case:
     def name(self, tokens: int) -> str:
         return f"{self.experts} experts, {tokens} tokens"
 
-    def rows_an_expert(self, tokens: int) -> float:
-        return self.shape.top_k * tokens / self.experts
-
     def gemms(self, tokens: int, rates: Rates) -> list[Floor]:
         """The floors of both grouped GEMMs."""
         return [floor for floor in floors(self.shape, tokens, rates) if floor.op in ("w13", "w2")]
@@ -169,11 +166,6 @@ def in_turns(names: Sequence[str], rounds: int, once: Callable[[str], float | No
             elif number >= 2:
                 times[name].append(taken)
     return {name: taken for name, taken in times.items() if taken}
-
-
-def microseconds(graphs: Mapping[str, Callable[[], None]], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Time of one call in each round, of graphs that take turns."""
-    return in_turns(list(graphs), rounds, lambda name: replayed(graphs[name], calls))
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from signal import SIGKILL
@@ -68,20 +68,15 @@ class Libraries:
 
     options: argparse.Namespace
 
-    @property
+    @cached_property
     def native(self) -> Native:
-        return _native()
+        return load()
 
     def kt(self) -> KtKernel:
         return KtKernel(self.options.kt, self.options.threads, TOP_K, MOST, best=self.native.best)
 
     def load_vllm(self) -> None:
         load_vllm(self.options.vllm, self.native.best)
-
-
-@cache
-def _native() -> Native:
-    return load()
 
 
 def slots_of(experts: ExpertWeights) -> list[tuple[QuantTensor, ...]]:

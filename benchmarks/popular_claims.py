@@ -32,7 +32,8 @@ from small_layers import (
     timed,
 )
 from torch import Tensor
-from transports import figures, measure
+from transports import measure
+from transports import medians_ms as medians_of
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.lab.testing.on_ranks import RankWorld
@@ -157,7 +158,7 @@ def _exchange(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
     del backend
     ways = {"before": "all_to_all", "after": "one_sided"}
     sizes = (size.tokens, size.hidden, size.experts, size.top_k, size.rounds, tuple(ways.values()))
-    ms = figures(world.call(measure, *sizes, timeout_s=300.0))["ms"]
+    ms = medians_of(world.call(measure, *sizes, timeout_s=300.0))
     return {way: ms[name] for way, name in ways.items()}
 
 

@@ -10,7 +10,6 @@ multiply-add instructions of the same set. Each format is also compared with an 
 """
 
 import argparse
-import ctypes
 import os
 import statistics
 import sys
@@ -60,28 +59,6 @@ def batch_of(rows: int, hidden: int, experts: int) -> Batch:
     return torch.randn(tokens, hidden, dtype=torch.float32).bfloat16(), ids.to(torch.int32), weights
 
 
-class Machine:
-    """What the processor can do at most."""
-
-    def __init__(self, native: Native, threads: int) -> None:
-        self.native, self.threads = native, threads
-
-    def products(self, isa: Isa) -> float:
-        """Operations a second of all threads by the fastest multiply-add instruction of a set."""
-        return max(self._products(isa, floats) for floats in (0, 1))
-
-    def _products(self, isa: Isa, floats: int) -> float:
-        done, start = ctypes.c_double(0), time.perf_counter()
-        self.native.call("peak_rate", PEAK_ITERATIONS, self.threads, int(isa), floats, ctypes.byref(done))
-        return float(done.value) / (time.perf_counter() - start)
-
-    def read_ms(self, weights: Pair, share: float) -> float:
-        """Milliseconds in which a share of the packed weights is read once, the faster way."""
-        yardsticks = Yardsticks(self.native, weights, self.threads)
-        ways = [partial(yardsticks.read, share, way) for way in range(Yardsticks.WAYS)]
-        return float(min(clocked(way)[0] for way in ways))
-
-
 def weights_of(native: Native, layer: Weights, quant: str, threads: int) -> tuple[Pair, Any]:
     """Packed weights of a format, and the function that computes with them in f32."""
     if quant in ("bf16", "fp8"):
@@ -92,8 +69,8 @@ def weights_of(native: Native, layer: Weights, quant: str, threads: int) -> tupl
 
 def one_format(native: Native, layer: Weights, quant: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the cells of a format. Raises AssertionError for a result that is wrong."""
-    machine = Machine(native, options.threads)
     weights, reference = weights_of(native, layer, quant, options.threads)
+    limits = Yardsticks(native, weights, options.threads)
     mode = ExpertsMode(quantize=rounding_of(quant, quant[:-5] if quant.endswith(INTEGERS) else quant))
     format = weights[0].layout.format
     chosen = choice(native, format, mode.quantize)
@@ -111,8 +88,9 @@ def one_format(native: Native, layer: Weights, quant: str, options: argparse.Nam
         reads, peaks = list[float](), list[float]()
         until = time.monotonic() + share
         while min(map(len, seen.values())) < ROUNDS or time.monotonic() < until:
-            reads.append(machine.read_ms(weights, hit / options.experts))
-            peaks.append(machine.products(chosen.isa))
+            ways = [partial(limits.read, hit / options.experts, way) for way in range(Yardsticks.WAYS)]
+            reads.append(min(clocked(way)[0] for way in ways))
+            peaks.append(max(limits.operations(chosen.isa, floats, PEAK_ITERATIONS) for floats in (0, 1)))
             for isa, call in calls.items():
                 settle(PAUSE)
                 call(*(part[:TOP_K] for part in batch))  # wakes the threads

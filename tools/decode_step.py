@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,14 +50,8 @@ class DecodeStep:
     def files(self) -> int:
         return len({path for path, _ in self.frames})
 
-    @property
-    def changes(self) -> int:
-        """How often a frame lies in another file than the one before it."""
-        paths = [path for path, _ in self.frames]
-        return sum(one != other for one, other in pairwise(paths))
-
     def as_dict(self) -> dict[str, int]:
-        numbers = {"frames": len(self.frames), "files": self.files, "changes of file": self.changes}
+        numbers = {"frames": len(self.frames), "files": self.files}
         return {f"{name} at EP={self.ep}": number for name, number in numbers.items()}
 
 

@@ -1,10 +1,5 @@
-"""Certify every backend of this repository and write the table of docs/certify.md. Takes minutes.
+"""The table of docs/certify.md: certifies every backend of this repository, which takes minutes; see pages.py."""
 
-`--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
-"""
-
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +10,6 @@ from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tools.pages import between, of_this_repository
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/certify.md"
 BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 HEAD = "| backend | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|"
@@ -55,32 +49,13 @@ def verdicts(page: str) -> dict[str, str]:
     return {row[1].strip(" `"): row[2].strip() for row in rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
-    parser.add_argument("--processes", action="store_true", help="run transports on real processes as well")
-    parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("names", nargs="*", help="backends; all of this repository if none are given")
-    options = parser.parse_args(arguments)
-    lines: list[str] = []
-    passed = True
-    for line, good in lines_of(options.names or backends(), processes=options.processes):
+def pages(root: Path) -> dict[str, str]:
+    """The page with a row for each backend, certified between ranks of this process."""
+    lines = []
+    for line, _ in lines_of(backends(), processes=False):
         print(line, flush=True)
-        lines, passed = [*lines, line], passed and good
-    page = options.root / PAGE
+        lines.append(line)
     here = environment()
-    where = f"torch {here['torch']}, Python {here['python']}, {here['device']}; "
-    stated = where + ("ranks of one process and real processes" if options.processes else "ranks of one process")
+    stated = f"torch {here['torch']}, Python {here['python']}, {here['device']}; ranks of one process"
     table = f"\n{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {stated}.\n"
-    text = between(page.read_text(encoding="utf-8"), BEGIN, END, table)
-    if options.check:
-        stale = verdicts(text) != verdicts(page.read_text(encoding="utf-8"))
-        print(f"{PAGE} is {'stale; run `make certify`' if stale else 'up to date'}")
-        return int(stale or not passed)
-    if not options.names:
-        page.write_text(text, encoding="utf-8")
-    return int(not passed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, table)}

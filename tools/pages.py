@@ -5,7 +5,7 @@
     python tools/pages.py docs_faults --report build/chaos.json
 
 `--check` writes nothing, prints how pages differ and exits 1. docs/capabilities.md is written by features.py, from test
-runs, and docs/certify.md by docs_certified.py.
+runs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("moe_mk", "moe_mk_contrib")
 QUICK = ("results", "transports", "docs_api", "docs_faults")
-WRITERS = (*QUICK, "accuracy")
+WRITERS = (*QUICK, "accuracy", "docs_certified")
 """Modules of this folder with `pages(root)`: pages by name, and their text."""
 
 
@@ -66,7 +66,7 @@ def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool,
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(WRITERS)}; all but the last if left out"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(WRITERS)}; all but the last two if left out"
     )
     parser.add_argument("--check", action="store_true", help="exit 1 if a page is stale")
     parser.add_argument("--report", type=Path, help="of moe-mk chaos: its summary replaces the committed result first")

@@ -4,7 +4,7 @@ Everything on the page comes from the registry: traits, `plan` and the reasons a
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from moe_mk.external.library import LIBRARIES, emulated
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.quant.plain import BF16, FP16, FP32
 from moe_mk.tokens import LAYOUT_NAMES
-from tools.pages import of_this_repository
+from tools.pages import markdown, of_this_repository
 
 PAGE = "docs/transports.md"
 TOKENS = 128
@@ -74,14 +74,13 @@ position there (`moe_mk.comm.traffic.Nodes`).
 
 def render() -> str:
     kinds = list(of_this_repository(PREPARE_FINALIZE))
-    parts = [INTRODUCTION, *table_of(kinds), "", MEANING.format(wire=", ".join(ALL)), PLAN.format(tokens=TOKENS)]
-    return "\n".join([*parts, *plan_of(kinds), "", LIMITS, *limits_table(kinds), "", NODES])
+    meaning, plan = MEANING.format(wire=", ".join(ALL)), PLAN.format(tokens=TOKENS)
+    parts = [INTRODUCTION, _table(table_of(kinds)), "", meaning, plan, _table(plan_of(kinds)), "", LIMITS]
+    return "\n".join([*parts, limits_table(kinds), "", NODES])
 
 
-def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
-    heads = ["Transport", "Description", "Layout", "Expects", "Wire", "Runs on", "Library: met", "Properties", "Budget"]
-    yield _row(*heads)
-    yield "|" + "---|" * len(heads)
+def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[Sequence[str]]:
+    yield "Transport", "Description", "Layout", "Expects", "Wire", "Runs on", "Library: met", "Properties", "Budget"
     for name, kind in kinds:
         traits = kind.traits
         devices = ", ".join(sorted(traits.kinds)) + (
@@ -91,24 +90,23 @@ def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str
         wire = "all" if traits.wire == frozenset(ALL) else ", ".join(sorted(traits.wire))
         library = f"{traits.library}{', emulated' if traits.library in emulated() else ''}: {traits.met or 'no'}"
         stated = {"graph": traits.graph_safe, "equal bits": traits.deterministic, "masks": traits.masks_ranks}
-        yield _row(
+        yield (
             f"`{name}`{mark}", traits.summary, LAYOUT_NAMES[traits.produces], traits.wants.name.lower(), wire, devices,
             library if traits.library else traits.met or "-",
             ", ".join(each for each, holds in stated.items() if holds) or "-", traits.comm_unit or "-",
         )  # fmt: skip
 
 
-def plan_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
+def plan_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[Sequence[str]]:
     """Bytes of one node and of four; transports with equal bytes share a row."""
-    yield f"| Transports | Device | 8 ranks, one node | 32 ranks, four nodes | 8 ranks, {8 * TOKENS} tokens |"
-    yield "|---|---|---|---|---|"
+    yield "Transports", "Device", "8 ranks, one node", "32 ranks, four nodes", f"8 ranks, {8 * TOKENS} tokens"
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, kind in kinds:
         asked = [_problem(kind, ranks=8), _problem(kind, ranks=32), _problem(kind, ranks=8, num_tokens=8 * TOKENS)]
         plans = [kind.plan(problem) for problem in asked]
         cells = ["-" if plan.reasons else f"{plan.buffer_bytes:,}" for plan in plans]
         rows.setdefault((asked[0].device.name, *cells), []).append(f"`{name}`")
-    yield from (_row(", ".join(names), *cells) for cells, names in rows.items())
+    yield from ((", ".join(names), *cells) for cells, names in rows.items())
 
 
 def limits_of(name: str, kind: type[PrepareFinalize]) -> Iterator[tuple[str, str]]:
@@ -125,7 +123,7 @@ def limits_of(name: str, kind: type[PrepareFinalize]) -> Iterator[tuple[str, str
             yield change, "; ".join(map(str, new))
 
 
-def limits_table(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
+def limits_table(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> str:
     """Each limit once, with the transports that have it; then the transports without one."""
     limits: dict[tuple[str, str], list[str]] = {}
     without = []
@@ -134,9 +132,9 @@ def limits_table(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator
         without += [name] * (not found)
         for limit in found:
             limits.setdefault(limit, []).append(name)
-    yield from ("| Change | Reason | Transports |", "|---|---|---|")
-    yield from (_row(*limit, ", ".join(f"`{name}`" for name in names)) for limit, names in limits.items())
-    yield f"\nNo change exceeds a limit of {', '.join(f'`{name}`' for name in without)}."
+    rows = ((*limit, ", ".join(f"`{name}`" for name in names)) for limit, names in limits.items())
+    table = _table([("Change", "Reason", "Transports"), *rows])
+    return f"{table}\n\nNo change exceeds a limit of {', '.join(f'`{name}`' for name in without)}."
 
 
 def _changes(kind: type[PrepareFinalize], base: Problem) -> Iterator[tuple[str, Problem]]:
@@ -183,8 +181,8 @@ def _opening(reason: Reason) -> str:
     return re.split(r"\d", reason.text, maxsplit=1)[0]
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    return markdown([[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def pages(root: Path) -> dict[str, str]:

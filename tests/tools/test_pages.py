@@ -8,7 +8,7 @@ import moe_mk
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tests.testing.broken.transports import ReversesTokens
 from tools import docs_api, docs_certified
-from tools.pages import QUICK, between, main
+from tools.pages import QUICK, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,23 +33,12 @@ def test_everything_listed_has_a_first_line_and_every_public_class_is_listed() -
     assert classes - {"LibraryMissing"} <= listed
 
 
-def page(root: Path, *rows: str) -> Path:
-    (root / "docs").mkdir(exist_ok=True)
-    marks = docs_certified.BEGIN, docs_certified.END
-    text = between("before\n{}\n{}\nafter\n".format(*marks), *marks, "\n".join(rows))
-    (root / docs_certified.PAGE).write_text(text, encoding="utf-8")
-    return root / docs_certified.PAGE
-
-
-def test_a_wrong_backend_fails_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _ = list(PREPARE_FINALIZE)
     monkeypatch.setitem(PREPARE_FINALIZE._entries, "wrong", ReversesTokens)
     monkeypatch.setitem(PREPARE_FINALIZE._origin, "wrong", "a test")
-    page(tmp_path)
-    assert docs_certified.main(["--root", str(tmp_path), "wrong"]) == 1
-    assert "**refused**: order" in capsys.readouterr().out
+    ((row, passed),) = docs_certified.lines_of(["wrong"], processes=False)
+    assert "**refused**: order" in row and not passed
 
 
 def test_the_page_has_every_built_in_backend_and_refuses_none() -> None:

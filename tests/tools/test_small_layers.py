@@ -3,39 +3,9 @@
 import json
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.on_ranks import RankWorld
-from tests.layer.native import NEEDS_COMPILER
 from tools.results import RESULTS, ROOT
-
-
-def least(rank: int) -> list[bool]:
-    """Whether each of twenty calls has run the experts on the rows that this rank receives."""
-    from small_layers import Size, batch, layer_of
-    from small_layers_ranks import Least
-
-    size = Size(tokens=5, hidden=128, inter=64, experts=8, top_k=2, rounds=1)
-    made = layer_of(size, dist.group.WORLD, experts="cpu_native", activations="plain", prepare_finalize="one_sided")
-    x_TH = batch(size, rank)
-    call = Least(made, x_TH)
-    wanted_RH = made.kernel.experts.run(call._tokens, made.state.experts.weights).y.clone()  # type: ignore[union-attr]
-    same = [torch.equal(call(), wanted_RH) for _ in range(20)]
-    return [
-        *same,
-        len(wanted_RH) > 5,
-        call._epoch == 40,
-        bool((call._heap._words.load(call._heap._flag_at(rank, 3 - rank)) >> 32) == 40),
-    ]
-
-
-@NEEDS_COMPILER
-@pytest.mark.row(112)
-def test_the_least_of_a_call_runs_the_experts_and_two_round_trips(world: RankWorld) -> None:
-    loaded()
-    assert world.call(least) == [[True] * 23] * 2
 
 
 @pytest.mark.row(112)
