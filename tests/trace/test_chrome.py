@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moe_mk.flight import interleave
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.lab.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
-from moe_mk.runner import run_dual
 from moe_mk.trace import Recorder, Span
 from tests.support.layers import HIDDEN, layer
 
@@ -98,15 +97,3 @@ def test_shared_experts_are_seen_inside_the_dispatch(transport: str) -> None:
         )
         assert dispatch["ts"] < shared["ts"] and shared["dur"] > 0
         assert shared["ts"] + shared["dur"] < dispatch["ts"] + dispatch["dur"]
-
-
-@pytest.mark.row(94)
-def test_two_micro_batches_are_seen_side_by_side() -> None:
-    (groups,) = virtual_groups(1)
-    one, recorder = layer(8, 2, groups), Recorder()
-    one.spans.recorder = recorder
-    run_dual([one.steps(torch.randn(4, HIDDEN)) for _ in range(2)])
-    events = events_of(chrome_trace([recorder.spans]))
-    assert {event["name"] for event in events} >= {"route", "experts"}
-    for row in {event["tid"] for event in events}:
-        assert is_nested([event for event in events if event["tid"] == row])

@@ -225,10 +225,6 @@ def test_a_shape_that_cannot_be_routed_states_what_could(change: dict[str, objec
         replace(Shape(), **change)
 
 
-def test_subsets_of_experts_keep_eight_groups() -> None:
-    assert [Shape(num_experts=n).num_groups for n in (16, 32, 64, 256)] == [8, 8, 8, 8]
-
-
 def test_shards_must_have_room_for_something(tiny: Shape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shard_bytes=0 must be at least 1"):
         write_checkpoint(tmp_path, tiny, shard_bytes=0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated.flashinfer import comm as fi
-from moe_mk.lab.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory, TorchDistBackend
+from moe_mk.lab.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
 from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_alltoall import MnnvlMoe
 from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_active_rank_mask,
@@ -218,10 +218,3 @@ def test_two_sided_takes_slots_in_fours_rows_in_16_bytes_and_one_mapping_a_proce
 
     with pytest.raises(AssertionError, match="only one moe mapping"):
         on_ranks(2, other)
-
-
-def test_memory_needs_a_group_to_find_its_peers() -> None:
-    with pytest.raises(RuntimeError, match="mpi4py is not installed"):
-        MnnvlMemory(fi.Mapping(), 1024)
-    with pytest.raises(ValueError, match=r"world_size must equal .* 4 != 2 \* 1 \* 1"):
-        fi.Mapping(4, 0, 4, tp_size=2)
