@@ -1,7 +1,6 @@
 """`moe-mk plan`: text, JSON and the models beneath state the same, every option counts, and what is refused."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,11 @@ from moe_mk.lab.plan.timeline import LINKS, simulate
 from moe_mk.lab.plan.two_level import Relay
 from moe_mk.lab.testing.virtual_time import TRANSPORTS, record, uniform_routings
 from moe_mk.text import amount
+from tests.cli.conftest import rows_of
 
 
 def stated(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
-def rows_of(text: str, head: str) -> list[dict[str, str]]:
-    """The rows of a printed table by the heads of its columns; it begins with the line that starts with `head`."""
-    lines = text.splitlines()
-    first = next(at for at, line in enumerate(lines) if line.startswith(head))
-    heads, *rows = (re.split(r" {2,}", line.strip()) for line in lines[first:])
-    return [dict(zip(heads, row, strict=True)) for row in rows if len(row) == len(heads)]
 
 
 OPTIONS = {
