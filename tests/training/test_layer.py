@@ -166,7 +166,7 @@ SERVED_ALONE = {
     "latent_size": 4, "input_norm": 1e-6, "shared_gate": True, "shared_activation": "gelu", "expert_bias": True,
     "shared_scale": 2.0, "num_zero_experts": 1, "group_score": "two_best", "has_expert_scale": True, "tp": 2,
     "has_logit_bias": True, "tokens": "replicated", "scoring_func": "logit_sigmoid", "quant": {"weights": "fp8_block"},
-    "placement": [1, 0, 3, 2],
+    "placement": [1, 0, 3, 2], "router_dtype": "model",
 }  # fmt: skip
 
 
