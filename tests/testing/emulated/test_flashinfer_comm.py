@@ -107,15 +107,6 @@ def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
     assert on_ranks(2, job) == [[1, 0, 1, 0], []]
 
 
-@on_each_rank(2)
-def test_statistics_are_gathered_with_a_dispatch(group: ThreadCommunicator) -> None:
-    exchange = opened(group, eplb_stats_num_experts=2)
-    mine = torch.tensor([group.rank, 5], dtype=torch.int32)
-    exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST, eplb_local_stats=mine)
-    assert exchange.eplb_gathered_stats is not None
-    assert exchange.eplb_gathered_stats.tolist() == [[0, 5], [1, 5]]
-
-
 def once(call: Callable[[fi.MoeAlltoAll], object], **settings: Any) -> Callable[[ThreadCommunicator], object]:
     return lambda group: call(opened(group, **settings))
 
