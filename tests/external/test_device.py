@@ -1,7 +1,9 @@
 """Devices that are here, and those that are not."""
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from moe_mk.config import device_profile
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import (
+    Queues,
     collective_backend,
     describe,
     device_of_rank,
@@ -17,6 +20,7 @@ from moe_mk.external.device import (
     is_here,
     pinned,
     profile_here,
+    stream_of,
     synchronize,
     usable_device,
     wanted_device,
@@ -124,6 +128,24 @@ def test_memory_is_locked_for_a_gpu_as_long_as_it_lives(monkeypatch: pytest.Monk
     error = 2
     with pytest.raises(MemoryError, match="12 bytes of host memory cannot be locked for cuda:1: CUDA error 2"):
         pinned(torch.zeros(6, dtype=torch.int16), CUDA)
+
+
+def test_a_worker_queues_on_its_own_stream_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[MagicMock]()
+    current = [MagicMock(cuda_stream=0)]
+    stream = lambda device: made.append(MagicMock(cuda_stream=len(made) + 1)) or made[-1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: current.append(stream) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    queues, marks = Queues(CUDA), list[object]()
+    for name in ("comm", "onward", "comm"):
+        with queues.on_stream(name):
+            marks.append(queues.mark())
+    queues.after(marks[1])
+    assert len(made) == 2 and [each.cuda_stream for each in current] == [0, 1, 2, 1] and stream_of(CUDA) == 1
+    assert marks == [made[at].record_event() for at in (0, 1, 0)]
+    made[0].wait_event.assert_called_once_with(marks[1])
 
 
 def test_a_person_reads_the_name_and_the_threads() -> None:

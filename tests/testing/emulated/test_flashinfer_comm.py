@@ -84,12 +84,6 @@ def test_the_next_dispatch_destroys_what_the_last_one_returned(group: ThreadComm
     assert float(window.nan_to_num(nan=-1.0).max()) == -1.0
 
 
-@on_each_rank(2)
-def test_instances_of_one_size_share_a_workspace_and_others_do_not(group: ThreadCommunicator) -> None:
-    first, second, third = opened(group), opened(group), opened(group, hidden_size=17 * HIDDEN)
-    assert [first.workspace is second.workspace, first.workspace is third.workspace] == [True, False]
-
-
 def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
     mask = moe_a2a_active_rank_mask([0], 2)
     assert mask.tolist() == [1] and mask.dtype == torch.uint64 and mask.device.type == "cpu"
