@@ -1,7 +1,9 @@
 """A tiny checkpoint made by the command itself, and the command run in this process, for all tests of this room."""
 
+import re
 from collections.abc import Callable
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,15 @@ def usage_error(*words: object) -> str:
     done = moe_mk(*words)
     assert done.exit_code == 2, done.output
     return done.stderr
+
+
+def rows_of(text: str, head: str) -> list[dict[str, str]]:
+    """The rows of a printed table by its heads, of which `head` is the first; cells at the end may be empty."""
+    lines = text.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.strip().startswith(head))
+    heads, *rows = (re.split(r" {2,}", line.strip()) for line in lines[first:])
+    found = takewhile(lambda row: len(heads) - len(row) in (0, 1), rows)
+    return [dict(zip(heads, (*row, ""), strict=False)) for row in found]
 
 
 @pytest.fixture

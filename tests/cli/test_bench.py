@@ -1,14 +1,16 @@
 """`moe-mk bench` measures what was decided, and compares with an earlier result."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from moe_mk.lab.cli.bench import bench_head, differences, ratios, save_bench_plot, sizes_of
+from moe_mk.lab.cli.bench import bench_head, bench_table, differences, ratios, ratios_table, save_bench_plot, sizes_of
 from moe_mk.lab.cli.measure import SHOWN
-from tests.cli.conftest import moe_mk, printed, usage_error
+from tests.cli.conftest import moe_mk, printed, rows_of, usage_error
 
 TINY = ["bench", "--num-experts", "16", "--hidden", "128", "--intermediate", "128", "--repeats", "2"]
 
@@ -54,6 +56,9 @@ def test_sizes_are_read_once_each() -> None:
     assert sizes_of("1,16,1") == (1, 16)
 
 
+STAGES_MS = {stage: 0.25 * number for number, stage in enumerate(SHOWN)}
+
+
 def run_of(tokens_ms: dict[int, float], pair: str = "a + b", route: float = 1.0) -> dict[str, Any]:
     results = [
         {"tokens": tokens, "total_ms": total, "stages_ms": {"route": route, "experts": total - 1.0, "quantise": 0.001}}
@@ -71,6 +76,16 @@ def test_two_runs_are_compared_by_ratio() -> None:
         16: {"route": 1.0, "experts": pytest.approx(5 / 3), "forward": 1.5},
     }
     assert differences(before, after) == ["pair: a + b -> a + c"]
+    console = Console(width=99, file=(written := io.StringIO()))
+    console.print(ratios_table(ratios(before, after)))
+    results = [{**each, "stages_ms": STAGES_MS} for each in before["results"]]
+    console.print(bench_table({"repeats": 3, "results": results}))
+    text = written.getvalue()
+    assert [[*row.values()] for row in rows_of(text, "stage")][:3] == [
+        ["route", "1.00x", "1.00x"], ["experts", "1.00x", "1.67x"], ["forward", "1.00x", "1.50x"],
+    ]  # fmt: skip
+    rows = [[stage, *[f"{STAGES_MS[stage]:.3f}"] * 3] for stage in SHOWN] + [["forward", "2.000", "4.000", "9.000"]]
+    assert [[*row.values()] for row in rows_of(text.partition("milliseconds")[2], "stage")] == rows
 
 
 def test_an_earlier_result_is_compared_with_and_a_slower_forward_is_a_code(tmp_path: Path) -> None:

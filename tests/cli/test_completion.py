@@ -33,8 +33,3 @@ def test_verbs_and_options_are_offered(words: str, offered: set[str]) -> None:
     env = {"_MOE_MK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     done = CliRunner().invoke(app, [], prog_name="moe-mk", env=QUIET | env)
     assert done.exit_code == 0 and offered <= set(done.stdout.split()), done.output
-
-
-def test_help_names_the_option_that_installs_it() -> None:
-    stated = CliRunner().invoke(app, ["--help"]).stdout
-    assert "--install-completion" in stated and "--show-completion" in stated

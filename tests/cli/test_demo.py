@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Invoke, moe_mk, printed, usage_error
+from tests.cli.conftest import moe_mk, printed, usage_error
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
@@ -43,8 +43,4 @@ def test_a_conversion_reports_sizes_and_errors(tiny: Path, tmp_path: Path) -> No
     done = printed("convert", tiny, tmp_path / "out", "--to", "nvfp4")
     assert "experts in nvfp4" in done and "relative change of 33 experts: mean" in done and "maximum" in done
     assert "sound" in printed("inspect-checkpoint", tmp_path / "out")
-
-
-def test_a_type_that_does_not_exist_is_refused(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
-    refused = invoke("convert", tiny, tmp_path / "out", "--to", "int5")
-    assert refused.exit_code == 2 and "'int5'" in refused.stderr and not (tmp_path / "out").exists()
+    assert "'int5'" in usage_error("convert", tiny, tmp_path / "new", "--to", "int5")

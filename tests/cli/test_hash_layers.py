@@ -34,11 +34,6 @@ def files(folder: Path, rows: int, ids: object) -> tuple[object, ...]:
     return ("--hidden-states", folder / "rows.npy", "--token-ids", folder / "ids.npy")
 
 
-def test_inspection_states_how_it_chooses(hashed: Path) -> None:
-    done = printed("inspect-checkpoint", hashed)
-    assert "deepseek_v4" in done and "routed by a table of 40 token ids" in done
-
-
 @pytest.mark.slow
 def test_two_ranks_route_the_ids_of_a_file_as_the_table_states(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
     ids = [3, 39, 0, 3, 17, 8, 8]  # shared out 4 + 3
@@ -57,11 +52,6 @@ def test_two_ranks_route_the_ids_of_a_file_as_the_table_states(invoke: Invoke, h
     assert known == [ids[:4], ids[4:]]
     for each in reported:
         assert torch.equal(each.ids_TK.long(), table_XK[each.token_ids_T])
-
-
-def test_an_injected_fault_is_found_in_such_a_layer_too(invoke: Invoke, hashed: Path) -> None:
-    done = invoke("run", hashed, "--tokens", 5, "--repeats", 1, "--inject", "double-scale")
-    assert done.exit_code == 1 and "FAIL" in done.stdout
 
 
 def test_rows_without_ids_are_refused_by_name(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
@@ -95,8 +85,3 @@ def test_layers_that_choose_by_scores_record_ids_and_take_no_other_notice(tiny: 
     printed("run", tiny, *words)
     held = RoutingTrace.read(traced).token_ids_R
     assert held is not None and held.tolist() == [70000, 5, 70000]
-
-
-def test_it_can_be_measured(hashed: Path) -> None:
-    found = json.loads(printed("bench", hashed, "--tokens", "1,3", "--repeats", 1, "--json"))
-    assert found["ran_as_decided"] and [result["tokens"] for result in found["results"]] == [1, 3]

@@ -25,7 +25,8 @@ from moe_mk.lab.cli.place import (
 from moe_mk.lab.trace.routing import RoutingTrace
 from moe_mk.lab.trace.traffic import NodesPerToken
 from moe_mk.placement.eplb import Topology, plan, slot_loads
-from tests.cli.conftest import moe_mk, printed, usage_error
+from moe_mk.text import amount
+from tests.cli.conftest import moe_mk, printed, rows_of, usage_error
 from tests.support.routing_cases import group_limited
 from tests.support.trees import Runs
 
@@ -114,16 +115,6 @@ def test_a_misspelt_policy_is_guessed() -> None:
         policies_of("hybird")
 
 
-@pytest.mark.row(126, "N11")
-def test_before_and_after_are_reported_on_a_recording(tmp_path: Path) -> None:
-    stated = printed(
-        "place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8
-    )
-    assert "6 layers of 256 experts, 4 windows" in stated
-    assert "32 GPUs on 4 nodes, 9 slots per GPU, 288 in total" in stated
-    assert all(word in stated for word in ("before", "after", "auto: hybrid", "compat", "flat", "lost with a GPU"))
-
-
 @pytest.mark.row(124, 126)
 def test_json_holds_the_placement_and_its_price(tmp_path: Path) -> None:
     stated = moe_mk("place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "prefill-ep32", "--groups", 8, "--json")
@@ -203,6 +194,8 @@ def test_a_trace_reports_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> 
     lost, exported = float(same.lost_XW.max()), float(same.exported_X.mean())
     assert (answer["chosen"]["lost_with_worst_gpu"], answer["chosen"]["lent_to_other_nodes"]) == (lost, exported)
     assert answer["chosen"]["balance_worst"] == same.balance_X.min() < same.balance_X.mean()
+    moved = answer["chosen"]["moved_experts"], answer["chosen"]["rounds"], answer["chosen"]["bound_mean"]
+    assert moved == (same.moves.transfers, same.moves.rounds, same.bound_X.mean())
     # Planned on the first step, judged on the second.
     first, second = (trace.filter(steps=[step]).loads() for step in trace.steps)
     gpu_XW = slot_loads(plan(first, Topology(8, 4, 10), groups=4), second).reshape(2, 8, 10).sum(2)
@@ -216,13 +209,36 @@ def test_a_trace_reports_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> 
     assert pareto["flat"]["step_over_ideal"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.row("N11")
-def test_the_table_marks_what_nothing_beats(tmp_path: Path) -> None:
+@pytest.mark.row(126, "N11")
+def test_what_is_printed_is_what_is_reported_as_json(tmp_path: Path) -> None:
     routed(num_ranks=8).write(tmp_path / "t.safetensors")
-    stated = printed("place", "--trace", tmp_path / "t.safetensors", *WORDS)
-    assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in stated
-    rows = {line.split("  ")[0].strip(): line for line in stated.splitlines() if line.rstrip().endswith("*")}
-    assert "in order" in rows and "remote nodes per token" in stated
+    words = ("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--policy", "all", "--expert-bytes", 1000)
+    text, found = printed(*words), json.loads(printed(*words, "--json"))
+    assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in text
+    assert "2 layers of 64 experts, 2 windows" in text and "8 GPUs on 4 nodes, 10 slots per GPU, 80 in total" in text
+    for label in ("before", "after"):
+        of = {key.removeprefix("balance."): value for key, value in found[label].items()}
+        peaks = f"{of['rank_max_over_mean']:.3f} x mean, worst layer {of['rank_max_over_mean_worst']:.3f} x"
+        assert f"{label:<12}busiest GPU {peaks}; expert CV {of['expert_cv']:.3f}\n" in text
+    made = [found["chosen"], *found["compared"]]
+    for one, row in zip(made, rows_of(text, "policy"), strict=True):
+        balance = [1 / one["later_step_over_ideal"] if key is None else one[key] for key in BALANCE]
+        moved = f"{one['moved_experts']} ({amount(one['moved_bytes'])})"
+        shares = [f"{one[key]:.1%}" for key in ("lent_to_other_nodes", "lost_with_worst_gpu")]
+        assert list(row.values())[1:] == [*(f"{each:.4f}" for each in balance), moved, str(one["rounds"]), *shares]
+    held = f"{amount(max(found['chosen']['bytes_per_gpu']))} of experts on a GPU"
+    assert f"{held}, maps {amount(found['chosen']['map_bytes'])}\n" in text and found["chosen"]["reason"] in text
+    nodes = {one["policy"]: one["nodes_per_token"] for one in made}
+    for one, row in zip(found["pareto"], rows_of(text, "placement"), strict=True):
+        moved = f"{one['moved_experts']} ({amount(one['moved_bytes'])})"
+        cells = [one["name"], f"{1 / one['step_over_ideal']:.4f}", moved, f"{one['remote_nodes_per_token']:.3f}"]
+        assert [row[key] for key in ("placement", "balance", "moved", "remote nodes per token")] == cells
+        assert row["Pareto"] == "*" * one["best"]
+        if one["name"] != "in order":
+            assert row["nodes per token"] == f"{nodes[one['name'].removeprefix('auto: ')]:.3f}"
+
+
+BALANCE = ("balance_mean", "balance_worst", "bound_mean", None)
 
 
 def test_offers_by_hand() -> None:

@@ -32,6 +32,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 USAGE = [
     ("--ranks 2 --tokens 1,2,3", r"lists 3 numbers for 2 batches of tokens"),
     ("--ranks 2 --replicated --tokens 1,2", r"lists 2 numbers for 1 batches of tokens; give one number"),
+    ("--layer 3 --layer 3", r"--layer is given 2 times, and run verifies one layer"),
     ("--layer 4", r"has no experts for layer 4; layers with experts: 3"),
     ("--experts-backend torch_cup", r"no experts backend is called 'torch_cup'; did you mean 'torch_cpu'"),
     ("--prepare-finalize all_to_al", r"'all_to_al'; did you mean 'all_to_all'"),

@@ -1,14 +1,15 @@
 """Optional libraries: found, missing, broken, unknown."""
 
-import importlib
-import json
+import shutil
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
 import pytest
 
 from moe_mk.errors import LibraryMissing
-from moe_mk.external.library import LIBRARIES, Library, find, installed, installed_version
+from moe_mk.external.library import COMPILER, EMULATIONS, LIBRARIES, Library, find, installed, installed_version, load
+from moe_mk.kernels import native
 
 
 @pytest.fixture
@@ -48,10 +49,53 @@ def test_an_unknown_name_is_answered() -> None:
         find("deep_epp")
 
 
-def test_a_library_and_its_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_mk.external.library.LIBRARIES", {"json": Library("json", "tests", "it is here", ())})
-    assert find("json") is json and find("json.decoder") is importlib.import_module("json.decoder")
-    assert installed() == frozenset({"json"}) and installed_version("json") == "unknown"
+@pytest.mark.parametrize(
+    "part,there,found",
+    [
+        ("", {"b", "c"}, "b"), ("", {"c"}, "c"), ("", {"a"}, ""), ("ep", {"b", "c", "c.ep"}, "c"),
+        ("ep", {"b", "c"}, ""),
+    ],
+)  # fmt: skip
+def test_the_first_module_with_its_part_is_the_library(
+    monkeypatch: pytest.MonkeyPatch, part: str, there: set[str], found: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in there else None)
+    library = Library("a", "tests", "pip", modules=("b", "c"), part=part)
+    assert library.found_as == found
+    monkeypatch.setattr("moe_mk.external.library.LIBRARIES", {"a": library})
+    monkeypatch.setattr("importlib.import_module", lambda name: name)
+    assert find("a.x") == f"{found or 'a'}.x" and installed() == ({"a"} if found else set())
+    assert installed_version("a") == ("unknown" if found else None)
+
+
+@pytest.mark.parametrize("there,expected", [({"deep_ep": "2"}, "2"), ({"deep_ep": "2", "sgl-deep-ep": "1"}, "1")])
+def test_the_version_is_that_of_the_first_distribution_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], expected: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr("moe_mk.external.library.version", version)
+    compiler = native.find_compiler(shutil.which)
+    assert (installed_version("deep_ep"), installed_version(COMPILER)) == (expected, compiler and compiler.version)
+
+
+@pytest.mark.parametrize("name", ["deep_ep", "flashinfer.comm"])
+def test_an_emulation_is_loaded_where_it_is_allowed_and_the_library_is_missing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    found = set[str]()
+    root = name.partition(".")[0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module if module in found else None)
+    monkeypatch.setattr("importlib.import_module", lambda module: module)
+    assert load(name, allow_emulated=True) == f"{EMULATIONS}.{name}"
+    assert load(name, allow_emulated=True, emulation="mine") == "mine"
+    with pytest.raises(LibraryMissing, match=rf"{root} \(.*\) is not installed\n  - pip.*kernel.allow_emulated = true"):
+        load(name, allow_emulated=False, emulation="mine")
+    found.add(root)
+    assert load(name, allow_emulated=True, emulation="mine") == load(name, allow_emulated=False) == name
 
 
 def test_looking_imports_nothing() -> None:

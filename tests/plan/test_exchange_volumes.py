@@ -32,15 +32,11 @@ def test_the_ratio_is_choices_over_ranks() -> None:
     assert break_even_ranks(8) == 8
 
 
-def test_resident_tokens_by_hand() -> None:
-    assert Volumes(10, 2, 1, 4).tp_resident_tokens == 10
-    assert Volumes(10, 2, 1, 4).ep_resident_tokens == 3
-
-
 @pytest.mark.row(36)
 @pytest.mark.parametrize("tokens,ranks,held", [(12, 4, 3), (13, 4, 4), (3, 4, 1)])
 def test_the_fullest_rank_holds_its_share_rounded_up(tokens: int, ranks: int, held: int) -> None:
-    assert Volumes(tokens, 2, 1, ranks).ep_resident_tokens == held
+    gauges = Volumes(tokens, 2, 1, ranks)
+    assert (gauges.tp_resident_tokens, gauges.ep_resident_tokens) == (tokens, held)
 
 
 @pytest.mark.row(36)

@@ -3,19 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks.host_bound import posts
-from moe_mk.comm import DistributedCommunicator
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
-from moe_mk.flight import wait
-from moe_mk.lab.plan.paths import POSTS_EACH_RANK, HostBound, posts_of
-from moe_mk.lab.testing.on_ranks import RankWorld
+from moe_mk.lab.plan.paths import HostBound, posts_of
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "host_bound_cpu.json"
 
@@ -76,30 +69,3 @@ def test_the_measured_time_to_post_grows_by_the_slope_of_the_model() -> None:
         # With the measured costs the one-sided send gains from three ranks on; without them it gains nothing.
         assert (host.collective_us > host.one_sided_us) and host.slope_us > 0
         assert replace(host, launch_us=0.0).collective_us == replace(host, launch_us=0.0).one_sided_us
-
-
-def sends_of_a_call(rank: int) -> int:
-    """Messages that this rank sends in one exchange of rows with all peers."""
-    sent: list[int] = []
-    comm = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)
-    connections: Any = comm._messages.connections  # type: ignore[union-attr]
-    post = connections.post
-
-    def counted(how: str, message: Any, peer: int, tag: int) -> Any:
-        sent.extend([peer] if how == "send" else [])
-        return post(how, message, peer, tag)
-
-    connections.post = counted
-    rows = torch.zeros((comm.size * 3, 4), dtype=torch.float32)
-    wait(comm.all_to_all(rows, [3] * comm.size, [3] * comm.size, "rows"))
-    return len(sent)
-
-
-@pytest.mark.row(138)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_host_driven_exchange_posts_what_the_model_counts(ranks: int) -> None:
-    """Counted where they are posted: of a plain exchange, and of the communicator, whose small rows are one message."""
-    model = replace(BY_HAND, ranks=ranks)
-    with RankWorld(ranks) as world:
-        assert set(world.call(posts, 3)[0]["posted"]) == {float(model.posts)}
-        assert world.call(sends_of_a_call) == [model.posts // POSTS_EACH_RANK] * ranks

@@ -121,12 +121,6 @@ def test_profiles_of_other_vendors_load_and_predict(name: str) -> None:
     assert far == sorted(far) and len(set(far)) > 1
 
 
-def test_what_crosses_nodes_is_less_than_what_bandwidth_counts() -> None:
-    # 58 GB/s over a card of 50: a quarter of the rows of four nodes stays at combined.
-    found = predict(link_profile("h800_cx7"), Exchange(4096, 32), "throughput", "dispatch")
-    assert found.remote_gbs / found.logical_gbs == pytest.approx(3 / 4)
-
-
 def test_a_prediction_states_its_error_on_rows_that_were_not_fitted() -> None:
     profile = link_profile("h800_cx7")
     found = predict(profile, Exchange(128, 64, nodes_kept=None), "latency", "dispatch")

@@ -22,7 +22,7 @@ from moe_mk.lab.plan.residency import (
     steps_of,
 )
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
-from tests.cli.conftest import moe_mk, usage_error
+from tests.cli.conftest import moe_mk, rows_of, usage_error
 
 MACHINE = Machine(expert_bytes=100, disk=100.0, memory=1000.0)
 """A read takes 1 s, a multiplication 0.1 s."""
@@ -206,13 +206,25 @@ def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) 
     RoutingTrace.of(TraceFacts(num_experts=16, top_k=2), forwards).write(tmp_path / "trace.safetensors")
     file = str(tmp_path / "trace.safetensors")
     sizes = ("--set", "num_experts=16", "--set", "top_k=2", "--set", "num_expert_group=1", "--set", "topk_group=1")
-    done = moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes)
-    assert "9 of 16 experts a layer" in done.stdout and "belady" in done.stdout
-    stated = json.loads(moe_mk("fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes, "--json").stdout)
-    assert stated["expert_bytes"] == 3 * 7168 * 2048 * (1 + 4 / 128**2) and stated["steps"] == 6
-    rates = {one["name"]: one["hit_rate"] for one in stated["outcomes"]}
-    assert all(rates["belady"] >= rate for name, rate in rates.items() if "prefetch" not in name and "pool" not in name)
-    assert stated["pool_slots"] == 18 and all(rates["belady, pool"] >= rates[f"{name}, pool"] for name in POLICIES)
+    words = ["fit", "deepseek_v3", "--trace", file, "--memory", "800MB", *sizes, "--tokens", "2", "--other", "50"]
+    words += ["--disk", "2GB/s", "--ram", "9GB/s", "--faults", "1GB/s"]
+    done = moe_mk(*words)
+    assert "800 MB: 9 of 16 experts a layer; disk 2 GB/s, ram 9 GB/s" in done.stdout
+    stated = json.loads(moe_mk(*words, "--json").stdout)
+    size = 3 * 7168 * 2048 * (1 + 4 / 128**2)
+    assert (stated["expert_bytes"], stated["steps"], stated["pool_slots"]) == (size, 3, 18)
+    trace = Recorded(steps_of(RoutingTrace.read(file), 2), 16, 2)
+    found = compare(trace, Machine(int(size), 2e9, 9e9, 5e-5, 1e9), 9, list(POLICIES), 18)
+    for own, one, row in zip(found, stated["outcomes"], rows_of(done.stdout, "policy"), strict=True):
+        right = own.right / max(own.predicted, 1)
+        expected = [own.hit_rate, own.reads / 3, own.step_s, 2 / own.step_s, own.error, right, own.wasted]
+        assert list(one.values()) == [own.name, *map(pytest.approx, expected)]
+        speed = f"{2 / own.step_s:.4g} +- {100 * own.error:.0f} %", f"{found[0].step_s / own.step_s:.2f}"
+        cells = [f"{100 * own.hit_rate:.1f} %", f"{own.reads / 3:.2f}", f"{1e3 * own.step_s:.4g}", *speed]
+        assert list(row.values()) == [own.name, *cells, f"{100 * right:.0f} %" if own.predicted else ""]
+    for (slots, rates), row in zip(stated["hit_rates_by_slots"].items(), rows_of(done.stdout, "slots"), strict=True):
+        assert list(row.values()) == [f"{slots} of 16", *(f"{100 * rate:.1f} %" for rate in rates.values())]
+        assert all(rates[name] == simulate(trace, MACHINE, int(slots), name).hit_rate for name in POLICIES)
     one = ("explain", "deepseek_v3", "--tokens", "1", *sizes, "--trace", file)
     for ranks, slots in ((1, 9), (4, 3)):
         residency = ("--set", f"kernel.residency={{slots: {slots}, store: /tmp}}", "--ranks", ranks)

@@ -9,8 +9,6 @@ import pytest
 from moe_mk import ConfigError, Problem
 from moe_mk.lab.plan import wanted
 from moe_mk.lab.plan.wanted import Change, ways_to
-from moe_mk.oracle import select
-from moe_mk.quant.plain import BF16
 from tests.cli.conftest import moe_mk, printed
 from tests.support import problems
 
@@ -86,20 +84,6 @@ def suffices(given: Problem, changes: tuple[Change, ...], pair: tuple[str, str])
     if wanted._reasons(pair, given):
         return False
     return wanted._decided(given, [pair]) is not None
-
-
-@pytest.mark.row("N2")
-def test_every_way_is_a_decision_of_the_oracle() -> None:
-    asked = problem(ep=2, graphs=True)
-    for way in ways_to(asked, "deepep_ll + triton", other_devices=False)[0]:
-        changed = asked
-        for change in way.changes:
-            changed = change.of(changed) or changed
-        pins = dict(zip(("prepare_finalize", "experts"), way.decision.chosen.pair, strict=True))
-        again = select(
-            Problem(changed.config.with_(**pins), changed.device, BF16, changed.num_tokens, changed.installed)
-        )
-        assert again.chosen.name == way.decision.chosen.name and not again.chosen.reasons
 
 
 def test_the_command_prints_changes_and_refuses_unknown_names() -> None:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import ConfigError
 from moe_mk.lab.plan.exchange import RowBytes, all_to_all_flow, hierarchical_flow
-from moe_mk.lab.plan.timeline import LINKS, Message, SimulatedLink, simulate
-from moe_mk.lab.testing import virtual_time
-from moe_mk.lab.testing.virtual_time import TRANSPORTS, Recorded, VirtualCommunicator, record, uniform_routings
+from moe_mk.lab.plan.timeline import LINKS, Message, simulate
+from moe_mk.lab.testing.virtual_time import TRANSPORTS, Recorded, record, uniform_routings
 from moe_mk.tokens import Routing
 from tests.plan.test_timeline import check_laws
 
@@ -114,37 +112,6 @@ def test_the_algorithms_take_the_times_of_the_worked_example() -> None:
     assert phases["gather"]["ends_us"] - phases["gather"]["begins_us"] == pytest.approx(8.0, abs=0.2)
     assert phases["combine"]["ends_us"] - phases["combine"]["begins_us"] == pytest.approx(38.3, abs=0.2)
     assert phases["combine"]["ends_us"] - phases["gather"]["begins_us"] == pytest.approx(46.3, abs=0.2)
-
-
-@pytest.mark.row("N8")
-def test_an_extra_copy_shows_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = SimulatedLink("slow", 0.01, 0.0, 0.0, "made up")
-    before = {name: recorded(name) for name in ("all_to_all", "one_sided_network")}
-    heap_put = virtual_time._VirtualHeap.put
-
-    def put_twice(
-        self: virtual_time._VirtualHeap, peer: int, at: int, rows: Tensor, index: Tensor | None = None
-    ) -> None:
-        heap_put(self, peer, at, rows, index)
-        heap_put(self, peer, at, rows, index)
-
-    monkeypatch.setattr(virtual_time._VirtualHeap, "put", put_twice)
-    post = VirtualCommunicator._post
-
-    def post_twice(self: VirtualCommunicator, outgoing: Sequence[Tensor], phase: str) -> int:
-        if phase == "dispatch":
-            for peer, part in enumerate(outgoing):
-                if peer != self.rank and part.nbytes:
-                    self.world.recording.post(self.rank, peer, part.nbytes, phase)
-        return post(self, outgoing, phase)
-
-    monkeypatch.setattr(VirtualCommunicator, "_post", post_twice)
-    for name, one in before.items():
-        twice = recorded(name)
-        assert sum(t.num_bytes for t in twice.recording.messages if t.phase == "dispatch") == 2 * sum(
-            t.num_bytes for t in one.recording.messages if t.phase == "dispatch"
-        )
-        assert simulate(twice.recording, slow, slow).us > 1.4 * simulate(one.recording, slow, slow).us
 
 
 def test_a_proxy_costs_by_messages_and_a_late_rank_holds_up_all() -> None:

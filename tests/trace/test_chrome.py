@@ -1,20 +1,15 @@
-"""Chrome traces: events by hand, rows that nest, clocks of several hosts, and overlap that a viewer can see."""
+"""Chrome traces: events by hand, rows that nest, and clocks of several hosts."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk.flight import interleave
-from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.lab.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
-from moe_mk.runner import run_dual
-from moe_mk.trace import Recorder, Span
-from tests.support.layers import HIDDEN, layer
+from moe_mk.trace import Span
 
 
 def span(stage: str, start: float, end: float) -> Span:
@@ -77,36 +72,3 @@ def test_clocks_of_one_host_are_left_alone_and_others_meet() -> None:
     for one, other in ((5.0, 905.0), (905.0, 5.0)):  # the earliest span is that of the second rank
         far = chrome_trace([[span("a", one + 1.5, one + 2.0)], [span("a", other + 1.0, other + 2.0)]], [one, other])
         assert [event["ts"] for event in events_of(far)] == pytest.approx([5e5, 0.0])
-
-
-@pytest.mark.row(93)
-@pytest.mark.parametrize("transport", ["one_sided", "all_to_all", "all_gather"])
-def test_shared_experts_are_seen_inside_the_dispatch(transport: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = [torch.randn((count, HIDDEN), generator=draw) for count in (9, 5)]
-    ranks = [layer(8, 2, g, num_shared_experts=1, prepare_finalize=transport) for g in virtual_groups(2)]
-    silent = interleave([one.steps(own) for one, own in zip(ranks, x, strict=True)])
-    recorders = [Recorder() for _ in ranks]
-    for one, recorder in zip(ranks, recorders, strict=True):
-        one.spans.recorder = recorder
-    traced = interleave([one.steps(own) for one, own in zip(ranks, x, strict=True)])
-    assert all(torch.equal(a, b) for a, b in zip(silent, traced, strict=True))
-    events = events_of(chrome_trace([recorder.spans for recorder in recorders]))
-    for rank in range(2):
-        (shared,), (dispatch,) = (
-            [e for e in events if e["pid"] == rank and e["name"] == name] for name in ("shared", "dispatch")
-        )
-        assert dispatch["ts"] < shared["ts"] and shared["dur"] > 0
-        assert shared["ts"] + shared["dur"] < dispatch["ts"] + dispatch["dur"]
-
-
-@pytest.mark.row(94)
-def test_two_micro_batches_are_seen_side_by_side() -> None:
-    (groups,) = virtual_groups(1)
-    one, recorder = layer(8, 2, groups), Recorder()
-    one.spans.recorder = recorder
-    run_dual([one.steps(torch.randn(4, HIDDEN)) for _ in range(2)])
-    events = events_of(chrome_trace([recorder.spans]))
-    assert {event["name"] for event in events} >= {"route", "experts"}
-    for row in {event["tid"] for event in events}:
-        assert is_nested([event for event in events if event["tid"] == row])

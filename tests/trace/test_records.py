@@ -267,10 +267,11 @@ def outcome(file: Path) -> None:
 
 
 @pytest.mark.row("177")
+@pytest.mark.parametrize("rounds", [40, pytest.param(600, marks=pytest.mark.slow)])
 @every
-def test_damaged_files_raise_nothing_but_trace_errors(tmp_path: Path, name: str) -> None:
-    draw, content = random.Random(name), FILES[name][2]()
-    for _ in range(40):
+def test_damaged_files_raise_nothing_but_trace_errors(tmp_path: Path, name: str, rounds: int) -> None:
+    draw, content = random.Random(f"{name} {rounds}"), FILES[name][2]()
+    for _ in range(rounds):
         outcome(written(tmp_path, name, mutated(content, draw)))
 
 
@@ -299,12 +300,3 @@ def test_responses_with_parts_of_other_kinds_raise_nothing_but_trace_errors(
     for _ in range(60):
         (tmp_path / "record.json").write_text(json.dumps(replaced([entry(0), entry(1)], draw)))
         outcome(tmp_path / "record.json")
-
-
-@pytest.mark.row("177")
-@pytest.mark.slow
-@every
-def test_many_damaged_files_raise_nothing_but_trace_errors(tmp_path: Path, name: str) -> None:
-    draw, content = random.Random(name + "more"), FILES[name][2]()
-    for _ in range(600):
-        outcome(written(tmp_path, name, mutated(content, draw)))

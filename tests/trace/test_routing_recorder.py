@@ -8,7 +8,7 @@ import torch
 from moe_mk import ConfigError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
-from moe_mk.lab.trace.routing import RoutingRecorder, RoutingTrace, TraceError, TraceFacts
+from moe_mk.lab.trace.routing import RoutingRecorder, TraceError, TraceFacts
 from moe_mk.tokens import Routing
 from tests.support.rebalance_world import EXPERTS, HIDDEN, config, tensors
 
@@ -156,12 +156,3 @@ def test_nothing_waits_for_the_device_while_recording() -> None:
     recorder.record(0, Routing(torch.empty(4, 2, dtype=torch.int32, device="meta"), torch.empty(4, 2, device="meta")))
     with pytest.raises(NotImplementedError):
         recorder.take()
-
-
-def test_ranks_of_one_step_join_into_one_trace() -> None:
-    facts = TraceFacts(EXPERTS, 2, num_ranks=2)
-    recorders = [RoutingRecorder(facts, rank=rank) for rank in range(2)]
-    for rank, recorder in enumerate(recorders):
-        recorder.record(0, Routing(torch.full((rank + 1, 2), rank, dtype=torch.int32), torch.ones(rank + 1, 2)))
-    trace = RoutingTrace.concat([recorder.take() for recorder in recorders])
-    assert trace.rank_X.tolist() == [0, 1] and trace.ids_RK.tolist() == [[0, 0], [1, 1], [1, 1]]

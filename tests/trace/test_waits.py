@@ -25,7 +25,7 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder, Span, Spans
-from tests.cli.conftest import moe_mk, printed
+from tests.cli.conftest import moe_mk, printed, rows_of
 
 
 def test_a_matrix_by_hand() -> None:
@@ -101,8 +101,13 @@ def test_a_delayed_rank_is_named_under_every_transport(transport: str, late: int
     assert found.late == [late], found
     others = [rank for rank in range(3) if rank != late]
     assert all(found.waited_WW[rank][late] > 0.6 * DELAY_S * 1e6 for rank in others)
-    assert f"late        rank {late}: others waited" in printed("waits", file)
-    assert json.loads(moe_mk("waits", file, "--json").stdout)["late"] == [late]
+    text, reported = printed("waits", file), json.loads(moe_mk("waits", file, "--json").stdout)
+    assert f"late        rank {late}: others waited {found.caused_W[late]:.0f} us for it" in text
+    assert (reported["waited_us"], reported["rest_us"]) == ([*map(list, found.waited_WW)], list(found.rest_W))
+    assert (reported["late"], reported["slow_to_receive"], reported["calls"]) == ([late], found.slow_to_receive, 2)
+    for rank, row in enumerate(rows_of(text, "waited, us")):
+        waited = (*found.waited_WW[rank], found.rest_W[rank])
+        assert [*row.values()] == [f"rank {rank}", *(f"{us:.0f}" for us in waited)]
 
 
 def test_files_without_waits_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.lab.training import TrainingMoE
 from moe_mk.lab.training.router import balance_loss, importance
+from moe_mk.lab.verify.dense import gated
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 4, 2, 12
 
@@ -159,8 +160,31 @@ def test_settings_of_other_kinds_are_refused() -> None:
     assert [config(kind="expert_capacity", num_choices=n).router.num_choices for n in (2, 4, None)] == [2, 4, None]
     with pytest.raises(ConfigError, match="pass a group of that size"):
         layer(config(ep=2))
-    with pytest.raises(UnsupportedError, match=r"(?s)quantised weights have no gradients.*tokens = replicated"):
-        layer(config(quant={"weights": "fp8_block"}, tokens="replicated"))
+
+
+SERVED_ALONE = {
+    "latent_size": 4, "input_norm": 1e-6, "shared_gate": True, "shared_activation": "gelu", "expert_bias": True,
+    "shared_scale": 2.0, "num_zero_experts": 1, "group_score": "two_best", "has_expert_scale": True, "tp": 2,
+    "has_logit_bias": True, "tokens": "replicated", "scoring_func": "logit_sigmoid", "quant": {"weights": "fp8_block"},
+    "placement": [1, 0, 3, 2], "router_dtype": "model",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED_ALONE)
+def test_what_only_a_layer_that_serves_has_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        layer(config(**{"num_shared_experts": int("shared" in name), name: SERVED_ALONE[name]}))
+    (reason,) = refused.value.reasons
+    assert f".{name}" in reason.split()[0]
+
+
+@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_limit"])
+def test_limits_of_the_activation_are_those_of_the_model(activation: str) -> None:
+    made = layer(config(activation=activation, swiglu_limit=0.1, swiglu_alpha=1.3, num_shared_experts=0))
+    gate, up = torch.randn(2, 5, 6).unbind()
+    w13_IH, w2_HI, x_NH = torch.eye(12), torch.eye(6), torch.cat((gate, up), -1)
+    expected = gated(gate.double(), up.double(), made.config.model)
+    torch.testing.assert_close(made._mlp(x_NH, w13_IH, w2_HI).double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_the_layer_that_serves_names_the_layer_that_trains() -> None:

@@ -100,7 +100,3 @@ def test_a_tenth_is_found_among_others_that_are_no_faster() -> None:
 def test_noise_wider_than_the_gain_may_hide_it_and_puts_no_other_in_its_place() -> None:
     found = [session(seed, wild, AMONG_OTHERS)[0] for seed in range(200)]
     assert sum(rule not in (0, 3) for rule in found) <= 1
-
-
-def test_the_faster_of_two_gains_serves() -> None:
-    assert [session(seed, steady, [100.0, 80.0, 60.0])[0] for seed in range(50)] == [2] * 50

@@ -286,7 +286,7 @@ def test_a_conversion_there_and_back_keeps_every_value(written: Callable[[str], 
 
 
 @pytest.mark.row(169)
-@pytest.mark.parametrize("source", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("source", ["mxfp4", "bf16", "int4_g32"])  # the last with shared experts in bf16
 def test_mxfp4_is_converted_to_a_gguf_file_and_back(
     source: str, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -301,7 +301,7 @@ def test_mxfp4_is_converted_to_a_gguf_file_and_back(
     tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "gguf" / "model.gguf").tensors}
     for at, projection in enumerate(("gate", "up", "down")):
         tensor = tensors[f"blk.1.ffn_{projection}_exps.weight"]
-        assert tensor.tensor_type.name == "MXFP4"
+        assert tensor.tensor_type.name == tensors[f"blk.1.ffn_{projection}_shexp.weight"].tensor_type.name == "MXFP4"
         theirs = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         for expert, slot in enumerate(slots):
             assert torch.equal(wide(slot)[at], theirs[expert]), (projection, expert)

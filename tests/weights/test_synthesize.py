@@ -62,10 +62,6 @@ def test_the_config_of_the_full_layer_states_what_deepseek_v3_states() -> None:
     assert "quantization_config" not in Shape(quant="bf16").hf_config()
 
 
-def test_the_config_on_disk_is_that_of_the_shape(tiny: Shape, tiny_directory: Path) -> None:
-    assert json.loads((tiny_directory / "config.json").read_text()) == tiny.hf_config()
-
-
 def test_the_same_seed_gives_the_same_bytes_whatever_the_threads(tiny: Shape, tmp_path: Path) -> None:
     for name, seed, threads in (("a", 5, 1), ("b", 5, 3), ("c", 6, 1)):
         write_checkpoint(tmp_path / name, tiny, seed=seed, threads=threads, shard_bytes=16 << 10)
@@ -223,10 +219,6 @@ def test_a_disk_that_is_too_small_is_reported_with_both_numbers(
 def test_a_shape_that_cannot_be_routed_states_what_could(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(Shape(), **change)
-
-
-def test_subsets_of_experts_keep_eight_groups() -> None:
-    assert [Shape(num_experts=n).num_groups for n in (16, 32, 64, 256)] == [8, 8, 8, 8]
 
 
 def test_shards_must_have_room_for_something(tiny: Shape, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
         "model.shared_activation": (model.shared_activation, None), "model.expert_bias": (model.expert_bias, False),
         "model.shared_scale": (model.shared_scale, 1.0), "model.num_zero_experts": (model.num_zero_experts, 0),
         "router.kind": (router.kind, router.kind if router.kind in ("topk", *TRAINING_KINDS) else "topk"),
-        "router.group_score": (router.group_score, "auto"),
+        "router.group_score": (router.group_score, "auto"), "router.router_dtype": (router.router_dtype, "float32"),
         "router.has_expert_scale": (router.has_expert_scale, False),
         "router.weight_on_input": (router.weight_on_input, False), "parallel.tp": (parallel.tp, 1),
         "router.has_logit_bias": (router.has_logit_bias, False), "parallel.tokens": (parallel.tokens, "sharded"),

@@ -40,7 +40,6 @@ from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
 from moe_mk.weights.expert_store import ExpertStore, digest_of
-from tests.experts.cpu_native.test_experts import weights as with_biases
 from tests.layer.native import NEEDS_COMPILER, built, written
 from tests.support.alone import alone
 
@@ -142,14 +141,6 @@ def test_any_calls_have_the_bits_of_resident_experts(
     assert len(list(tmp_path.iterdir())) == 1  # written once, used by all
 
 
-@pytest.mark.row(172)
-def test_biases_are_in_the_records(tmp_path: Path) -> None:
-    sizes = {"num_slots": 3, "hidden_size": 96, "intermediate_size": 64}
-    resident, held, paged, some = pair(with_biases(biases=True), tmp_path, 2, **sizes)
-    tokens = drawn(2, 9, 1, experts=3, hidden=96)
-    assert torch.equal(paged.run(tokens, some).y, resident.run(tokens, held).y)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("paged"))
@@ -206,19 +197,6 @@ def test_stores_of_passing_placements_take_no_room_once_they_are_replaced(checkp
     layer.live.set_placement(first)
     assert layer.state.experts.weights.cache.store.path == kept and kept.stat().st_mtime_ns == written_at
     assert torch.equal(layer(x_TH), expected)
-
-
-@pytest.mark.row(172)
-def test_once_all_experts_are_in_memory_a_call_reads_nothing_and_is_that_of_a_resident_layer(tmp_path: Path) -> None:
-    resident, held, paged, some = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, SLOTS)
-    for top_k in (2, SLOTS, 3):
-        tokens = drawn(8, 7, top_k)
-        outputs = [
-            each.run(replace(tokens, out_RH=torch.empty(7, SIZE)), weights).y
-            for each, weights in ((resident, held), (paged, some))
-        ]
-        assert torch.equal(*outputs)
-    assert some.cache.is_whole and some.cache.reads == SLOTS == some.cache.uses - some.cache.hits
 
 
 @pytest.mark.row(172)

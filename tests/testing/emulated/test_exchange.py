@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.errors import CommError, LibraryMissing
-from moe_mk.external import library
+from moe_mk.errors import CommError
 from moe_mk.lab.testing.emulated.exchange import Exchange, exchange_over
 from moe_mk.lab.testing.emulated.live import swap_among
 from moe_mk.lab.testing.emulated.pending import poison
@@ -85,11 +84,3 @@ def test_poison_is_nothing_that_anybody_could_take_for_a_number(dtype: torch.dty
 @pytest.mark.parametrize("module", SNAPSHOT)
 def test_signatures_are_those_of_the_libraries(module: str) -> None:
     assert differences(module) == []
-
-
-def test_a_library_that_is_missing_states_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_is_there", lambda name: False)
-    with pytest.raises(LibraryMissing, match=r"(?s)uccl .*is not installed.*or kernel\.allow_emulated = true"):
-        library.load("uccl", allow_emulated=False)
-    with pytest.raises(LibraryMissing, match="nixl"):
-        library.load("nixl", allow_emulated=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.lab.testing.emulated.flashinfer import comm as fi
-from moe_mk.lab.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory, TorchDistBackend
+from moe_mk.lab.testing.emulated.flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
 from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_alltoall import MnnvlMoe
 from moe_mk.lab.testing.emulated.flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_active_rank_mask,
@@ -84,12 +84,6 @@ def test_the_next_dispatch_destroys_what_the_last_one_returned(group: ThreadComm
     assert float(window.nan_to_num(nan=-1.0).max()) == -1.0
 
 
-@on_each_rank(2)
-def test_instances_of_one_size_share_a_workspace_and_others_do_not(group: ThreadCommunicator) -> None:
-    first, second, third = opened(group), opened(group), opened(group, hidden_size=17 * HIDDEN)
-    assert [first.workspace is second.workspace, first.workspace is third.workspace] == [True, False]
-
-
 def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
     mask = moe_a2a_active_rank_mask([0], 2)
     assert mask.tolist() == [1] and mask.dtype == torch.uint64 and mask.device.type == "cpu"
@@ -105,15 +99,6 @@ def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
 
     # Rank 1 makes no call. Of the tokens of rank 0 only a arrives at rank 0, and comes back from there alone.
     assert on_ranks(2, job) == [[1, 0, 1, 0], []]
-
-
-@on_each_rank(2)
-def test_statistics_are_gathered_with_a_dispatch(group: ThreadCommunicator) -> None:
-    exchange = opened(group, eplb_stats_num_experts=2)
-    mine = torch.tensor([group.rank, 5], dtype=torch.int32)
-    exchange.dispatch(ids(), [torch.empty(0, HIDDEN)], MOST, eplb_local_stats=mine)
-    assert exchange.eplb_gathered_stats is not None
-    assert exchange.eplb_gathered_stats.tolist() == [[0, 5], [1, 5]]
 
 
 def once(call: Callable[[fi.MoeAlltoAll], object], **settings: Any) -> Callable[[ThreadCommunicator], object]:
@@ -218,10 +203,3 @@ def test_two_sided_takes_slots_in_fours_rows_in_16_bytes_and_one_mapping_a_proce
 
     with pytest.raises(AssertionError, match="only one moe mapping"):
         on_ranks(2, other)
-
-
-def test_memory_needs_a_group_to_find_its_peers() -> None:
-    with pytest.raises(RuntimeError, match="mpi4py is not installed"):
-        MnnvlMemory(fi.Mapping(), 1024)
-    with pytest.raises(ValueError, match=r"world_size must equal .* 4 != 2 \* 1 \* 1"):
-        fi.Mapping(4, 0, 4, tp_size=2)

@@ -74,11 +74,6 @@ def test_what_the_library_refuses_is_refused(stated: str, wrong: dict[str, Any])
         call(**wrong)
 
 
-def test_what_is_not_imitated_states_so() -> None:
-    with pytest.raises(NotImplementedError, match="min_latency_mode, use_w4_group_scaling"):
-        call(min_latency_mode=True, use_w4_group_scaling=True)
-
-
 def fp8(**other: Any) -> Tensor:
     ones = torch.ones((1, 256, 128), dtype=F32).to(E4M3)
     given: dict[str, Any] = {

@@ -96,24 +96,10 @@ def test_rows_and_columns_are_undone_and_other_ranks_experts_add_nothing() -> No
     assert close(got[:1], by_definition()) and not got[1].any()
 
 
-def test_another_order_gives_other_numbers() -> None:
-    gate, up, _ = (w.to(BF16) for w in matrices())
-    for wrong in (taking_turns(gate, up), torch.cat([up, gate])):
-        turned = panels(shuffled(wrong, PLACE_OF_32), 64)[None].contiguous()
-        assert not close(bf16_call(gemm1_weights=turned)[:1], by_definition())
-    by_16 = panels(shuffled(taking_turns(up, gate), PLACE_OF_16), 64)[None].contiguous()
-    assert not close(bf16_call(gemm1_weights=by_16)[:1], by_definition())
-
-
 def test_a_weight_in_the_lower_half_of_an_id() -> None:
     # 0.5 is 0x3F00 in bf16: expert 0 with 0.5 is 0x00003F00, expert 1 with 9 is 0x00014110.
     packed = torch.tensor([[0x3F00, 0x14110], [0x14110, 0x14110]], dtype=torch.int32)
     assert torch.equal(bf16_call(topk_ids=packed), bf16_call())
-
-
-def test_the_offset_states_which_experts_are_local() -> None:
-    got = bf16_call(local_expert_offset=1)
-    assert not close(got[:1], by_definition()) and bool(got[1].any())
 
 
 def test_the_clamped_activations() -> None:
@@ -125,16 +111,6 @@ def test_the_clamped_activations() -> None:
 
     got = bf16_call(gemm1_alpha=one * 1.7, gemm1_beta=one, gemm1_clamp_limit=one * 0.3)
     assert close(got[:1], by_definition(oai))
-
-
-def test_an_output_that_is_given_is_filled() -> None:
-    out = torch.full((2, 256), torch.nan, dtype=BF16)
-    assert bf16_call(output=out) is out and out.isfinite().all()
-
-
-def test_what_is_not_imitated_states_so() -> None:
-    with pytest.raises(NotImplementedError, match="gemm1_lora_delta, unfinalized"):
-        bf16_call(gemm1_lora_delta=torch.ones(1), do_finalize=False)
 
 
 def fp8_call(**other: Any) -> Tensor:
@@ -229,8 +205,3 @@ REFUSED: list[tuple[Callable[..., Tensor], str, dict[str, Any]]] = [
 def test_what_the_library_refuses_is_refused(call: Callable[..., Tensor], stated: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match=stated):
         call(**wrong)
-
-
-def test_biases_of_nvfp4_are_not_imitated() -> None:
-    with pytest.raises(NotImplementedError, match="bias_of_nvfp4"):
-        nvfp4_call(gemm1_bias=torch.ones((1, 256)))
