@@ -129,7 +129,8 @@ def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
     # 10 experts over two ranks of 5: this one holds 5..9, so that global id 7 is its own 2.
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
     expert_map = torch.cat((torch.full((5,), -1), torch.arange(5))).to(torch.int32)
-    layer = layer_of(enabled, tiny, expert_map=expert_map)
+    parallel = SimpleNamespace(dp_size=1, ep_size=2, use_ep=True, tp_rank=0, enable_eplb=False)
+    layer = layer_of(enabled, tiny, expert_map=expert_map, moe_parallel_config=parallel)
     layer.quant_method.process_weights_after_loading(layer)
     global_TK = ids_TK + 5
     global_TK[:, 1] -= 5  # of the other rank
