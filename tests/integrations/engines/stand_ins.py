@@ -93,6 +93,7 @@ class QuarkMoEMethod(FusedMoEMethodBase):
 class LinearKernel:
     def __init__(self, config: Any, *names: str) -> None:
         self.config = config
+        self.w_q_name, self.w_s_name, self.w_zp_name = names or (None,) * 3
 
 
 class Vllm:
@@ -127,8 +128,9 @@ class Vllm:
             def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
                 return quant_config(moe_config)
 
-            def weight_loader(self, param: Tensor, loaded_weight: Tensor, *args: Any) -> None:
+            def weight_loader(self, param: Tensor, loaded_weight: Tensor, *args: Any) -> bool:
                 param.data.copy_(loaded_weight)
+                return True
 
         self.layer = RoutedExperts
         self.kernels: dict[str, list[type]] = {"fp8": [type("CPUFp8", (), {}), type("PerTensorTorchFP8", (), {})]}

@@ -1,6 +1,7 @@
 """The seams as they were read: stand-ins and adapters have them, and so have the engines where they are installed."""
 
 import inspect
+import json
 import random
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from moe_mk.integrations import vllm as vllm_door
 from moe_mk.integrations.sglang import RUNNER, UNQUANTISED
 from moe_mk.integrations.vllm import MOE
 from moe_mk.integrations.vllm_formats import FORMATS, LAYERS, format_of
-from moe_mk.integrations.vllm_linear import DISPATCH, LINEAR, READ, UTILS, linear_names
+from moe_mk.integrations.vllm_linear import CODES, DISPATCH, GATHERED, KEPT, LINEAR, READ, UTILS, linear_names
 from tests.integrations.engines import stand_ins
 from tests.integrations.engines.sources import SEAMS, UNPACKED, Sources
 
@@ -47,6 +48,20 @@ def test_stand_ins_have_the_signatures_that_were_read() -> None:
     config = stand_ins.moe_config()
     assert set(vllm_door.CONFIGS["FusedMoEConfig"]) <= vars(config).keys()
     assert set(vllm_door.CONFIGS["FusedMoEParallelConfig"]) == vars(config.moe_parallel_config).keys()
+
+
+def names_of_engines() -> dict[str, Any]:
+    """All names and values of engines that the adapters state, which sources of engines confirm where they are read."""
+    formats = {name: [*vars(each).values()] for name, each in FORMATS.items()}
+    formats = {name: [value for value in each if isinstance(value, str)] for name, each in formats.items()}
+    of_vllm = [vllm_door.PLUGGABLE, vllm_door.PARAMETERS, vllm_door.CONFIGS, linear_names()]
+    of_vllm += [CODES, [KEPT, GATHERED], sorted(READ)]
+    settings = [sglang_door.REFUSED, sglang_door.READ, sglang_door.HARMLESS, sglang_door.ROUNDED]
+    return {"formats": formats, "vllm": of_vllm, "sglang": [sglang_door.CALLED, RUNNER, UNQUANTISED, settings]}
+
+
+def test_names_of_engines_are_those_that_were_read() -> None:
+    assert json.loads(json.dumps(names_of_engines())) == SEAMS["names"]
 
 
 def test_our_classes_take_what_vllm_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +206,8 @@ def test_another_sglang_runs_its_own_experts(
             held = modules.setdefault(module, {}).setdefault(names[0], SimpleNamespace())
             vars(held).update(dict.fromkeys(names[1:], True))
     stand_ins.put_in(monkeypatch, modules)
-    monkeypatch.setattr(sglang_door, "register", lambda: True)
-    assert sglang_door.plugin() == (missing == ("", ""))
+    monkeypatch.setattr(sglang_door, "register", lambda: missing)
+    assert sglang_door.plugin() == (missing if missing == ("", "") else False)
     assert ("SGLang's own experts run" in caplog.text) == (missing != ("", "")) and missing[1] in caplog.text
 
 

@@ -62,14 +62,6 @@ def loops(tiny: Tiny, x_RD: Tensor, counts: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 4, 1, 2], [0, 0, 9, 0, 0], [0, 0, 0, 0, 1]])
-def test_sorted_rows_are_multiplied_by_their_experts(door: ModuleType, counts: list[int]) -> None:
-    tiny, (x_RD, counts_E) = Tiny.drawn(), rows(counts)
-    module = built(door, tiny, experts="torch_cpu")
-    assert type(module) is door.MoeMkGroupedExperts and module.settings == {"experts": "torch_cpu"}
-    assert error(module(x_RD, counts_E), loops(tiny, x_RD, counts)) < 1e-5
-
-
 def test_no_rows_and_rows_beyond_the_counts(door: ModuleType) -> None:
     tiny, (x_RD, counts_E) = Tiny.drawn(), rows([2, 0, 1, 0, 3], beyond=4)
     module = built(door, tiny)
@@ -79,18 +71,28 @@ def test_no_rows_and_rows_beyond_the_counts(door: ModuleType) -> None:
     assert not y_RD[6:].any()
 
 
-def test_which_expert_a_row_belongs_to(door: ModuleType) -> None:
-    assert door.expert_of_rows(torch.tensor([2, 0, 1]), 5).flatten().tolist() == [0, 0, 2, -1, -1]
-
-
-def test_a_new_weight_is_seen_and_rows_come_back_in_their_dtype(door: ModuleType) -> None:
-    tiny, (x_RD, counts_E) = Tiny.drawn(), rows([3, 0, 4, 1, 2])
-    module = built(door, tiny)
-    first = module(x_RD, counts_E)
+def test_weights_of_two_layers_are_seen_when_they_change_and_rows_come_back_in_their_dtype(door: ModuleType) -> None:
+    drawn = [Tiny.drawn(seed=seed) for seed in (0, 1)]
+    modules = [built(door, tiny, experts="reference") for tiny in drawn]
+    every = [3, 0, 4, 1, 2], [0, 0, 9, 0, 0], [0, 0, 0, 0, 1], [1, 2, 0, 0, 2]
+    for name, counts in zip(("", "w1_EFD", "w2_EDF", "w3_EFD"), every, strict=True):
+        x_RD, counts_E = rows(counts)
+        for module, tiny in zip(modules, drawn, strict=True):
+            if name:
+                changed = {"w1_EFD": tiny.w13[:, :INNER], "w2_EDF": tiny.w2, "w3_EFD": tiny.w13[:, INNER:]}[name]
+                getattr(module, name).copy_(changed.mul_(-1.5))
+            assert error(module(x_RD, counts_E), loops(tiny, x_RD, counts)) < 1e-5
+            held = module._moe_mk_held._held
+            assert {experts.backend for _, experts, _ in held.values()} == {"reference"} and len(held) == 1
+    half, local = x_RD.bfloat16(), modules[0].w2_EDF
+    y_RD, sharded = modules[0](half, counts_E), nn.Parameter(torch.zeros_like(local), False)
+    sharded.to_local = lambda: local
+    assert y_RD.dtype is torch.bfloat16 and error(y_RD, loops(drawn[0], half, counts)) < 2**-7
+    modules[0].w2_EDF = sharded
+    assert torch.equal(modules[0](half, counts_E), y_RD)
+    modules[0].w1_EFD.requires_grad_()
     with torch.no_grad():
-        module.w2_EDF.mul_(2.0)
-    assert torch.allclose(module(x_RD, counts_E), 2.0 * first)
-    assert module(x_RD.bfloat16(), counts_E).dtype is torch.bfloat16
+        assert torch.equal(modules[0](half.requires_grad_(), counts_E), y_RD)
 
 
 def test_training_is_refused_and_states_where_to_activate_it(door: ModuleType) -> None:
@@ -98,6 +100,9 @@ def test_training_is_refused_and_states_where_to_activate_it(door: ModuleType) -
     module = built(door, tiny)
     with pytest.raises(UnsupportedError, match=r"gradients through moe_mk in torchtitan\n.*generator, not the trainer"):
         module(x_RD.requires_grad_(), counts_E)
+    module.w1_EFD.requires_grad_()
+    with pytest.raises(UnsupportedError, match="gradients through moe_mk in torchtitan"):
+        module(x_RD.detach(), counts_E)
 
 
 def test_the_override_names_its_target_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

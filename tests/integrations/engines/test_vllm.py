@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +18,11 @@ import torch
 from torch import nn
 
 from moe_mk import MoELayer
-from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations import vllm as door
 from moe_mk.integrations import vllm_linear
-from moe_mk.integrations.packed_linear import PackedLinear, packed_linear
-from moe_mk.quant import QuantScheme
-from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
-from moe_mk.quant.kinds import scheme_of_kind
-from tests.integrations.engines import vllm_models
+from moe_mk.integrations.vllm_formats import FORMATS
+from tests.integrations.engines import stand_ins, vllm_models
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
 from tests.integrations.engines.stand_ins import (
     Activation,
@@ -111,7 +110,8 @@ def test_weights_are_held_once_unless_that_is_stated(monkeypatch: pytest.MonkeyP
     put_in(monkeypatch, host.modules)
     assert door.register()
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
-    layer = layer_of(host, Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()), in_dtype=torch.bfloat16)
+    half = Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16())
+    _, layer = (layer_of(host, half, in_dtype=torch.bfloat16) for _ in range(2))
     layer.quant_method.process_weights_after_loading(layer)
     held = layer.w13_weight.untyped_storage().nbytes() + layer.w2_weight.untyped_storage().nbytes()
     assert (held == 0) == releases
@@ -122,18 +122,20 @@ def test_weights_are_held_once_unless_that_is_stated(monkeypatch: pytest.MonkeyP
         ):
             layer.weight_loader(layer.w2_weight, tiny.w2)
     else:
-        layer.weight_loader(layer.w2_weight, tiny.w2.bfloat16())
+        assert layer.weight_loader(layer.w2_weight, tiny.w2.bfloat16()) is True
 
 
 def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
     # 10 experts over two ranks of 5: this one holds 5..9, so that global id 7 is its own 2.
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
     expert_map = torch.cat((torch.full((5,), -1), torch.arange(5))).to(torch.int32)
-    layer = layer_of(enabled, tiny, expert_map=expert_map)
+    parallel = SimpleNamespace(dp_size=1, ep_size=2, use_ep=True, tp_rank=0, enable_eplb=False)
+    layer = layer_of(enabled, tiny, expert_map=expert_map, moe_parallel_config=parallel)
     layer.quant_method.process_weights_after_loading(layer)
     global_TK = ids_TK + 5
     global_TK[:, 1] -= 5  # of the other rank
     global_TK[0, 0] = -1  # padding of vLLM
+    assert door.local_ids(global_TK, None) is global_TK
     local_TK = ids_TK.clone()
     local_TK[:, 1], local_TK[0, 0] = -1, -1
     assert torch.equal(door.local_ids(global_TK, expert_map), local_TK)
@@ -142,24 +144,9 @@ def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
     assert error(run(layer, x_TH, weights_TK, global_TK), tiny.loops(x_TH, weights_TK, local_TK)) < CLOSE
 
 
-def test_experts_without_a_gate(enabled: Vllm) -> None:
-    tiny, tokens = Tiny.drawn(gated=False), call()
-    layer = layer_of(enabled, tiny, activation=Activation.RELU2_NO_MUL, is_act_and_mul=False)
-    layer.quant_method.process_weights_after_loading(layer)
-    assert error(run(layer, *tokens), tiny.loops(*tokens)) < CLOSE
-
-
 def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) -> None:
-    parallel = SimpleNamespace(dp_size=2, ep_size=4, use_ep=True, tp_rank=0, enable_eplb=True)
-    with pytest.raises(UnsupportedError) as caught:
-        layer_of(enabled, Tiny.drawn(), activation=Activation.SITU, is_lora_enabled=True, moe_parallel_config=parallel)
-    stated = "\n".join(caught.value.reasons)
-    for word in ("'situ'", "LoRA", "EPLB", "data parallel size 2", "5 experts on 4", "VLLM_PLUGINS"):
-        assert word in stated
-    with pytest.raises(UnsupportedError, match=r"swiglu_beta=0.5"):
-        layer_of(enabled, Tiny.drawn(), activation=Activation.SWIGLUOAI, swiglu_beta=0.5)
-    with pytest.raises(UnsupportedError, match=r"a clamp of 7.0 with activation 'relu2'; known with clamps: silu"):
-        layer_of(enabled, Tiny.drawn(), activation=Activation.RELU2_NO_MUL, swiglu_limit=7.0)
+    with pytest.raises(UnsupportedError, match=r"'situ'(.|\n)*LoRA(.|\n)*VLLM_PLUGINS"):
+        layer_of(enabled, Tiny.drawn(), activation=Activation.SITU, is_lora_enabled=True)
     with pytest.raises(UnsupportedError, match=r"no experts of vLLM's QuarkMoEMethod\n.*Fp8MoEMethod"):
         layer_of(enabled, Tiny.drawn(), method=QuarkMoEMethod)
     layer = layer_of(enabled, Tiny.drawn(), apply_router_weight_on_input=True)
@@ -167,172 +154,54 @@ def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) 
         layer.quant_method.process_weights_after_loading(layer)
 
 
-@NEEDS_COMPILER
-@pytest.mark.timeout(300)  # the first one compiles the kernels
-@pytest.mark.parametrize(
-    "kind", ["bf16", "fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4_g32_zp", "int8", "int8_row"]
-)
-def test_a_linear_layer_is_the_product_with_its_decoded_weights(kind: str) -> None:
-    scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
-    w = torch.randn((256 if kind == "fp8_block" else 200, 288 if kind != "fp8_block" else 256), generator=draw) * 0.1
-    q = scheme.quantize(w.bfloat16() if kind == "bf16" else w)
-    linear, decoded = PackedLinear(q, "w"), scheme.dequantize(q, torch.float32).double()
-    for rows in (0, 1, 5, 300):
-        x = torch.randn((rows, w.shape[1]), generator=draw).bfloat16()
-        y = packed_linear(x, linear.entry, None, w.shape[0])
-        assert y.shape == (rows, w.shape[0]) and y.dtype is torch.bfloat16
-        assert rows == 0 or error(y, x.double() @ decoded.T) < 2**-8, "one rounding to bf16"
-    wide = torch.randn((2, 3, 2 * w.shape[1]), generator=draw).bfloat16()[..., : w.shape[1]]
-    assert error(linear.run(wide), wide.double() @ decoded.T) < 2**-8
-    for wrong in (torch.zeros((2, 8)), torch.zeros((2, w.shape[1]), device="meta")):
-        with pytest.raises(ShapeError, match=rf"x is \(2, \d+\) torch.bfloat16 on {wrong.device}, expected"):
-            linear.run(wrong.bfloat16())
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    given = (wide, linear.entry, w.shape[0])
-    torch.library.opcheck(torch.ops.moe_mk.packed_linear, given, test_utils=tests)
+def reasons_of(layer_of_host: Callable[[], object]) -> str:
+    try:
+        layer_of_host()
+    except UnsupportedError as refused:
+        return " ".join(refused.reasons)
+    return ""
 
 
-@NEEDS_COMPILER
-@pytest.mark.timeout(300)  # the first one compiles the kernels
-@pytest.mark.parametrize(
-    ("kind", "tokens"),
-    [
-        ("int8", INT8_TOKEN), ("int4_g32_zp", int8_groups(32)), ("int4_g128", int8_groups(128)),
-        ("int4_row", int8_groups(128)), ("int8_g64", int8_groups(64)), ("q4_k", int8_groups(32)),
-        ("q8_0", int8_groups(32)), ("q6_k", None), ("fp8_channel", None), ("bf16", None),
-    ],
-)  # fmt: skip
-def test_a_linear_layer_rounds_tokens_to_int8_where_it_multiplies_integers(
-    kind: str, tokens: QuantScheme | None
-) -> None:
-    scheme, draw = scheme_of_kind(kind), torch.Generator().manual_seed(0)
-    w = torch.randn((200, 512), generator=draw) * 0.1
-    q = scheme.quantize(w.bfloat16() if kind == "bf16" else w)
-    linear, plain, decoded = PackedLinear(q, "w", int8=True), PackedLinear(q, "w"), q.dequantize(torch.float32).double()
-    for rows in (0, 1, 3, 5, 40):
-        wide = torch.randn((rows, 600), generator=draw).bfloat16()
-        x = wide[:, 44:556]
-        y, before = linear.run(x), wide.clone()
-        rounded = x if tokens is None else tokens.quantize(x.float()).dequantize(torch.float32)
-        assert rows == 0 or error(y, rounded.double() @ decoded.T) < 2**-8, "one rounding to bf16"
-        assert torch.equal(wide, before) and torch.equal(y, plain.run(x)) == (tokens is None or rows == 0)
+def test_kinds_of_parallelism_and_of_activations_are_refused_one_by_one(enabled: Vllm) -> None:
+    for dp, ep, use_ep, eplb, experts in product((1, 2), (1, 2, 4), (True, False), (True, False), (4, 5)):
+        facts = {"dp_size": dp, "ep_size": ep, "use_ep": use_ep, "tp_rank": 0, "enable_eplb": eplb}
+        of = {"num_experts": experts, "moe_parallel_config": SimpleNamespace(**facts)}
+        found = reasons_of(lambda of=of: layer_of(enabled, Tiny.drawn(), **of))  # type: ignore[misc]
+        assert ("data parallel size" in found) == (dp == 2 and not (use_ep and ep == 2)), of
+        assert ("unequal parts" in found) == (dp == 2 and experts % ep > 0) and ("EPLB" in found) == eplb, of
+    limited = "silu", "swigluoai", "swigluoai_uninterleave"
+    for name, limit, beta in product((*limited, "gelu", "relu2_no_mul"), (None, 0.0, 7.0), (None, 1.0, 0.5)):
+        of = {"activation": SimpleNamespace(value=name), "swiglu_limit": limit, "swiglu_beta": beta}
+        found = reasons_of(lambda of=of: layer_of(enabled, Tiny.drawn(), swiglu_alpha=3.0, **of))  # type: ignore[misc]
+        assert ("a clamp of" in found) == (limit is not None and name not in limited), of
+        assert ("swiglu_beta=0.5" in found) == (beta == 0.5 and "oai" in name), of
 
 
-@NEEDS_COMPILER
-@pytest.mark.timeout(300)  # the first one compiles the kernels
-@pytest.mark.parametrize(
-    ("kind", "method", "wish", "rounds"),
-    [
-        ("int4_g128", "CompressedTensorsWNA16", "int8", True), ("int4_g128", "AutoGPTQLinearMethod", None, False),
-        ("int4_g128", "CompressedTensorsWNA16", "checkpoint", False),
-        ("int4_row", "CompressedTensorsW4A8Int", "checkpoint", True),
-        ("int4_g128", "CompressedTensorsWNA8Int", "checkpoint", True),
-        ("int8", "QuarkW8A8Int8", "int8", True), ("int8", "QuarkW8A8Int8", "checkpoint", True),
-        ("int8", "QuarkW8A8Int8", "plain", False), ("mxfp4", "QuarkOCP_MX", "int8", False),
-    ],
-)  # fmt: skip
-def test_linear_layers_of_vllm_round_tokens_as_the_settings_state(
-    kind: str, method: str, wish: str | None, rounds: bool
-) -> None:
-    q = scheme_of_kind(kind).quantize(torch.randn((64, 256), generator=torch.Generator().manual_seed(0)))
-    base, stated = type("Base", (), {"__init__": lambda self, config: None}), {"activations": wish}
-    made: Any = vllm_linear.kernel_over(base, lambda _: q.scheme, lambda *_: q, Mock(), lambda: (stated, True))(None)
-    layer = nn.Module()
-    layer.prefix, layer.quant_method = "qkv_proj", type(method, (), {})()  # type: ignore[assignment]
-    made.process_weights_after_loading(layer)
-    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(made.apply_weights(layer, x), PackedLinear(q, "w", int8=rounds).run(x))
-    made.shape = (64, 128)
-    with pytest.raises(UnsupportedError, match=r"a matrix of \(64, 128\) is stored as \(64, 256\)"):
-        made.process_weights_after_loading(layer)
-    layer.quant_method = type("V2", (type(layer.quant_method),), {})()
-    with pytest.raises(UnsupportedError, match=r"qkv_proj in moe_mk\n.*vLLM's V2 is not read\n.*MoeMkLinearKernel"):
-        made.process_weights_after_loading(layer)
+def test_vllm_selects_no_kernel_for_our_methods_and_later_its_own(enabled: Vllm) -> None:
+    modules = {each.module for each in FORMATS.values() if each.selects}
+    before = {name: vars(sys.modules[name]).copy() for name in modules}
+    selected: dict[str, object] = {}
 
+    class AutoAWQMoEMethod(stand_ins.FusedMoEMethodBase):
+        quant_config = SimpleNamespace(weight_bits=4, group_size=64, zero_point=True)
+        uses_weight_scale_2_pattern = create_weights = Mock()
 
-@pytest.mark.parametrize(
-    ("type_of", "group", "zeros", "wanted"),
-    [
-        ("uint4b8", 32, False, "int4_g32"), ("uint4", 64, True, "int4_g64_zp"), ("uint8b128", -1, False, "int8_row"),
-        ("int4", 256, False, "int4_row"), ("uint4", 32, False, "reads no uint4 without zero points"),
-        ("float4_e2m1f", 32, False, "reads no float4_e2m1f without zero points"),
-        ("uint4b8", 16, False, "4-bit weights with groups of 16 are not supported; use 4 or 8 bits and 32, 64, 128, "
-         "whole rows"),
-    ],
-)  # fmt: skip
-def test_integers_of_vllm_are_read_by_their_type(type_of: str, group: int, zeros: bool, wanted: str) -> None:
-    facts = {"weight_type": type_of, "group_size": group, "zero_points": zeros, "partition_weight_shape": (256, 64)}
-    found = vllm_linear._grouped(SimpleNamespace(**facts))
-    assert getattr(found, "name", found) == wanted
+        def __init__(self, moe: Any) -> None:
+            super().__init__(moe)
+            for each in FORMATS.values():
+                if each.selects:
+                    select = getattr(sys.modules[each.module], each.selects)
+                    selected[each.selects + each.backend] = select(moe, at=1 / moe.num_experts)
 
-
-@NEEDS_COMPILER
-@pytest.mark.parametrize(("has_product", "avx512_bf16", "amx"), [(False, False, False), (True, True, False)])
-def test_layers_in_bf16_are_multiplied_here_where_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, has_product: bool, avx512_bf16: bool, amx: bool
-) -> None:
-    settings: dict[str, Any] = {"experts": "torch_cpu"}
-    host = Vllm(["moe_mk"], {"moe_mk": settings})
-    put_in(monkeypatch, host.modules)
-    processor_is(monkeypatch, has_product, avx512_bf16, amx)
-    assert door.register()
-    dispatch = getattr(sys.modules[vllm_linear.UTILS], vllm_linear.DISPATCH)
-    x, bias = torch.randn(5, 128).bfloat16(), torch.randn(72).bfloat16()
-
-    def prepared(w: torch.Tensor, remove_weight: bool = True) -> Any:
-        layer = SimpleNamespace(weight=nn.Parameter(w, requires_grad=False), prefix="o_proj", left=[])
-        dispatch(layer, remove_weight=remove_weight)
-        return layer
-
-    w = torch.randn(72, 128).bfloat16()
-    for remove_weight in (True, False):
-        layer = prepared(w.clone(), remove_weight)
-        assert (layer.weight.numel() < w.numel()) == remove_weight and not layer.left
-        y = layer.cpu_linear(x, layer.weight, bias)
-        assert error(y, x.double() @ w.double().T + bias.double()) < 2**-7
-    assert host.logged == ["moe_mk: linear layers (bf16) by cpu_native"]
-    for other in (w.float(), w[:, :100], w.to("meta"), w[None]):
-        assert prepared(other).left == [True]
-    settings["release_weights"] = False
-    assert prepared(w).left == [True]
-    del settings["release_weights"]
-    with monkeypatch.context() as missing:
-        missing.setattr(vllm_linear, "native_kernels", Mock(side_effect=UnsupportedError("no compiler", [])))
-        assert prepared(w).left == [True]
-    monkeypatch.setattr(host.modules["vllm"]["envs"], "VLLM_DISABLED_KERNELS", ["MoeMkLinearKernel"])
-    assert prepared(w, False).left == [False]
-    for processor in ((True, False, False), (True, True, True)):
-        other = Vllm(["moe_mk"], CPU_ONLY)
-        put_in(monkeypatch, other.modules)
-        processor_is(monkeypatch, *processor)
-        assert door.register()
-        assert other.modules[vllm_linear.UTILS].items() <= vars(sys.modules[vllm_linear.UTILS]).items(), "as it was"
-
-
-def processor_is(monkeypatch: pytest.MonkeyPatch, has_product: bool, avx512_bf16: bool, amx: bool) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_product)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-
-
-def test_fused_projections_of_int8_keep_their_scales(enabled: Vllm) -> None:
-    # q, k and v of 4, 2 and 2 rows, each with one scale.
-    layer = SimpleNamespace(
-        weight=torch.arange(8, dtype=torch.int8)[:, None].repeat(1, 64),
-        weight_scale=torch.tensor([0.5, 2.0, 3.0]),
-        logical_widths=[4, 2, 2],
-        scheme=type("CompressedTensorsW8A8Int8", (), {})(),
-        quant_method=None,
-    )
-    (kernel,) = [each for each in enabled.kernels["int8"] if hasattr(each, "of_moe_mk")]
-    made: Any = kernel(SimpleNamespace())  # type: ignore[call-arg]
-    q = vllm_linear._matrix(made, layer)
-    assert q.dequantize(torch.float32)[:, 0].tolist() == [0.0, 0.5, 1.0, 1.5, 8.0, 10.0, 18.0, 21.0]
-    layer.prefix, layer.weight = "layers.0.qkv_proj", layer.weight[:, :40].contiguous()
-    with pytest.raises(
-        UnsupportedError, match=r"qkv_proj in moe_mk\n.*has 40\n.*VLLM_DISABLED_KERNELS=MoeMkLinearKernel"
-    ):
-        made.process_weights_after_loading(layer)
+    method = layer_of(enabled, Tiny.drawn(), method=AutoAWQMoEMethod).quant_method
+    backends = {"select_wna16_moe_backendWNA16MoEBackend.MARLIN": "marlin"}
+    assert selected == {name: (backends.get(name), None) for name in selected} and {*backends} < {*selected}
+    with pytest.raises(ZeroDivisionError):
+        layer_of(enabled, Tiny.drawn(), method=AutoAWQMoEMethod, num_experts=0)
+    assert before == {name: vars(sys.modules[name]) for name in modules}
+    method.create_weights("layer", 1, size=2)
+    AutoAWQMoEMethod.create_weights.assert_called_once_with("layer", 1, size=2)
+    assert method.uses_weight_scale_2_pattern() is True
 
 
 def test_a_model_of_vllm_loads_a_layer_as_it_loads_its_own_parameters() -> None:
@@ -349,7 +218,8 @@ def test_a_model_of_vllm_loads_a_layer_as_it_loads_its_own_parameters() -> None:
     x_TH = torch.randn((3, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(moe(x_TH), wanted(x_TH))
     names = {"w13_weight": "weight", "w13_weight_scale_inv": "scale", "w2_weight_scale": "scale", "w13_bias": "bias"}
-    names |= {"w13_weight_scale_2": "global_scale", "w2_input_scale": "input_scale"}
+    names |= {"w13_weight_scale_2": "global_scale", "w2_input_scale": "input_scale", "w2_scales": "scale"}
+    names |= {"w13_qzeros": "zeros", "w2_weight_zero_point": "zeros", "w2_g_idx": "order", "w13_weight_shape": "shape"}
     assert {name: door.kind_of(f"mlp.experts.{name}") for name in names} == names
 
 

@@ -1,12 +1,12 @@
 """Formats of vLLM's routed experts: parameters as vLLM's loaders leave them are the experts that were quantised."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.engine_experts import EngineExperts
@@ -16,52 +16,49 @@ from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant import NVFP4
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import CONVENTIONS, LayerSpec, MappingSource, load_layer
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
+from tests.integrations.engines.cases import CLOSE, EXPERTS, Tiny, call, error
 from tests.integrations.engines.stand_ins import Activation, moe_config
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.alone import NEEDS_PEAKS, alone, peak_above
 
-EXPERTS, HIDDEN, INNER = 2, 256, 128
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "UnquantizedFusedMoEMethod": ("fp32", {}),
-    "Fp8MoEMethod": (
-        "fp8_block",
-        {"block_quant": True, "moe_block_shape": [128, 128], "weight_scale_name": "weight_scale_inv"},
-    ),
-    "CompressedTensorsW8A8Fp8MoEMethod": (
-        "fp8_channel",
-        {"weight_quant": SimpleNamespace(strategy="channel"), "weight_block_size": None},
-    ),
-    "CompressedTensorsW8A8Int8MoEMethod": ("int8", {}),
-    "CompressedTensorsW4A8Int8MoEMethod": ("int4_g32", {"group_size": 32}),
-    "CompressedTensorsWNA16MoEMethod": ("int4_g32_zp", {"num_bits": 4, "group_size": 32, "symmetric": False}),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ("nvfp4", {}),
-    "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", {}),
-    "CompressedTensorsW8A8Mxfp8MoEMethod": ("mxfp8", {}),
-    "AutoGPTQMoEMethod": (
-        "int4_g64",
-        {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, is_sym=True)},
-    ),
-    "AutoAWQMoEMethod": (
-        "int4_g64_zp",
-        {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, zero_point=True)},
-    ),
-    "GptOssMxfp4MoEMethod": ("mxfp4", {}),
-    "Mxfp4MoEMethod": ("mxfp4", {}),
-    "CompressedTensorsW4A8Mxfp4MoEMethod": ("mxfp4", {}),
-    "ModelOptFp8MoEMethod": ("fp8_tensor", {}),
-    "ModelOptNvFp4FusedMoE": ("nvfp4", {}),
-    "ModelOptMxFp8FusedMoE": ("mxfp8", {}),
-    "QuarkW8A8Mxfp8MoEMethod": ("mxfp8", {}),
-}  # fmt: skip
-"""By the method of vLLM: a format, and the attributes of the method that name it."""
+HIDDEN, INNER = 256, 128
+CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("UnquantizedFusedMoEMethod", "fp32", {}),
+    ("Fp8MoEMethod", "fp8_block", {"block_quant": True, "moe_block_shape": [64, 32],
+                                   "weight_scale_name": "weight_scale_inv"}),
+    ("Fp8MoEMethod", "fp8_tensor", {"block_quant": False, "moe_block_shape": None,
+                                    "weight_scale_name": "weight_scale"}),
+    *(("CompressedTensorsW8A8Fp8MoEMethod", f"fp8_{each}",
+       {"weight_quant": SimpleNamespace(strategy=each), "weight_block_size": [64, 32] if each == "block" else None})
+      for each in ("block", "channel", "tensor")),
+    ("CompressedTensorsW8A8Int8MoEMethod", "int8", {"weight_block_size": [64, 32]}),
+    ("CompressedTensorsW4A8Int8MoEMethod", "int4_g32", {"group_size": 32}),
+    ("CompressedTensorsWNA16MoEMethod", "int4_g32_zp", {"num_bits": 4, "group_size": 32, "symmetric": False}),
+    ("CompressedTensorsWNA16MoEMethod", "int8_g128", {"num_bits": 8, "group_size": 128, "symmetric": True}),
+    ("CompressedTensorsW4A4Nvfp4MoEMethod", "nvfp4", {}),
+    ("CompressedTensorsW4A4Mxfp4MoEMethod", "mxfp4", {}),
+    ("CompressedTensorsW8A8Mxfp8MoEMethod", "mxfp8", {}),
+    *(("AutoGPTQMoEMethod", f"int{bits}_g64{'' if sym else '_zp'}",
+       {"quant_config": SimpleNamespace(weight_bits=bits, group_size=64, is_sym=sym)})
+      for bits, sym in ((4, True), (8, True), (4, False))),
+    ("AutoAWQMoEMethod", "int4_g64_zp",
+     {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, zero_point=True)}),
+    ("GptOssMxfp4MoEMethod", "mxfp4", {}),
+    ("Mxfp4MoEMethod", "mxfp4", {}),
+    ("CompressedTensorsW4A8Mxfp4MoEMethod", "mxfp4", {}),
+    ("ModelOptFp8MoEMethod", "fp8_tensor", {}),
+    ("ModelOptNvFp4FusedMoE", "nvfp4", {}),
+    ("ModelOptMxFp8FusedMoE", "mxfp8", {}),
+    ("QuarkW8A8Mxfp8MoEMethod", "mxfp8", {}),
+)  # fmt: skip
+"""Methods of vLLM, each with a format and the attributes that name it."""
 
 
-def loaded(name: str, kind: str, matrices: list[Tensor], order: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+def loaded(name: str, kind: str, matrices: list[Tensor], order: str) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a projection of one expert by field of `MoeFormat`, and its matrices (gate and up) decoded."""
-    found, scheme = FORMATS[name], scheme_of_kind(kind)
+    found, scheme = FORMATS[name], scheme_of_kind(kind, (64, 32))
     parts = [scheme.quantize(matrix) for matrix in matrices]
-    decoded = [scheme.dequantize(q, torch.float32) for q in parts]
+    decoded = torch.cat([scheme.dequantize(q, torch.float32) for q in parts])
     if found.packing:
         given = [pack(found.packing, q) for q in parts]
         across = 1 if found.zeros == "qzeros" else 0  # the axis of outputs
@@ -108,88 +105,74 @@ def test_what_is_not_known_of_a_method_is_refused_by_name() -> None:
         weights_of(layer, method, format_of(method))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_experts_are_those_that_were_quantised(name: str) -> None:
-    kind, facts = CASES[name]
-    order, draw = "interleaved" if name.startswith("GptOss") else "gate_up", torch.Generator().manual_seed(0)
-    activation = Activation.SWIGLUOAI if order == "interleaved" else Activation.SILU
-    method = SimpleNamespace(moe=moe_config(activation=activation, has_bias=order == "interleaved"), **facts)
-    layer: Any = nn.Module()
-    vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
-    stems = {"": FORMATS[name].values, "scale": facts.get("weight_scale_name", FORMATS[name].scale)}
-    stems |= {"global_scale": FORMATS[name].above, "zeros": FORMATS[name].zeros}
-    wanted: list[list[Tensor]] = []
-    stacks: dict[str, list[Tensor]] = {}
-    for _ in range(EXPERTS):
-        shapes = {"w13": [(INNER, HIDDEN)] * 2, "w2": [(HIDDEN, INNER)]}
-        drawn = {side: [torch.randn(shape, generator=draw) for shape in each] for side, each in shapes.items()}
-        wanted.append([])
-        for side, matrices in drawn.items():
-            tensors, decoded = loaded(name, kind, matrices, order if side == "w13" else "gate_up")
-            wanted[-1] += decoded
-            for part, tensor in tensors.items():
-                if part == "global_scale" and side == "w2":
-                    tensor = tensor.reshape(())
-                if kind == "fp8_tensor" and part == "scale" and side == "w2":
-                    tensor = tensor.reshape(())
-                stacks.setdefault(f"{side}_{stems[part]}", []).append(tensor)
-    for path, each in stacks.items():
-        layer.register_parameter(path, nn.Parameter(torch.stack(each), requires_grad=False))
-    bias = torch.randn((EXPERTS, 2 * INNER), generator=draw)
-    if method.moe.has_bias:
-        layer.w13_bias, layer.w2_bias = nn.Parameter(bias, False), nn.Parameter(bias[:, :1].expand(-1, HIDDEN), False)
-    held = {id(parameter) for parameter in layer.parameters()}
-    for method.moe.moe_parallel_config.tp_rank in (0, 1):
-        given = weights_of(layer, method, FORMATS[name])
-        experts = given.experts()
-        assert isinstance(experts, ExpertWeights | MappedExpertWeights)
-        for index, (gate, up, down) in enumerate(wanted):
-            slot = experts.slot(index)
-            assert slot.gate_IH is not None
-            for q, exact in ((slot.gate_IH, gate), (slot.up_IH, up), (slot.down_HI, down)):
-                torch.testing.assert_close(q.dequantize(torch.float32), exact, rtol=1e-6, atol=0.0)
-            if slot.biases is not None and slot.biases.gate_I is not None:
-                assert torch.equal(slot.biases.gate_I, bias[index, 0::2])
-                assert torch.equal(slot.biases.up_I, bias[index, 1::2])
-                own = bias[index, 0] * (method.moe.moe_parallel_config.tp_rank == 0)  # vLLM sums over ranks
-                assert torch.equal(slot.biases.down_H, own.expand(HIDDEN))
-        assert (given.activation, given.limit) == (("swiglu_oai", 7.0) if order == "interleaved" else ("silu", None))
-        assert {id(tensor) for tensor in given.tensors} == held, "all of vLLM's tensors are freed with it"
-
-
-def of_vllm(name: str, rows_2I: Tensor, limit: float | None) -> Tensor:
-    """What vLLM's activations compute of the outputs of w13, in f64."""
-    if name == "relu2":
-        return rows_2I.relu().square()
-    first, second = (rows_2I[:, 0::2], rows_2I[:, 1::2]) if name == "swigluoai" else rows_2I.chunk(2, 1)
-    if name.startswith("swigluoai"):
-        gate, up = first.clamp(max=limit or 7.0), second.clamp(-(limit or 7.0), limit or 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    if limit is not None:
-        first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    acts = {"silu": functional.silu, "gelu": functional.gelu}
-    act = acts.get(name, lambda x: functional.gelu(x, approximate="tanh"))
-    return act(first) * second
+BIASES = "none", "stated", "loaded", "unused"
+"""Of the model's configuration, of the checkpoint alone (AWQ and GPTQ of Marlin), or created and left empty."""
 
 
 @pytest.mark.parametrize(
-    "name,limit", [*((name, None) for name in sorted({*ACTIVATIONS, *CLAMPED})), *((name, 1.5) for name in CLAMPED)]
+    ("name", "kind", "facts", "biases"), [(*case, BIASES[number % 4]) for number, case in enumerate(CASES)]
 )
-def test_every_activation_of_vllm_reads_rows_in_the_order_of_vllm(name: str, limit: float | None) -> None:
-    draw, gated = torch.Generator().manual_seed(0), name != "relu2"
-    w13, w2 = torch.randn((1, 32 * (1 + gated), 16), generator=draw), torch.randn((1, 16, 32), generator=draw)
+def test_the_experts_are_those_that_were_quantised(name: str, kind: str, facts: dict[str, Any], biases: str) -> None:
+    order, draw = "interleaved" if name.startswith("GptOss") else "gate_up", torch.Generator().manual_seed(0)
+    activation = Activation.SWIGLUOAI if order == "interleaved" else Activation.SILU
+    method = SimpleNamespace(moe=moe_config(activation=activation, has_bias=biases == "stated"), **facts)
     layer: Any = nn.Module()
-    vars(layer).update(layer_name="layers.1", swiglu_limit=limit, swiglu_alpha=None)
-    layer.w13_weight, layer.w2_weight = nn.Parameter(w13, False), nn.Parameter(w2, False)
+    vars(layer).update(layer_name="layers.1", swiglu_limit=None, swiglu_alpha=None)
+    layer._loaded_expert_biases = {"w13_bias", "w2_bias"} if biases == "loaded" else set()
+    stems = {"": FORMATS[name].values, "scale": facts.get("weight_scale_name", FORMATS[name].scale)}
+    stems |= {"global_scale": FORMATS[name].above, "zeros": FORMATS[name].zeros}
+    wanted, shapes = dict[str, list[Tensor]](), {"w13": [(INNER, HIDDEN)] * 2, "w2": [(HIDDEN, INNER)]}
+    stacks: dict[str, list[Tensor]] = {}
+    for side, each in (*shapes.items(),) * EXPERTS:
+        drawn = [torch.randn(shape, generator=draw) / 4 for shape in each]
+        tensors, decoded = loaded(name, kind, drawn, order if side == "w13" else "gate_up")
+        wanted.setdefault(side, []).append(decoded)
+        for part, tensor in tensors.items():
+            one = side == "w2" and (part == "global_scale" or (kind == "fp8_tensor" and part == "scale"))
+            stacks.setdefault(f"{side}_{stems[part]}", []).append(tensor.reshape(()) if one else tensor)
+    drawn = [torch.randn((EXPERTS, size), generator=draw) for size in (2 * INNER, HIDDEN)]
+    inputs = {f"{side}_input_{scale}": [torch.ones(2)] for side in shapes for scale in ("scale", "global_scale")}
+    unread = {"w13_weight_shape": [torch.ones(2)], "w2_g_idx": [torch.empty(0)]}
+    bias = {} if biases == "none" else {"w13_bias": [*drawn[0]], "w2_bias": [*drawn[1]]}
+    for path, values in {**stacks, **bias, **inputs, **unread}.items():
+        layer.register_parameter(path, nn.Parameter(torch.stack(values), requires_grad=False))
+    rows = torch.stack(wanted["w13"])
+    if order == "interleaved":
+        rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+    tiny = Tiny(rows, torch.stack(wanted["w2"]), activation=activation.value)
+    x_TH, weights_TK, ids_TK = call(5, hidden=HIDDEN)
+    for method.moe.moe_parallel_config.tp_rank in (0, 1):
+        given = weights_of(layer, method, FORMATS[name])
+        if biases in ("stated", "loaded"):  # vLLM sums over ranks
+            tiny = replace(tiny, b13=drawn[0], b2=drawn[1] * (method.moe.moe_parallel_config.tp_rank == 0))
+        here = EngineExperts("tiny", given, top_k=2, settings={"experts": "reference", "activations": "plain"})
+        assert error(here(x_TH, weights_TK, ids_TK), tiny.loops(x_TH, weights_TK, ids_TK)) < CLOSE
+        computed = FORMATS[name].packing or FORMATS[name].divides
+        names = {*stacks, *(() if biases == "unused" and not computed else bias), *(inputs if computed else ())}
+        if not computed and tiny.b2 is not None and not tiny.b2.any():
+            names |= {*inputs}
+        held = {name for name, each in layer.named_parameters() if any(each is tensor for tensor in given.tensors)}
+        assert held == names, "all of vLLM's tensors are freed with it"
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "alpha"),
+    [*((name, None, None) for name in sorted({*ACTIVATIONS, *CLAMPED})), *((name, 1.5, 1.2) for name in CLAMPED)],
+)
+def test_every_activation_of_vllm_reads_rows_in_the_order_of_vllm(
+    name: str, limit: float | None, alpha: float | None
+) -> None:
+    gated, tokens = name != "relu2", call()
+    tiny = replace(Tiny.drawn(gated=gated), activation=name, limit=limit, alpha=alpha or 1.702)
+    tiny = replace(tiny, w13=4 * tiny.w13)
+    layer: Any = nn.Module()
+    vars(layer).update(layer_name="layers.1", swiglu_limit=limit, swiglu_alpha=alpha)
+    layer.w13_weight, layer.w2_weight = nn.Parameter(tiny.w13, False), nn.Parameter(tiny.w2, False)
     stated = SimpleNamespace(value=name if gated else f"{name}_no_mul")
     method = SimpleNamespace(moe=moe_config(activation=stated, is_act_and_mul=gated))
     given = weights_of(layer, method, FORMATS["UnquantizedFusedMoEMethod"])
-    x_TH = torch.randn((5, 16), generator=draw)
-    y_TH = EngineExperts("tiny", given, top_k=1, settings={"experts": "reference"})(
-        x_TH, torch.ones(5, 1), torch.zeros((5, 1), dtype=torch.int32)
-    )
-    wanted = of_vllm(name, x_TH.double() @ w13[0].double().T, limit) @ w2[0].double().T
-    torch.testing.assert_close(y_TH, wanted.float(), rtol=1e-4, atol=1e-4)
+    here = EngineExperts("tiny", given, top_k=2, settings={"experts": "reference"})
+    assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE
 
 
 def peak_of_packing(name: str, count: int, experts: int) -> float:
