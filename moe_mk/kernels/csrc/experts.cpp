@@ -4,7 +4,8 @@
 // Phase 2  tasks (block of w2 pairs): all experts in slot order, then the shared ones, product, bias, weight, f32 sums -> out.
 // Each output element is computed by one thread in slot order: the same bits for any number of threads.
 // Reads every touched expert once a 256-row block (weights; 1024 on AMX), x about num_w13_pairs / 16 times from cache (/ 8 on
-// AMX). Writes h (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.7 MiB a thread.
+// AMX). Writes h (assignments * I * 2 B) and out. Scratch: h and its integers (as much and a half; up to 512 MiB), f32 sums (R * 2 KiB a
+// thread at most), 1.7 MiB a thread.
 // Rows without a local expert are not read; their output is zero.
 #include <algorithm>
 #include <atomic>

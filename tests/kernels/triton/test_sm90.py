@@ -80,8 +80,10 @@ def test_an_output_of_one_assignment_a_row_costs_the_second_product_no_step(name
 
 
 def expect_no_step(built: Compiled, bare: Compiled) -> None:
+    """Besides copies between uniform registers, whose number depends on the version of Triton."""
     assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
-    assert built.step <= bare.step + 2 and built.products == bare.products
+    step, allowed = (each.step - each.in_step["UMOV"] for each in (built, bare))
+    assert step <= allowed + 2 and built.products == bare.products
     assert built.stores[16] > bare.stores[16] and set(built.stores) == {16}
 
 
