@@ -74,7 +74,7 @@ def generator() -> torch.Generator:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test that asks for emulated tiles compiles every source, in a minute on busy cores."""
+    """The first test that asks for emulated tiles compiles every source, in minutes on busy cores."""
     for item in items:
         if {"emulated", "all_emulated", "isas", "isa_here"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
