@@ -269,14 +269,10 @@ class Bench:
 
     def activation_var(self, h: Tensor, var: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
         """The activation with its variance: differences over one standard deviation of gate and of up."""
-        a, sigma, total = (
-            self.activation(h, model),
-            var.sqrt(),
-            torch.zeros_like(h[..., : h.shape[-1] // (1 + model.gated)]),
-        )
+        half = h.shape[-1] // (1 + model.gated)
+        a, sigma, total = self.activation(h, model), var.sqrt(), torch.zeros_like(h[..., :half])
         for part in range(1 + model.gated):
             step = torch.zeros_like(h)
-            half = h.shape[-1] // (1 + model.gated)
             step[..., part * half : (part + 1) * half] = sigma[..., part * half : (part + 1) * half]
             one, other = (self.activation(h + sign * step, model) - a for sign in (1, -1))
             total += torch.maximum(one.abs(), other.abs()) ** 2
