@@ -110,9 +110,8 @@ def test_a_tp_size_is_legal_exactly_if_every_share_is_whole_and_starts_at_a_bloc
 ) -> None:
     width, shared = share * tp + (not is_whole or not share), shared_share * tp
     quant = {"weights": "fp8_block", "block": block} if block != (1, 1) else {}
-    model: dict[str, Any] = {"moe_intermediate_size": width, "quant": quant}
-    if shared:
-        model |= {"num_shared_experts": 1, "shared_intermediate_size": shared}
+    model = {"moe_intermediate_size": width, "quant": quant, "num_shared_experts": int(shared > 0)}
+    model |= {"shared_intermediate_size": shared or None}
     legal = tp == 1 or all(w % tp == 0 and (w // tp) % side == 0 for w in (width, shared) for side in block)
     if legal:
         assert config(model=model, parallel={"tp": tp}).parallel.tp == tp

@@ -384,12 +384,8 @@ def _weigh_and_sum(bench: Bench, run: Run) -> Tensor:
         weights = torch.ones_like(weights)
     factor = torch.where(ids >= 0, weights, 0.0)
     weighted = torch.where(factor[None, ..., None] == 0, 0.0, rows * factor[None, ..., None])
-    rank_TK = bench.rank_of_E[ids.clamp(min=0)]
-    found = [
-        torch.where((rank_TK == rank)[..., None], part, 0.0).sum(1)
-        for rank in range(bench.case.ep)
-        for part in weighted
-    ]
+    rank_TK, ep = bench.rank_of_E[ids.clamp(min=0)], bench.case.ep
+    found = [torch.where((rank_TK == rank)[..., None], part, 0.0).sum(1) for rank in range(ep) for part in weighted]
     return torch.stack(found)
 
 
