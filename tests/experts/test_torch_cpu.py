@@ -47,20 +47,20 @@ def test_blocks_side_by_side_may_have_scales_far_apart() -> None:
         assert torch.equal(torch.cat(list(decoded_block_rows(q, torch.float32))), expected)
 
 
-def experts_of(dtype: torch.dtype) -> TorchCpuExperts:
-    context = ExpertsContext(plain(dtype), plain(dtype), "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
-    return TorchCpuExperts(context)
-
-
 @pytest.mark.parametrize("weights", ["stack", "views", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [0, 1, 2, 31, 100])
-def test_rows_have_the_bits_of_assignments_sorted_by_expert(count: int, dtype: torch.dtype, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "activation"), [(0, "silu"), (1, "situ"), (2, "swiglu_oai"), (31, "silu_limit"), (100, "swiglu_limit")]
+)
+def test_rows_have_the_bits_of_assignments_sorted_by_expert(
+    count: int, activation: str, dtype: torch.dtype, weights: str
+) -> None:
     g = torch.Generator().manual_seed(count)
     w13, w2 = (torch.randn(SLOTS, n, k, generator=g) * k**-0.5 for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
     scheme = Fp8Block("b", 16, 16) if weights == "fp8" else plain(dtype)
     stack = ExpertWeights(scheme.quantize(w13), scheme.quantize(w2))
-    backend = experts_of(dtype)
+    context = ExpertsContext(plain(dtype), plain(dtype), activation, SLOTS, HIDDEN, INNER, torch.device("cpu"))
+    backend = TorchCpuExperts(replace(context, swiglu_limit=1.5, swiglu_alpha=0.7))
     held = stack if weights == "stack" else backend.relayout(stack)
     assert held.slot(1).up_IH.values.data_ptr() == stack.slot(1).up_IH.values.data_ptr(), "nothing is copied"
     x_RH = torch.randn(count, HIDDEN, generator=g).to(dtype)
@@ -74,3 +74,4 @@ def test_rows_have_the_bits_of_assignments_sorted_by_expert(count: int, dtype: t
     assert found.stage is OutputStage.REDUCED and found.y.dtype is dtype and torch.equal(found.y, wanted.y)
     into_RH = torch.full((count, HIDDEN), torch.nan, dtype=dtype)
     assert backend.run(replace(rows, out_RH=into_RH), held).y is into_RH and torch.equal(into_RH, wanted.y)
+    assert torch.equal(backend.sums(x_RH, ids_RK, rows.weights_RK, backend.ffn_of(held)).to(dtype), wanted.y)

@@ -98,6 +98,8 @@ def test_a_case_needs_no_weights_where_they_are_in_a_checkpoint(file):
         ({"experts": torch.tensor([0, 1, 1])}, ShapeError, r"twice: \[1\]"),
         ({"w13": torch.zeros(3, 8, H)}, ShapeError, "w13|w2"),
         ({"w2": None}, ConfigError, "w13 without w2"),
+        ({"kind": "q4_0", "w13_bias": torch.zeros(3, 2 * I)}, ShapeError, "w13_bias and w2_bias belong together"),
+        ({"kind": "q4_0", "w13_bias": torch.zeros(3, I)}, ShapeError, r"w13_bias has R=128 \(axis 1\), expected R=256"),
         ({"topk_ids": None, "topk_weights": None}, ConfigError, "neither topk_ids nor router_logits nor gate"),
         ({"order": "up_down"}, ConfigError, "order 'up_down' is unknown"),
         ({"tp": 0}, ConfigError, "tp is 0"),

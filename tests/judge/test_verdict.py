@@ -26,6 +26,7 @@ def layer_of(seed):
         kind=kind, tp=1 if kind == "q4_k" else tp, ep=ep, shared=seed % 3 == 0, groups=(1, 4)[seed % 2], seed=seed,
         tokens=(1, 5, 16)[seed % 3], quantised_rows=kind == "fp8_block" and seed % 4 > 1, top_k=(1, 2, 3)[seed % 3],
         scoring="sigmoid" if seed % 2 else "softmax", bias=bool(seed % 2), eplb=seed % 7 == 0,
+        expert_bias=seed % 5 in (2, 4),
         **({"activation": "swiglu_oai", "limit": 2.0} if kind == "mxfp4" else {}),
     )  # fmt: skip
 

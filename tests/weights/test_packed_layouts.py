@@ -276,17 +276,18 @@ def test_tokens_are_not_permuted_for_each_expert(tmp_path: Path) -> None:
 def test_a_conversion_between_packings_of_the_same_groups_changes_no_value(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    report = convert_checkpoint(written("gptq"), tmp_path / "awq", "awq")
-    assert max(error.worst for error in report.errors) == 0.0
-    again = convert_checkpoint(tmp_path / "awq", tmp_path / "ct", "int4_g128_zp")
-    assert max(error.worst for error in again.errors if error.expert is not None) == 0.0
-    for folder in ("awq", "ct"):
-        layers = [load_written(path).experts for path in (written("gptq"), tmp_path / folder)]
+    gptq = written("gptq")
+    steps = ((gptq, "awq", "awq"), (tmp_path / "awq", "ct", "int4_g128_zp"), (gptq, "with zeros", "int4_g128_zp"))
+    for source, name, to in steps:
+        report, found = convert_checkpoint(source, tmp_path / name, to), tmp_path / name
+        assert max(error.worst for error in report.errors if to == "awq" or error.expert is not None) == 0.0
+        layers = [load_written(path).experts for path in (gptq, found)]
         for one, other in zip(*(experts.slots for experts in layers), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(wide(one), wide(other), strict=True))
-    assert MoEConfig.from_hf(tmp_path / "ct").model.quant.shared == "bf16"
-    scale = SafetensorsSource(tmp_path / "ct").entry("model.layers.1.mlp.experts.0.up_proj.weight_scale")
-    assert scale.dtype is torch.float16, "bf16 would round the scales of GPTQ and AWQ"
+        if to != "awq":
+            assert MoEConfig.from_hf(found).model.quant.shared == "bf16"
+            scale = SafetensorsSource(found).entry("model.layers.1.mlp.experts.0.up_proj.weight_scale")
+            assert scale.dtype is torch.float16, "bf16 would round the scales of GPTQ and AWQ"
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -33,10 +33,10 @@ from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
-from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights
+from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights
 from moe_mk.weights.layer_spec import ORDERS
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, DTYPES, Header, TensorEntry, read_header
-from moe_mk.weights.slices import gate_and_up
+from moe_mk.weights.slices import gate_and_up, halves_of
 
 FORMAT, VERSION = "moe_mk case", 1
 MOST_BYTES, MOST_TOKENS, MOST_TEXT = 8 << 30, 4096, 1 << 20
@@ -223,13 +223,20 @@ def _two_schemes(
     ):  # fmt: skip
         dtype = values.dtype if scheme.block is None else torch.uint8
         expect(name, values, "X R B", dtype, X=len(w13), B=scheme.held_columns(columns))
+        if (bias := getattr(case, f"{name}_bias")) is not None:
+            expect(f"{name}_bias", bias, "X R", FLOATS, X=len(w13), R=values.shape[1])
         if scheme.block is None:
             plain(values.dtype)
-    found = []
-    for first, second in zip(w13, w2, strict=True):
-        both = QuantTensor(first, None, wide)
+    found, (b13, b2) = list[SlotWeights](), (getattr(case, f"{prefix}{which}_bias") for which in ("w13", "w2"))
+    if (b13 is None) != (b2 is None):
+        raise ShapeError(f"{prefix}w13_bias and {prefix}w2_bias belong together; pass zeros for the other one")
+    for at, (first, second) in enumerate(zip(w13, w2, strict=True)):
+        both, biases = QuantTensor(first, None, wide), None
         gate, up = gate_and_up(both, case.order) if case.model.gated else (None, both)
-        found.append(SlotWeights(gate, up, QuantTensor(second, None, down)))
+        if b13 is not None and b2 is not None:
+            gate_I, up_I = halves_of(b13[at], case.order) if case.model.gated else (None, b13[at])
+            biases = SlotBiases(gate_I, up_I, b2[at])
+        found.append(SlotWeights(gate, up, QuantTensor(second, None, down), biases))
     return found
 
 
@@ -371,9 +378,7 @@ def read_case(path: Path) -> Case:
         "model": ModelConfig.parse(header.get("model", {}), f"{path.name}: model"),
         "router": RouterConfig.parse(header.get("router", {}), f"{path.name}: router"),
     }
-    planned: dict[str, Any] = {
-        name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in entries.items()
-    }
+    planned: dict[str, Any] = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in entries.items()}
     if lacking := [name for name in ("x", "y") if name not in planned]:
         raise WeightError(f"{path.name} is no case: it has no tensor {' and no '.join(lacking)}")
     case = Case(**made, **text, **planned).checked()

@@ -269,14 +269,10 @@ class Bench:
 
     def activation_var(self, h: Tensor, var: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
         """The activation with its variance: differences over one standard deviation of gate and of up."""
-        a, sigma, total = (
-            self.activation(h, model),
-            var.sqrt(),
-            torch.zeros_like(h[..., : h.shape[-1] // (1 + model.gated)]),
-        )
+        half = h.shape[-1] // (1 + model.gated)
+        a, sigma, total = self.activation(h, model), var.sqrt(), torch.zeros_like(h[..., :half])
         for part in range(1 + model.gated):
             step = torch.zeros_like(h)
-            half = h.shape[-1] // (1 + model.gated)
             step[..., part * half : (part + 1) * half] = sigma[..., part * half : (part + 1) * half]
             one, other = (self.activation(h + sign * step, model) - a for sign in (1, -1))
             total += torch.maximum(one.abs(), other.abs()) ** 2
@@ -388,12 +384,8 @@ def _weigh_and_sum(bench: Bench, run: Run) -> Tensor:
         weights = torch.ones_like(weights)
     factor = torch.where(ids >= 0, weights, 0.0)
     weighted = torch.where(factor[None, ..., None] == 0, 0.0, rows * factor[None, ..., None])
-    rank_TK = bench.rank_of_E[ids.clamp(min=0)]
-    found = [
-        torch.where((rank_TK == rank)[..., None], part, 0.0).sum(1)
-        for rank in range(bench.case.ep)
-        for part in weighted
-    ]
+    rank_TK, ep = bench.rank_of_E[ids.clamp(min=0)], bench.case.ep
+    found = [torch.where((rank_TK == rank)[..., None], part, 0.0).sum(1) for rank in range(ep) for part in weighted]
     return torch.stack(found)
 
 

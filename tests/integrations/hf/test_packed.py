@@ -53,6 +53,7 @@ from tests.integrations.hf.packed import (
 )
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.tiers import quick_where, slow
+from tests.weights.test_packed_layouts import named, ordered
 
 STATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as it is": lambda model: model,
@@ -315,21 +316,23 @@ def copy_with(folder: Path, target: Path, change: Callable[[dict[str, Any], dict
     return target
 
 
-def test_packed_matrices_outside_of_the_experts_are_decoded(written: Written, tmp_path: Path) -> None:
-    name, decoded = "model.layers.2.self_attn.q_proj.", []
+@pytest.mark.parametrize("packing", ["awq", "gptq"])
+def test_packed_matrices_outside_of_the_experts_are_decoded(packing: str, written: Written, tmp_path: Path) -> None:
+    name, kind, decoded = "model.layers.2.self_attn.q_proj.", {"awq": "int4_g128_zp", "gptq": "int4_g128"}[packing], []
 
     def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-        q = GROUPED["int4_g128_zp"].quantize(tensors.pop(f"{name}weight"))
-        decoded.append(q.dequantize(torch.float32))
-        words = {"": "qweight", "scale": "scales", "zeros": "qzeros"}
-        tensors |= {name + words[part]: tensor.contiguous() for part, tensor in pack("awq", q).items()}
+        q = GROUPED[kind].quantize(tensors.pop(f"{name}weight"))  # GPTQ has columns in another order than their groups
+        parts, wide = ordered(q, 5) if packing == "gptq" else (named(pack("awq", q)), q.dequantize(torch.float32))
+        decoded.append(wide)
+        words = {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"}
+        tensors |= {name + words[part]: tensor.contiguous() for part, (_, tensor) in parts.items()}
 
-    folder = copy_with(written("qwen3_moe", "awq"), tmp_path, change)
+    folder = copy_with(written("qwen3_moe", packing), tmp_path, change)
     model = model_without_experts(folder, dtype=torch.float32)
     assert torch.equal(model.model.layers[2].self_attn.q_proj.weight, decoded[0])
     model.to(torch.bfloat16)
     pack_linears(model, folder)
-    assert model.model.layers[2].self_attn.q_proj.format == "int4_g128_zp"
+    assert model.model.layers[2].self_attn.q_proj.format == (kind if packing == "awq" else "bf16")
 
 
 def test_parameters_that_a_checkpoint_lacks_are_listed(written: Written, tmp_path: Path) -> None:
